@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels demo test tests check quiet-check quiet-coverage quiet-wheel-check coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage quiet-wheel-check coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -48,6 +48,9 @@ image-wheels: .venv/installed  ## compose/wheels: what an image needs that is bu
 
 image:  ## the image `pagemill`, by Docker
 	docker build --file compose/Dockerfile --tag pagemill .
+
+cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes
+	$(BIN)/python -m ops.cluster
 
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
 from shared.config import ApiKey, Config, ModelConfig
+from shared.config_scale import PoolConfig
 from shared.config_stages import InputConfig, StageConfig
 from shared.protocol.pipeline import OutputSpec
 
@@ -33,6 +34,7 @@ NESTED: dict[str, type[Struct]] = {
     "models.NAME.stages.STAGE.inputs.KIND": InputConfig,
     "models.NAME.stages.STAGE.output": OutputSpec,
     "gateway.api_keys": ApiKey,
+    "scale.pools": PoolConfig,
 }
 HEAD = ["key", "type", "default", "environment variable", "meaning"]
 
@@ -110,6 +112,7 @@ def _link(name: str) -> str:
         "InputConfig": "[input](#modelsnamestagesstageinputskind)",
         "OutputSpec": "[output](#modelsnamestagesstageoutput)",
         "ApiKey": "[key](#gatewayapi_keys)",
+        "PoolConfig": "[pool](#scalepools)",
     }[name]
 
 

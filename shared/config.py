@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.config_scale import ScaleConfig
 from shared.config_stages import Positive, StageConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -18,6 +19,9 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     """URL of a running server, or comma-separated URLs of several servers of one cluster. Without
     one, `pagemill up` starts an embedded server."""
+    password_file: str | None = None
+    """File with the password of the users that `url` names without one, relative to the
+    configuration file."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"
@@ -110,8 +114,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Logs in memory are faster, but are lost with the broker: requests in flight start again, and
     clients may see tokens twice."""
     drain_s: Seconds = 20.0
-    """Time in which a worker that drains may finish what it has in flight; it requeues the
-    rest."""
+    """Time in which a worker that drains may finish what it has in flight, and others may fetch its
+    payloads; it requeues the rest."""
 
 
 class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +131,8 @@ class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
     advertise: str | None = None
-    """Name or address of this machine as other machines see it; by default `listen`."""
+    """Name or address of this machine as other machines see it; by default `listen`, or if that is
+    `0.0.0.0` or `::`, the address from which this worker's connection to the broker comes."""
 
 
 class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,11 +248,16 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `blobs.arena_mib`."""
 
 
+# Workers of one machine share a configuration, and listen on a port each.
+METRICS_PORTS = 64
+
+
 class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Prometheus endpoints over HTTP. `pagemill metrics` reads metrics from the broker without."""
 
     listen: str | None = None
-    """Address on which every worker serves its own metrics; without one, no worker does."""
+    """Address on which every worker serves its own metrics, `/health` and `/ready`; without one, no
+    worker does."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the first worker; each further worker on this machine takes the next free one. 0
     takes any free port. Heartbeats contain the port."""
@@ -321,6 +331,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
+    scale: ScaleConfig = ScaleConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log events that are written."""
     log_file: str | None = None

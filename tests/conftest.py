@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import re
+import shlex
 import shutil
 import signal
 import ssl
@@ -18,6 +19,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
+from tests import preloaded
 
 # transformers imports Triton, which reads this variable at its import. Without a GPU, the kernels
 # run in Triton's interpreter.
@@ -53,10 +55,11 @@ ALLOWED_SKIPS = {
     "there is a GPU": 1,
     "needs Debian's packages chromium and chromium-driver": 56,
     "needs curl": 2,
+    "needs docker compose": 2,
     "needs node and npm": 10,
     "needs systemd-analyze": 1,
     "no AVX-512 for bfloat16": 39,
-    "no compiler, or no AVX-512": 81,
+    "no compiler, or no AVX-512": 82,
 }
 MAY_SKIP = "TESTS_MAY_SKIP"
 
@@ -67,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "needs_folder(variable): needs a folder that this environment variable names, and is"
         " deselected without it",
     )
+    if config.getoption("numprocesses", None):
+        preloaded.serve()
+        # A fork with torch in memory might not be able to use a GPU.
+        if shutil.which("nvidia-smi") is None:
+            python = shlex.join(preloaded.PYTHON)
+            config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,12 +1,12 @@
 """Commands of Pagemill as forks of one process with all modules in memory.
 
 Tests start a hundred workers and clusters. The imports of each would take one to five seconds of
-processor time, the longest part of a run. `python -m tests.preloaded` is the preloader of `pagemill
-up`, with the whole command line as what it forks; each test process starts one.
+processor time, the longest part of a run. `tests.preloading` imports them once, and forks for each
+connection a preloader of `pagemill up`, with the whole command line as what it forks. The processes
+of pytest-xdist share it, and are forks too.
 """
 
 import atexit
-import importlib
 import os
 import signal
 import socket
@@ -16,27 +16,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
-import msgspec
-from huggingface_hub import constants
-from huggingface_hub.utils import _cache_manager
-from rich.console import Console
-
-from workers import __main__ as pagemill
-from workers import roles
-from workers.cli import preloader, terminal
-from workers.cli.models import download
-from workers.cli.models.reports import Report
+from workers.cli import preloader
 from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
-from workers.engine.model import check_folders
 
 ROOT = Path(__file__).parent.parent
+# Environment variable with the path of the preloader's socket.
+ADDRESS = "TESTS_PRELOADER"
 # Environment variable that names a module whose `register_roles` a command calls first.
 ROLES_OF = "TESTS_ROLES_OF"
-MODULES = [spec.module for spec in roles.all_roles()]
+# An interpreter with the options -m and -c, whose programs are forks in runs of pytest-xdist.
+PYTHON = [sys.executable, "-IS", str(ROOT / "tests" / "forked_python.py")]
 
 
 class ForkedCommand:
@@ -74,16 +66,12 @@ class ForkedCommand:
 
 
 class _Forks:
-    """The preloader of this test process, and the exit codes that it has reported."""
+    """A connection to the preloader, and the exit codes that came over it."""
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
-            cwd=ROOT,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
+    def __init__(self, address: str) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.connect(address)
+        self._channel.send(b"-")
         self._lock = threading.Lock()
         self.codes: dict[int, int] = {}
 
@@ -118,12 +106,33 @@ class _Forks:
         event: Event = preloader.decode_event(message)
         return event
 
-    def close(self) -> None:
-        self._channel.close()
-        self._process.wait(30)
-
 
 _running: _Forks | None = None
+
+
+def serve() -> str:
+    """Start the preloader, unless a parent process has done it, and return its address."""
+    if ADDRESS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="pagemill-tests-")
+        os.environ[ADDRESS] = str(Path(folder.name) / "preloader")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(os.environ[ADDRESS])
+            listener.listen()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.preloading", str(listener.fileno())],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(_stop, process, folder)
+    return os.environ[ADDRESS]
+
+
+def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    process.wait()
+    folder.cleanup()
 
 
 def start(
@@ -137,8 +146,7 @@ def start(
     """Start `pagemill` with these arguments."""
     global _running
     if _running is None:
-        _running = _Forks()
-        atexit.register(_running.close)
+        _running = _Forks(serve())
     outputs = [stderr] if stdout is None else [stderr, stdout]
     return _running.start(list(arguments), cwd, env, outputs)
 
@@ -158,52 +166,3 @@ def run(
             file.seek(0)
             printed.append(file.read().decode())
         return subprocess.CompletedProcess(arguments, code, *printed)
-
-
-def _check_folders(folders: Sequence[Path], _: Sequence[str | None] = ()) -> list[Report]:
-    said = [check_folders._report(folder) for folder in folders]
-    return msgspec.convert(said, list[Report], from_attributes=True)
-
-
-def _main() -> None:
-    if (own := os.environ.get(ROLES_OF)) is not None:
-        importlib.import_module(own).register_roles()
-    # A console reads its width from the environment when it is made.
-    for console in (terminal.out, terminal.errors):
-        vars(console).update(vars(Console(stderr=console.stderr)))
-    # So does the hub's library read its address and its folders, when it is imported.
-    for module in (constants, _cache_manager):
-        importlib.reload(module)
-    # `pagemill pull` would start a process that imports transformers, which is in memory here.
-    vars(download).update(check_folders=_check_folders)
-    try:
-        pagemill.main()
-    except SystemExit as end:
-        _exit(end)
-
-
-def _exit(end: SystemExit) -> NoReturn:
-    """Do what Python does at its end, but leave the modules as they are.
-
-    Their teardown writes to most of the memory that a fork shares, in 0.3 s of processor time.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if isinstance(end.code, str):
-        print(end.code, file=sys.stderr)  # noqa: T201
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:
-        code = 120  # Python's own for outputs that fail.
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # `up` has workers that use torch forked, and executes the others, which start without torch.
-    # Here every worker is a fork. tests/cli/test_commands.py starts the others without torch.
-    for spec in roles.all_roles():
-        roles._ROLES[spec.name] = replace(spec, uses_torch=True)
-    preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, _main)

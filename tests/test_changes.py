@@ -132,6 +132,9 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
         "shared/protocol/multimodal.py",
         "shared/protocol/pipeline.py",  # a kind of output
         "workers/cli/ask.py",  # the option --image, in an error
+        # The image of a container.
+        "workers/cli/manifests/deployments.py",
+        "workers/cli/manifests/output.py",
     }
     for modality in get_args(Modality):
         assert strings()[modality] <= allowed

@@ -58,12 +58,18 @@ ALLOWED = {
     "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
+    "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
+    # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
+    "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
+    # The metrics listeners of this machine.
+    "workers.cli.commands.health": {"http.client"},
     "workers.cli.log_file": {".open", "os.open"},
     "workers.cli.process_usage": {".read_text"},  # of /proc
     "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
-    "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
+    "shared.native.library": {".read_text"},  # the processor
+    "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
 }

@@ -1,52 +1,53 @@
 """The command `pagemill`; its commands are in `workers.cli.commands`."""
 
+import sys
 from importlib.metadata import version
 
 from cyclopts import App
 
-from workers.cli.commands import (
-    chat,
-    configure,
-    dead,
-    listing,
-    logs,
-    models,
-    observe,
-    preview,
-    requests,
-    serve,
-)
+from shared.stage import signals
 from workers.cli.terminal import run_app
+
+# A command's module is imported when the command runs. All of them together take half a second of
+# processor time, and a container's health check runs every few seconds.
+COMMANDS = (
+    "workers.cli.commands.serve:up",
+    "workers.cli.commands.serve:worker",
+    "workers.cli.commands.models:pull",
+    "workers.cli.commands.models:models",
+    "workers.cli.commands.requests:ask",
+    "workers.cli.commands.chat:chat",
+    "workers.cli.commands.preview:render",
+    "workers.cli.commands.preview:tokenize",
+    "workers.cli.commands.requests:follow",
+    "workers.cli.commands.requests:cancel",
+    "workers.cli.commands.requests:where",
+    "workers.cli.commands.listing:requests",
+    "workers.cli.commands.logs:logs",
+    "workers.cli.commands.observe:top",
+    "workers.cli.commands.observe:metrics",
+    "workers.cli.commands.health:health",
+    "workers.cli.commands.scale:scale",
+    "workers.cli.commands.dead:dead",
+    "workers.cli.commands.configure:key",
+    "workers.cli.commands.configure:check",
+    "workers.cli.commands.kubernetes:manifests",
+)
 
 app = App(
     name="pagemill",
     help="A durable, queue-native serving system for multimodal language models.",
     version=version("pagemill"),
 )
-for command in (
-    serve.up,
-    serve.worker,
-    models.pull,
-    models.models,
-    requests.ask,
-    chat.chat,
-    preview.render,
-    preview.tokenize,
-    requests.follow,
-    requests.cancel,
-    requests.where,
-    listing.requests,
-    logs.logs,
-    observe.top,
-    observe.metrics,
-    dead.app,
-    configure.key,
-    configure.check,
-):
+for command in COMMANDS:
     app.command(command)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        signals.end_at_once()
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        app.resolved_commands()  # The help has a line of each.
     run_app(app)
 
 

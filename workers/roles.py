@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from shared.config import Config
+from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
 
 
@@ -27,7 +28,11 @@ class RoleSpec:
     """Whether a worker serves one model, not all."""
     uses_torch: bool = True
     """Whether a worker computes with torch; otherwise it starts without it."""
+    min_workers: int = 0
+    """Workers that a pool of this role always needs."""
 
+
+AUTOSCALER = "autoscaler"
 
 _ROLES: dict[str, RoleSpec] = {}
 
@@ -71,9 +76,20 @@ for _spec in (
         "turns text and images into tokens",
         one_model=False,
         uses_torch=False,
+        # The gateway asks renderers directly, where no queue holds its question.
+        min_workers=1,
     ),
     RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
+    RoleSpec(
+        AUTOSCALER,
+        "workers.autoscaler.worker",
+        "Autoscaler",
+        "starts and stops workers of pools",
+        serves_stages=False,
+        one_model=False,
+        uses_torch=False,
+    ),
     RoleSpec(
         "gateway",
         "workers.gateway.worker",
@@ -96,13 +112,18 @@ class WorkerSpec:
     stage: str | None = None
 
 
+def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
+    """The worker that serves a stage of a model's pipeline."""
+    name = None if stage.name == stage.role else stage.name
+    return WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
+
+
 def default_workers(config: Config) -> list[WorkerSpec]:
     """The workers of `pagemill up`: a coordinator, and those of each stage of each pipeline."""
     num_workers: dict[WorkerSpec, int] = {}
     for model, pipeline in pipelines_of(config).items():
         for stage in pipeline.stages:
-            name = None if stage.name == stage.role else stage.name
-            spec = WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
+            spec = worker_of(model, stage)
             # Workers of all models are as many as the model that wants most has asked for.
             num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas)
     specs = [[spec] * num for spec, num in num_workers.items()]

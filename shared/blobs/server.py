@@ -107,7 +107,9 @@ class BlobServer:
 
     def listen(self, bind: tuple[str, int], name: str) -> None:
         """Serve readers on other machines, which connect to this one by `name`."""
-        listener = socket.create_server(bind)
+        is_ipv6 = ":" in bind[0]
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        listener = socket.create_server(bind, family=family, dualstack_ipv6=is_ipv6)
         self._accept_on(listener)
         port: int = listener.getsockname()[1]
         self.address = msgspec.structs.replace(self.address, tcp=(name, port))

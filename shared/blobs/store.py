@@ -74,7 +74,8 @@ class Blobs:
         config = self._config
         self._server.start()
         if config.listen is not None:
-            self._server.listen((config.listen, config.port), config.advertise or config.listen)
+            name = config.advertise or self._bus.address_of(config.listen)
+            self._server.listen((config.listen, config.port), name)
         await self._bus.add_responder(subjects.blob(self._worker), self._reply)
         self._sweeping = asyncio.create_task(self._sweep())
 
@@ -87,10 +88,15 @@ class Blobs:
         """Size of the arena in bytes, which a larger blob never fits."""
         return self._server.arena.slots.capacity
 
+    @property
+    def num_pinned(self) -> int:
+        """Number of blobs that have not been fetched, or are being read."""
+        return self._server.arena.slots.num_pinned
+
     def load(self) -> dict[str, float]:
         """Return the arena's load for heartbeats."""
         slots = self._server.arena.slots
-        return {"arena_pinned": slots.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
+        return {"arena_pinned": self.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
 
     async def close(self) -> None:
         for task in (self._sweeping, *self._releasing):

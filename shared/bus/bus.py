@@ -13,6 +13,7 @@ import structlog
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
+from nats.js.errors import NotFoundError
 
 from shared.bus import streams
 from shared.bus.connection import (
@@ -20,7 +21,9 @@ from shared.bus.connection import (
     MAX_RETRY_S,
     REPLY_TIMEOUT_S,
     connect,
+    local_address,
     retry_until,
+    without_credentials,
 )
 from shared.bus.consumer import Consumer
 from shared.bus.messaging import Messenger
@@ -33,6 +36,12 @@ from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, d
 
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
+
+WILDCARDS = ("", "0.0.0.0", "::")
+
+# Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
+# the server's default of 512, a few hundred workers would be refused.
+MAX_WAITING_PULLS = 20_000
 
 # Heartbeats come every second; a worker without one for so long counts as dead.
 # A replica that serves reads may lag behind for a moment.
@@ -60,14 +69,15 @@ class Bus(Publisher, StreamReader, Messenger):
         Raises Unavailable when no server answers within `timeout_s`.
         """
         bus: Bus | None = None
+        shown = without_credentials(url)
 
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
-                _log.warning("broker_disconnected", url=url)
+                _log.warning("broker_disconnected", url=shown)
 
         async def on_reconnect() -> None:
             if bus is not None:
-                _log.info("broker_reconnected", url=url)
+                _log.info("broker_reconnected", url=shown)
                 bus._restore()
 
         bus = cls(await connect(url, name, timeout_s, on_disconnect, on_reconnect))
@@ -107,6 +117,18 @@ class Bus(Publisher, StreamReader, Messenger):
             await self._nc.flush(timeout=2)
         with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.close()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._nc.is_connected
+
+    def address_of(self, listen: str) -> str:
+        """Return the address under which other machines find what listens on `listen`.
+
+        A wildcard stands for all addresses of this machine, of which other workers reach the one
+        that this connection comes from.
+        """
+        return local_address(self._nc) if listen in WILDCARDS else listen
 
     # -- the broker's clock ---------------------------------------------------------------------
 
@@ -157,10 +179,10 @@ class Bus(Publisher, StreamReader, Messenger):
             "the broker did not create the streams",
         )
 
-    async def consume(
-        self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
-    ) -> Consumer:
-        """Join the durable consumer `durable`, which is created if it does not exist.
+    async def create_consumer(
+        self, stream: str, durable: str, subject: str, ack_wait_s: float
+    ) -> None:
+        """Create the durable consumer `durable`, or update it if it exists.
 
         Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
@@ -175,13 +197,34 @@ class Bus(Publisher, StreamReader, Messenger):
             # Credit bounds the messages in flight of each worker. With a common bound, one worker
             # with many of them would starve the others.
             max_ack_pending=-1,
+            max_waiting=MAX_WAITING_PULLS,
         )
+
+        async def create_or_update() -> None:
+            try:
+                existing = await self._js.consumer_info(stream, durable)
+            except NotFoundError:
+                await self._js.add_consumer(stream, config)
+            else:
+                # The server refuses to change this limit.
+                max_waiting = existing.config.max_waiting
+                await self._js.add_consumer(stream, config.evolve(max_waiting=max_waiting))
+
         await retry_until(
             BROKER_DEADLINE_S,
-            lambda: self._js.add_consumer(stream, config),
+            create_or_update,
             (NatsError,),
             f"the broker did not create consumer {durable}",
         )
+
+    async def consume(
+        self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
+    ) -> Consumer:
+        """Join the durable consumer `durable`, which is created if it does not exist.
+
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        """
+        await self.create_consumer(stream, durable, subject, ack_wait_s)
         consumer = Consumer(self._nc, stream, durable, capacity)
         self._consumers.append(consumer)
         await consumer.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from nats.js import JetStreamContext
 from shared.errors import Unavailable
 
 T = TypeVar("T")
+
+_CREDENTIALS = re.compile("://[^@/,]*@")
 
 # Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
 # default of six minutes.
@@ -151,8 +154,20 @@ async def connect(
             await _keep_cancellation(connecting)
     except (TimeoutError, OSError, NatsError) as error:
         await nc.close()
-        raise Unavailable(f"no nats-server answers at {url}") from error
+        raise Unavailable(f"no nats-server answers at {without_credentials(url)}") from error
     return nc
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL, or a list of them, without users and passwords, for logs and messages."""
+    return _CREDENTIALS.sub("://", url)
+
+
+def local_address(nc: NatsClient) -> str:
+    """Return the address of this machine in the network of the broker."""
+    transport: Any = nc._transport
+    address: str = transport._io_writer.get_extra_info("sockname")[0]
+    return address
 
 
 async def _log_error(error: Exception) -> None:

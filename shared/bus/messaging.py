@@ -125,14 +125,25 @@ class Messenger(BusPart):
             with contextlib.suppress(NatsError):
                 await live.subscription.unsubscribe()
 
-    async def watch_subjects(self, subject: str, callback: Callable[[str], None]) -> None:
-        """Call `callback` with the subject of every further message that `subject` matches."""
+    async def watch_subjects(
+        self, subject: str, callback: Callable[[str], None]
+    ) -> Callable[[], Awaitable[None]]:
+        """Call `callback` with the subject of every further message that `subject` matches.
+
+        Return a function that ends this.
+        """
 
         async def receive(msg: Msg) -> None:
             callback(msg.subject)
 
-        await self._nc.subscribe(subject, cb=receive)
+        subscription = await self._nc.subscribe(subject, cb=receive)
         await self._flush()
+
+        async def end() -> None:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+
+        return end
 
     # -- requests and replies -------------------------------------------------------------------
 

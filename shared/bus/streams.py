@@ -107,6 +107,14 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
         _stream(
             subjects.DEAD_STREAM, [subjects.DEAD_FILTER], max_bytes=delivery.max_dead_mib * MIB
         ),
+        # A key-value bucket. What an operator has set outlives the broker's process.
+        _stream(
+            subjects.SCALE_STREAM,
+            [subjects.SCALE_FILTER],
+            max_bytes=MIB,
+            max_msgs_per_subject=1,
+            allow_rollup_hdrs=True,
+        ),
     ]
 
 

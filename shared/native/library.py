@@ -1,12 +1,11 @@
-"""The library of C++ kernels, compiled for this processor on first use and cached.
+"""The library of C++ kernels: one of the image's, or compiled for this processor and cached.
 
-Without a compiler or AVX-512 there is no library, and models run on torch.
+Without AVX-512, or without a compiler and a library in the image, models run on torch.
 """
 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -18,13 +17,9 @@ from typing import Any
 
 import structlog
 
-SOURCES = ("decoder.cpp", "tower.cpp")
-HEADERS = (
-    *("decoder.h", "attention.h", "segments.h", "product.h", "linear.h"),
-    *("tiles.h", "units.h", "threads.h"),
-)
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
-COMPILE_TIMEOUT_S = 300.0
+from shared.native import targets
+
+FLAGS = (*targets.COMMON_FLAGS, "-march=native")
 BUILD_PREFIX = "build-"
 STALE_AFTER_S = 3600.0
 """Age of a build folder that was left by a killed compilation; none takes so long."""
@@ -37,11 +32,14 @@ def load() -> ctypes.CDLL | None:
     if "avx512f" not in processor_flags():
         log.info("native_kernels_unavailable", reason="the processor has no AVX-512")
         return None
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        log.warning("native_kernels_unavailable", reason="no C++ compiler is installed")
-        return None
     try:
+        if (compiled := targets.find_compiled(processor_flags(), targets.FOLDER)) is not None:
+            return _declare(ctypes.CDLL(str(compiled)))
+        compiler = shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            reason = targets.missing_reason(processor_flags(), targets.FOLDER)
+            log.warning("native_kernels_unavailable", reason=reason)
+            return None
         return _declare(_open(compiler))
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
@@ -66,25 +64,17 @@ def _compile(compiler: str) -> Path:
 
     Its name is a hash of all inputs, so that different machines can share the cache.
     """
-    folder = Path(__file__).parent
     version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+        [compiler, "--version"], check=True, capture_output=True, timeout=targets.COMPILE_TIMEOUT_S
     ).stdout
-    digest = hashlib.sha256(" ".join([*FLAGS, *sorted(processor_flags())]).encode() + version)
-    for name in (*SOURCES, *HEADERS):
-        digest.update((folder / name).read_bytes())
-    target = _cache_folder() / f"native-{digest.hexdigest()}.so"
+    inputs = " ".join([*FLAGS, *sorted(processor_flags())]).encode() + version
+    target = _cache_folder() / f"native-{targets.hash_with_sources(inputs)}.so"
     if not target.is_file():
         _remove_stale_builds(target.parent)
         # Another process may compile the same; the last one replaces the file with an equal one.
         with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as build:
             built = Path(build) / target.name
-            subprocess.run(
-                [compiler, *FLAGS, *(str(folder / name) for name in SOURCES), "-o", str(built)],
-                check=True,
-                capture_output=True,
-                timeout=COMPILE_TIMEOUT_S,
-            )
+            targets.compile_library(compiler, FLAGS, built)
             built.replace(target)
     return target
 

@@ -15,6 +15,9 @@ client, renderer → renderer   MediaHead                    pm.media.<sha256>  
 client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
+autoscaler → actuator         ScalePlan                    bucket pm_scale          JSON
+actuator → autoscaler         ActuatorReport               bucket pm_scale          JSON
+operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
 any client → coordinator      (empty)                      pm.cancel.<id>
 coordinator → workers         (empty)                      pm.ended.<id>
@@ -33,6 +36,8 @@ from msgspec import Meta, Struct
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
+# A leading autoscaler writes its plan every second. An older plan belongs to no leader any more.
+PLAN_AGE_S = 10.0
 MAX_PARTS = 64
 """Limit on the prompts of a request, which are requests of their own on the bus."""
 
@@ -175,6 +180,80 @@ class StartReport(Struct, frozen=True, omit_defaults=True):
     """Bytes of weights in its folder; 0 in a step that reads none."""
 
 
+class PoolPlan(Struct, frozen=True, omit_defaults=True):
+    """What the leading autoscaler wants of one pool, and the figures that it has decided by."""
+
+    wanted: int
+    """Workers that the actuator is to have, without those that it drains."""
+    drain: list[int] = []
+    """Slots of the workers to drain, as far as there are more than `wanted`."""
+    give_up: list[int] = []
+    """Slots of starting workers that are not waited for any longer."""
+    reason: str = ""
+    """The rule that has set `wanted`."""
+    running: int = 0
+    starting: int = 0
+    starting_s: float = 0.0
+    """Age of the oldest worker that starts."""
+    draining: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    oldest_s: float = 0.0
+    pinned: int = 0
+
+    @property
+    def state(self) -> str:
+        """What the pool does, in a few words."""
+        if self.running:
+            return "running"
+        if self.starting:
+            return f"starting for {self.starting_s:.0f} s"
+        if self.draining:
+            return "draining"
+        return "no worker yet" if self.wanted else "at zero"
+
+
+class ScalePlan(Struct, frozen=True):
+    """The plan of the leading autoscaler. To write it again is to hold the lead."""
+
+    leader: str
+    """Worker id; empty after a leader that has stopped."""
+    pools: dict[str, PoolPlan]
+    actuator: str = ""
+    """Name of the actuator whose slots it names."""
+    paused: bool = False
+
+
+class WorkerSlot(Struct, frozen=True, omit_defaults=True):
+    """One worker that an actuator keeps running."""
+
+    slot: int
+    """Number that the worker keeps when its process is replaced."""
+    pid: int = 0
+    """0 while there is no process."""
+    draining: bool = False
+
+
+class ActuatorReport(Struct, frozen=True):
+    """The workers that an actuator has, every second and after each change."""
+
+    actuator: str
+    """Name of this actuator; only one acts at a time."""
+    host: str
+    """Machine and network namespace of the processes, as in `BlobAddress`; empty if they are on
+    several, and the slots are no more than a number of workers."""
+    pools: dict[str, list[WorkerSlot]]
+
+
+class ScaleOrders(Struct, frozen=True):
+    """What an operator has set, until it is released."""
+
+    workers: dict[str, int] = {}
+    """Workers by pool."""
+    paused: bool = False
+    """Whether all pools stay as they are."""
+
+
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
     """A value of a metric of docs/reference/metrics.md, or a histogram."""
 
@@ -199,6 +278,9 @@ decode_job_record = msgspec.json.Decoder(RequestRecord).decode
 decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
 decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
 decode_start_report = or_none(msgspec.json.Decoder(StartReport).decode)
+decode_scale_plan = or_none(msgspec.json.Decoder(ScalePlan).decode)
+decode_actuator_report = or_none(msgspec.json.Decoder(ActuatorReport).decode)
+decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
 decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

@@ -97,6 +97,12 @@ class Pipeline(Struct, frozen=True, dict=True):
         fan_outs = (edge for edge in self.edges if edge.mode == "fan_out")
         return [edge for edge in fan_outs if (edge.gathered_by or edge.source) == stage]
 
+    def readers_of(self, stage: str) -> set[str]:
+        """The stages that read payloads of this one: those that follow, or that gather."""
+        given = {edge.target for edge in self.edges if edge.source == stage}
+        fan_outs = (edge for edge in self.edges_into(stage) if edge.mode == "fan_out")
+        return given | {edge.gathered_by or edge.source for edge in fan_outs}
+
     def inputs_of(self, stage: str) -> dict[str, str]:
         """The stream inputs of a stage: what each carries → the output to follow."""
         edges = (edge for edge in self.edges_into(stage) if edge.mode == "stream")

@@ -21,6 +21,7 @@ MEDIA_STREAM = "MEDIA"
 KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
+SCALE_STREAM = "KV_pm_scale"
 
 REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
@@ -38,6 +39,12 @@ HEARTBEATS_FILTER = "$KV.pm_workers.*"
 # A worker that is not ready has another key, which readers of heartbeats do not see.
 START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
 WORKERS_FILTER = "$KV.pm_workers.>"
+SCALE_FILTER = "$KV.pm_scale.*"
+# What the leading autoscaler wants, which is its lease as well; what the actuator has; and what an
+# operator has set.
+SCALE_PLAN = "$KV.pm_scale.plan"
+SCALE_REPORT = "$KV.pm_scale.report"
+SCALE_ORDERS = "$KV.pm_scale.orders"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
 
@@ -116,6 +123,10 @@ def is_request_id(value: str) -> bool:
 
 def request(model: str) -> str:
     return f"pm.request.{encode_model(model)}"
+
+
+def model_of_request(subject: str) -> str:
+    return decode_model(last_token(subject))
 
 
 def stage(name: str, model: str, lane: str, request_id: str) -> str:

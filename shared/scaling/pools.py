@@ -20,6 +20,11 @@ Reason = Literal[
 ]
 
 
+def pool_name(stage: str, model: str | None) -> str:
+    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    return stage if model is None else f"{stage}/{model}"
+
+
 class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one pool, and when it grows and shrinks."""
 
@@ -40,7 +45,8 @@ class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.min > self.max:
-            raise ConfigError(f"min: {self.min} is more than max, {self.max}", field="min")
+            # msgspec names the pool's place in the file for a ValueError.
+            raise ValueError(f"min: {self.min} is more than max, {self.max}")
 
 
 class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):

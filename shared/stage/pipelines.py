@@ -18,6 +18,7 @@ from shared.protocol.pipeline import (
     faults,
 )
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
+from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 
 RENDERER, ENCODER, ENGINE = "renderer", "encoder", "engine"
 

@@ -8,20 +8,21 @@ import contextlib
 import itertools
 import os
 import secrets
-import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import Config
-from shared.errors import ConfigError, PagemillError
+from shared.config import METRICS_PORTS, Config
+from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.stage import signals
 from shared.stage.pipelines import pipelines_of
+from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
@@ -29,11 +30,10 @@ from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
 
 HEARTBEAT_S = 1.0
+# How often a worker that drains looks whether its payloads have been fetched.
+PINNED_POLL_S = 0.1
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
 CLOCK_BEATS = 10
-
-# Workers of one machine share a configuration, and listen on a port each.
-METRICS_PORTS = 64
 
 VERSION = version("pagemill")
 
@@ -50,10 +50,24 @@ class Shutdown:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Begin the drain, unless it has begun."""
+        if not self.asked.is_set():
+            self._began_s = asyncio.get_running_loop().time()
+            self.asked.set()
 
     def signal(self) -> None:
         """Begin the drain at the first call, and end it at the second."""
-        (self.hurry if self.asked.is_set() else self.asked).set()
+        if self.asked.is_set():
+            self.hurry.set()
+        self.begin()
+
+    def has_time(self, drain_s: float) -> bool:
+        """Return whether a drain of at most `drain_s` has begun and need not end yet."""
+        ends_s = self._began_s + drain_s
+        return not self.hurry.is_set() and asyncio.get_running_loop().time() < ends_s
 
     async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
         """Wait until all of `running` are done, `drain_s` have passed, or the drain is hurried."""
@@ -95,6 +109,8 @@ class Context:
             self.pipelines,
         )
         self.shutdown = Shutdown()
+        self.may_have_work = False
+        """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -119,7 +135,10 @@ class Context:
         self._start_reporter.set_step(name, measure)
 
     async def open_metrics(self) -> None:
-        """Answer requests for metrics from now on. Raises ConfigError if no port can be opened."""
+        """Answer requests for metrics and health from now on.
+
+        Raises ConfigError if no port can be opened.
+        """
         self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
@@ -127,9 +146,26 @@ class Context:
         config = self.config.metrics
         if config.listen is not None:
             self._endpoint = MetricsEndpoint(
-                lambda: self.metrics.snapshot().series, config.listen, config.port, METRICS_PORTS
+                lambda: self.metrics.snapshot().series,
+                config.listen,
+                config.port,
+                METRICS_PORTS,
+                new_probes(self.role, self.worker, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """The address of the metrics listener, if there is one."""
+        return None if self._endpoint is None else self._endpoint.address
+
+    def _read_status(self) -> str:
+        """Return whether this worker takes work, or why not."""
+        if self.shutdown.asked.is_set():
+            return "draining"
+        if self._heartbeat is None:
+            return "starting"
+        return "ok" if self.bus.is_connected else "no broker"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of a worker; its heartbeat tells other workers the address."""
@@ -137,6 +173,31 @@ class Context:
         await self._blobs.start()
         self.stage.blobs = self._blobs
         return self._blobs
+
+    async def drain_blobs(self) -> None:
+        """Wait until other workers have fetched the payloads that were made for them.
+
+        Without them the payloads would have to be made again. Nothing is waited for when no worker
+        that would fetch them is alive, and when the time of the drain is over.
+        """
+        drain_s, blobs = self.config.delivery.drain_s, self._blobs
+        while blobs is not None and blobs.num_pinned and self.shutdown.has_time(drain_s):
+            if not await self._has_readers():
+                return
+            await asyncio.sleep(PINNED_POLL_S)
+
+    async def _has_readers(self) -> bool:
+        """Return whether a worker is alive that reads payloads of this stage."""
+        readers = {
+            (reader, model)
+            for model, pipeline in self.pipelines.items()
+            for reader in pipeline.readers_of(self.stage.name)
+        }
+        try:
+            beats = await self.bus.read_heartbeats()
+        except Unavailable:
+            return False
+        return any((b.stage or b.role, model) in readers for b in beats for model in b.models)
 
     async def close(self) -> None:
         self._start_reporter.stop()
@@ -149,6 +210,7 @@ class Context:
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on every heartbeat reports `load`."""
+        self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
@@ -158,7 +220,6 @@ class Context:
             reported, address = load(), None
             if self._blobs is not None:
                 reported, address = reported | self._blobs.load(), self._blobs.address
-            metrics = None if self._endpoint is None else self._endpoint.address
             beat = Heartbeat(
                 role=self.role,
                 worker=self.worker,
@@ -167,7 +228,7 @@ class Context:
                 models=models,
                 load=reported,
                 blobs=address,
-                metrics=metrics,
+                metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
             )
@@ -197,6 +258,7 @@ async def run(
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
+    signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
     _name_process(worker)
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
@@ -208,15 +270,17 @@ async def run(
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
     try:
-        with _signals(context.shutdown):
-            await bus.prepare(config.nats, config.delivery)
-            context.start_reports()
-            await context.open_metrics()
-            await main(context)
+        _drain_on_signals(context)
+        await bus.prepare(config.nats, config.delivery)
+        context.start_reports()
+        await context.open_metrics()
+        await main(context)
+        await context.drain_blobs()
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
         return _exit_code(error)
     finally:
+        signals.ignore()
         with contextlib.suppress(Exception):
             await context.close()
             await bus.close()
@@ -234,23 +298,18 @@ def _exit_code(error: PagemillError) -> int:
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
-@contextlib.contextmanager
-def _signals(shutdown: Shutdown) -> Iterator[None]:
+def _drain_on_signals(context: Context) -> None:
     """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
 
     A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
-    the kernel. Under nohup SIGHUP stays ignored. Afterwards all these signals are ignored. The
-    loop's own handlers are not used, because the loop restores the default action when it closes,
-    and a late signal would kill a worker that has drained.
+    the kernel.
     """
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: shutdown.signal, signal.SIGINT: shutdown.signal}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handlers[signal.SIGHUP] = shutdown.asked.set
-    for number, handler in handlers.items():
-        signal.signal(number, lambda *_, act=handler: loop.call_soon_threadsafe(act))
-    try:
-        yield
-    finally:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
+
+    def call(act: Callable[[], None]) -> None:
+        if not context.may_have_work:
+            signals.exit_now()
+        loop.call_soon_threadsafe(act)
+
+    shutdown = context.shutdown
+    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.begin))

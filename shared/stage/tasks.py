@@ -11,9 +11,9 @@ from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
-from shared.protocol.pipeline import ANY, REQUEST, Edge, Pipeline, edge_function, function_of
+from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
 from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import TASK_VERSION, FollowBody, RenderBody, Task, TaskHeader
+from shared.protocol.task_messages import TASK_VERSION, Task, TaskHeader
 
 
 class _AnyVersion(Struct, frozen=True):
@@ -46,23 +46,6 @@ def _refuse_newer(data: bytes) -> None:
         raise Unavailable(
             f"this task has version {version}, and this worker reads up to version {TASK_VERSION}"
         )
-
-
-@edge_function("prompt", carries="prompt")
-def _render(prompt: Prompt) -> RenderBody:
-    return RenderBody(prompt)
-
-
-@edge_function("rendered", carries="tokens")
-@edge_function("item", carries=ANY)
-def _as_it_is(body: Struct) -> Struct:
-    """The stage's result, or its item, is the body of the next stage's task."""
-    return body
-
-
-@edge_function("follow", carries=ANY)
-def _follow(inputs: dict[str, str]) -> FollowBody:
-    return FollowBody(inputs)
 
 
 async def publish(

@@ -71,6 +71,7 @@ class WorkerLoop:
     """The consumers of one worker, and the life of each delivery in it."""
 
     def __init__(self, context: Context) -> None:
+        context.may_have_work = True
         self.consumers: dict[tuple[str, str], Consumer] = {}
         """Consumers of the stage's queues, by model and lane."""
         self._context = context
@@ -95,13 +96,9 @@ class WorkerLoop:
 
         for model in models:
             for lane in subjects.LANES:
-                consumer = await self._context.bus.consume(
-                    subjects.STAGES_STREAM,
-                    subjects.stage_consumer(self._stage.name, model, lane),
-                    subjects.stage_filter(self._stage.name, model, lane),
-                    capacity,
-                    self._context.config.delivery.ack_wait_s,
-                )
+                queue = _queue(self._stage.name, model, lane)
+                ack_wait_s = self._context.config.delivery.ack_wait_s
+                consumer = await self._context.bus.consume(*queue, capacity, ack_wait_s)
                 self.consumers[model, lane] = consumer
                 self._serving.append((consumer, on_delivery))
 
@@ -119,7 +116,7 @@ class WorkerLoop:
         """End `run` with `error` at once; running jobs come again after their ack wait."""
         if not self._crash.done():
             self._crash.set_exception(error)
-            self._context.shutdown.asked.set()
+            self._context.shutdown.begin()
             self._context.shutdown.hurry.set()
 
     async def run(self) -> None:
@@ -178,6 +175,24 @@ class WorkerLoop:
                 await stage.finish(job)
             case Requeue(after_s):
                 await stage.requeue(job, after_s)
+
+
+async def create_queues(context: Context) -> None:
+    """Create the consumers of all stages of all models.
+
+    So a queue whose workers have never run has a length, by which its pool is scaled.
+    """
+    ack_wait_s = context.config.delivery.ack_wait_s
+    for model, pipeline in context.pipelines.items():
+        for stage in pipeline.stages:
+            for lane in subjects.LANES:
+                await context.bus.create_consumer(*_queue(stage.name, model, lane), ack_wait_s)
+
+
+def _queue(stage: str, model: str, lane: str) -> tuple[str, str, str]:
+    """Return the stream, the consumer and the filter of a stage's queue."""
+    consumer = subjects.stage_consumer(stage, model, lane)
+    return subjects.STAGES_STREAM, consumer, subjects.stage_filter(stage, model, lane)
 
 
 async def serve(

@@ -18,6 +18,7 @@ from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
+from shared.state.scale_state import find_pool
 from shared.state.token_log import last_record
 
 # What the explanation of a busy engine reads from its load; other roles report other figures.
@@ -66,6 +67,8 @@ class RequestStatus:
     attempts: list[Attempt] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind it."""
+    pool: str | None = None
+    """What the pool of its stage does, where an autoscaler leads and the pool has no worker."""
     num_unread: int = 0
     """Requests that wait for a coordinator. An unknown request may be one of them."""
 
@@ -100,7 +103,8 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     status = replace(status, stage=stage, waits_s=waits_s, path=path, attempts=attempts)
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
-        return replace(status, state="queued", why=await _why_queued(bus, work))
+        status = replace(status, state="queued", why=await _why_queued(bus, work))
+        return await _with_pool(bus, status, work)
     return replace(
         status,
         state="running",
@@ -178,6 +182,16 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     return replace(status, num_unread=queue.num_pending, why=why)
 
 
+async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:
+    """Add what the pool of the stage does, if an autoscaler leads and the pool has no worker."""
+    stage, model, _ = subjects.parts_of_stage(work.subject)
+    found = await find_pool(bus, stage, model)
+    if found is None or found[1].running:
+        return status
+    name, state = found[0], found[1].state
+    return replace(status, why=f"{status.why}; pool {name} is {state}", pool=f"pool {state}")
+
+
 async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     stage, model, lane = subjects.parts_of_stage(work.subject)
     beats = await bus.read_heartbeats()
@@ -185,7 +199,11 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
         beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
     ]
     if not workers:
-        return f"no worker of stage {stage} for model {model} is alive"
+        why = f"no worker of stage {stage} for model {model} is alive"
+        for report in await bus.read_start_reports():
+            if (report.stage or report.role) == stage and report.model in ("", model):
+                return f"{why}; {report.worker} is starting: {report.step}"
+        return why
     try:
         depth = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)

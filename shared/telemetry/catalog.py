@@ -43,7 +43,7 @@ class MetricSpec:
 
 
 ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coordinator"
-GATEWAY = "gateway"
+GATEWAY, AUTOSCALER = "gateway", "autoscaler"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
 # Descriptions by name, with the labels besides the own ones in braces; grouped by kind, source and
@@ -158,6 +158,21 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
         "http_time_to_first_token_seconds{endpoint}": (
             "Time from an HTTP request's headers to the first tokens of its response, in seconds."
+        ),
+    },
+    ("gauge", AUTOSCALER, ()): {
+        "scale_wanted{pool}": "Workers that the pool is to have; only the leader reports pools.",
+        "scale_running{pool}": "Workers of the pool that are ready and do not drain.",
+        "scale_starting{pool}": "Workers of the pool that are not ready yet.",
+    },
+    ("counter", AUTOSCALER, ()): {
+        "scale_decisions_total{pool,reason}": (
+            "Changes of what a pool is to have, by the rule that has made them."
+        ),
+    },
+    ("histogram", AUTOSCALER, LONG_S): {
+        "scale_cold_start_seconds{pool}": (
+            "Time from the request for a worker to its first heartbeat, in seconds."
         ),
     },
     ("counter", STAGE, ()): {

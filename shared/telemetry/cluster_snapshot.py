@@ -10,7 +10,15 @@ from shared.bus.bus import Bus
 from shared.bus.reading import QueueDepth
 from shared.errors import NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics, decode_metrics
+from shared.protocol.messages import (
+    PLAN_AGE_S,
+    Heartbeat,
+    MetricSeries,
+    PoolPlan,
+    WorkerMetrics,
+    decode_metrics,
+    decode_scale_plan,
+)
 from shared.telemetry.catalog import METRICS, OWN_LABELS
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
@@ -42,8 +50,18 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
         in_flight=in_flight,
         oldest_ms=oldest_ms,
         dead_letters=dead_letters,
+        pools=await _pools(bus),
         starting=sorted(starting, key=lambda report: (report.role, report.worker)),
     )
+
+
+async def _pools(bus: Bus) -> dict[str, PoolPlan]:
+    """Return what the leading autoscaler has written within PLAN_AGE_S."""
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
+    if last is None or bus.now_ms() - last.stored_ms > 1000 * PLAN_AGE_S:
+        return {}
+    plan = decode_scale_plan(last.data)
+    return {} if plan is None else plan.pools
 
 
 async def _coordinator_queue(bus: Bus) -> list[StageQueue]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from shared.protocol.messages import Heartbeat, StartReport, WorkerMetrics
+from shared.protocol.messages import Heartbeat, PoolPlan, StartReport, WorkerMetrics
 
 Labels = frozenset[tuple[str, str]]
 Samples = Mapping[str, Mapping[Labels, float]]
@@ -47,6 +47,8 @@ class ClusterSnapshot:
     dead_letters: int
     starting: list[StartReport] = field(default_factory=list)
     """Reports of workers that are not ready."""
+    pools: Mapping[str, PoolPlan] = field(default_factory=dict)
+    """What the leading autoscaler wants of each pool; empty without one."""
 
     @cached_property
     def samples(self) -> dict[str, Samples]:

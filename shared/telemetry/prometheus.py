@@ -1,9 +1,11 @@
 """Export of metrics in Prometheus' text format, optionally over HTTP."""
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.metrics_core import (
@@ -19,6 +21,8 @@ from shared.protocol.messages import MetricSeries
 from shared.telemetry.catalog import METRICS, PREFIX
 
 Collect = Callable[[], Iterable[MetricSeries]]
+Probe = Callable[[], tuple[bool, bytes]]
+"""Returns whether a check has succeeded, and a JSON text for people."""
 
 
 def to_text(series: Iterable[MetricSeries]) -> bytes:
@@ -70,17 +74,41 @@ def _buckets(series: MetricSeries) -> list[tuple[str, float]]:
 class MetricsEndpoint:
     """An HTTP server in its own thread, without authentication."""
 
-    def __init__(self, collect: Collect, host: str, port: int, num_ports: int = 1) -> None:
+    def __init__(
+        self,
+        collect: Collect,
+        host: str,
+        port: int,
+        num_ports: int = 1,
+        probes: Mapping[str, Probe] = MappingProxyType({}),
+    ) -> None:
         """Listen on the first free one of `num_ports` ports from `port` on; 0 takes any free port.
 
-        `collect` is called in the server's threads. Raises ConfigError if no port can be opened.
+        Every path has the metrics, but those that `probes` name. `collect` and the probes are
+        called in the server's threads. Raises ConfigError if no port can be opened.
         """
         self._server = _listen(make_registry(collect), host, port, num_ports)
+        metrics = self._server.get_app()
+        assert metrics is not None
+        self._server.set_app(_with_probes(metrics, probes))
         self.address = (host, self._server.server_port)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def _with_probes(metrics: WSGIApplication, probes: Mapping[str, Probe]) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        probe = probes.get(environ["PATH_INFO"].removeprefix("/"))
+        if probe is None:
+            return metrics(environ, start_response)
+        is_ok, body = probe()
+        status = "200 OK" if is_ok else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [body]
+
+    return answer
 
 
 def _listen(registry: CollectorRegistry, host: str, port: int, num_ports: int) -> WSGIServer:

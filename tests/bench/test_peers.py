@@ -1,5 +1,6 @@
 """The arithmetic of the comparison, and our own engine through it as a peer."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ops.bench.peers.records import Machine, Repetition, Row
 from ops.bench.peers.roster import ROSTER
 from ops.bench.peers.stopwatch import Stopwatch
 from ops.bench.peers.workloads import WORKLOADS, Maker, Workload
+from tests import preloaded
 from workers.cli.settings import DEMO_MODEL
 
 SMOLLM2 = {
@@ -119,6 +121,16 @@ def _an_image(maker: Maker) -> list[Request]:
     return [Request(4, image=maker.image(), text=maker.text())]
 
 
+@pytest.fixture
+def forked_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of our own environment need no imports; those of each take five seconds."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.PYTHON)} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+
+
+@pytest.mark.usefixtures("forked_peers")
 @pytest.mark.timeout(300)
 def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> None:
     models = tmp_path / "models"
@@ -140,6 +152,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     assert all(0 < r.ttft_s <= r.wall_s and r.peak_bytes > 0 for r in rows)
 
 
+@pytest.mark.usefixtures("forked_peers")
 def test_a_peer_that_cannot_says_why(tmp_path: Path) -> None:
     (spec, *_) = ROSTER
     python = spec.python(tmp_path)

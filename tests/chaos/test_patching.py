@@ -12,6 +12,7 @@ import pytest
 
 from ops.chaos.fake_model import FakeProcessor
 from ops.chaos.patching import check_signature, replace_attribute, wrap
+from tests import preloaded
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("role", ["coordinator", "renderer", "engine", "gateway"])
 def test_every_bug_and_alteration_can_be_planted(role: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.plant_all", role],
+        [*preloaded.PYTHON, "-m", "tests.chaos.plant_all", role],
         cwd=ROOT,
         env=os.environ | {"CHAOS_DIR": str(tmp_path)},
         capture_output=True,

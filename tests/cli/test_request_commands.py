@@ -22,7 +22,7 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.state import request_registry
 from shared.state.token_log import LogWriter, end_request
 from tests import preloaded
-from tests.cluster.conftest import PAGEMILL, ROOT
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT
 
 
 async def run(broker: EmbeddedServer, *arguments: str) -> tuple[int, str, str]:
@@ -39,20 +39,21 @@ def request_id() -> str:
     return f"t-{secrets.token_hex(6)}"
 
 
+def start_coordinator(url: str, log: Path) -> preloaded.ForkedCommand:
+    with log.open("wb") as stderr:
+        return preloaded.start(["worker", "coordinator", "--nats", url], stderr=stderr)
+
+
 @pytest.fixture
 async def coordinator(broker: EmbeddedServer, bus: Bus, tmp_path: Path) -> AsyncIterator[None]:
     """A running coordinator of the embedded default configuration."""
-    process = await asyncio.create_subprocess_exec(
-        *(*PAGEMILL, "worker", "coordinator", "--nats", broker.url),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_coordinator(broker.url, tmp_path / "coordinator.log")
     while not any(beat.pid == process.pid for beat in await bus.read_heartbeats()):
-        assert process.returncode is None
+        assert process.poll() is None
         await asyncio.sleep(0.05)
     yield
     process.terminate()
-    await process.wait()
+    await asyncio.to_thread(process.wait)
 
 
 async def publish(bus: Bus, request_id: str) -> None:
@@ -89,7 +90,7 @@ async def test_a_worker_ends_in_one_way_for_all_it_refuses_of_a_configuration(
 async def test_a_misspelt_variable_is_named(broker: EmbeddedServer, tmp_path: Path) -> None:
     done = await asyncio.to_thread(
         subprocess.run,
-        [*PAGEMILL, "check"],
+        [*FORKED_PAGEMILL, "check"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PAGEMILL_ENGIN__BLOCK_SIZE": "8"},
         capture_output=True,

@@ -19,7 +19,7 @@ from shared.state import request_registry
 from shared.state.request_list import ListedRequest, RequestLister, RequestTable
 from shared.state.token_log import LogWriter, end_request
 from tests.cli.test_request_commands import run
-from tests.cluster.conftest import PAGEMILL, ROOT
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT
 
 RUN = secrets.token_hex(4)
 MODEL = f"model/{RUN}"
@@ -146,7 +146,7 @@ async def test_the_command_filters_and_limits(broker: EmbeddedServer, filled: Bu
 
 async def test_the_command_follows_changes(broker: EmbeddedServer, filled: Bus) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(*PAGEMILL, "requests", "--follow", "--json", "--nats", broker.url),
+        *(*FORKED_PAGEMILL, "requests", "--follow", "--json", "--nats", broker.url),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )

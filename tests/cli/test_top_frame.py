@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shared.errors import Unavailable
-from shared.protocol.messages import Heartbeat, StartReport
+from shared.protocol.messages import Heartbeat, PoolPlan, StartReport
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 from shared.telemetry.metrics import Metrics
 from workers.cli.top import render
@@ -135,8 +135,35 @@ def test_a_worker_that_starts_is_shown_with_its_progress_and_in_no_pool() -> Non
     assert "starting" not in shown(frame(None, survey(100)))
 
 
+def test_a_stage_with_a_queue_and_no_worker_is_a_pool_of_none() -> None:
+    queues = tuple(
+        StageQueue(stage, model, lane, 0, 0, None)
+        for stage, model in [("engine", "demo"), ("engine", "other"), ("coordinator", "")]
+        for lane in ("interactive", "batch")
+    )
+    seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
+    assert [(p.role, p.models, p.workers) for p in seen.pools] == [
+        ("engine", ["demo"], 1),
+        ("engine", ["other"], 0),
+    ]
+
+
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]"])
 def test_a_name_is_no_markup(name: str) -> None:
     queues = (StageQueue(name, "demo", "batch", 0, 0, None),)
     assert name in shown(frame(None, survey(100, queues=queues)))
     assert name in shown(Unavailable(f"no nats-server answers at {name}"))
+
+
+def test_pools_at_zero_are_shown_although_they_have_no_worker() -> None:
+    plans = {
+        "engine/demo": PoolPlan(0, reason="demand"),
+        "encoder/demo": PoolPlan(1, starting=1, starting_s=3.4, reason="woken"),
+    }
+    seen = frame(None, replace(survey(100), pools=plans))
+    assert [(row.pool, row.state) for row in seen.scale] == [
+        ("encoder/demo", "starting for 3 s"),
+        ("engine/demo", "at zero"),
+    ]
+    assert "at zero" in shown(seen)
+    assert "scaled pool" not in shown(frame(None, survey(100)))

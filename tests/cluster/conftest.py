@@ -24,6 +24,8 @@ from shared.protocol.sampling import SamplingParams
 from tests import preloaded
 
 PAGEMILL = [sys.executable, "-m", "workers"]
+# The same as a fork, for tests of what a command does and not of its process.
+FORKED_PAGEMILL = [*preloaded.PYTHON, "-m", "workers"]
 ROOT = Path(__file__).parent.parent.parent
 # The only one that images may be fetched from.
 IMAGE_HOST = "127.0.0.2"
@@ -85,7 +87,7 @@ def _state(pid: int) -> str:
 def run(cluster: Cluster, *arguments: str) -> str:
     """Run a command against a cluster, and return what it prints."""
     done = subprocess.run(
-        [*PAGEMILL, *arguments, "--config", str(cluster.config), "--nats", cluster.url],
+        [*FORKED_PAGEMILL, *arguments, "--config", str(cluster.config), "--nats", cluster.url],
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
         capture_output=True,
         text=True,

@@ -21,7 +21,14 @@ from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.requests import GenerateRequest
 from tests import preloaded
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
-from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, answer, start_cluster, stop_cluster
+from tests.cluster.conftest import (
+    CONFIG,
+    FORKED_PAGEMILL,
+    Cluster,
+    answer,
+    start_cluster,
+    stop_cluster,
+)
 from tests.cluster.streams import assert_gapless, tokens_of
 from workers.cli.ask import build_request
 from workers.cli.settings import DEMO_MODEL
@@ -106,7 +113,7 @@ async def test_each_request_is_answered_by_its_own_adapter(tuned: Tuned, bus: Bu
 
 
 def test_an_adapter_that_is_not_there_is_refused(tuned: Tuned) -> None:
-    command = [*PAGEMILL, "ask", "--adapter", "other", "--nats", tuned.cluster.url, "hello"]
+    command = [*FORKED_PAGEMILL, "ask", "--adapter", "other", "--nats", tuned.cluster.url, "hello"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     for part in ("unknown_adapter", "(adapter)", "available: tuned"):

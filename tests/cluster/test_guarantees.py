@@ -23,7 +23,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.state import request_status
 from tests import preloaded
 from tests.cluster.conftest import (
-    PAGEMILL,
+    FORKED_PAGEMILL,
     Cluster,
     answer,
     living,
@@ -232,7 +232,7 @@ async def other_engine(bus: Bus, pid: int) -> int:
 
 async def test_ctrl_c_cancels(cluster: Cluster, client: Bus) -> None:
     request_id = new_request_id()
-    command = [*PAGEMILL, "ask", "What can you do?", "--request-id", request_id]
+    command = [*FORKED_PAGEMILL, "ask", "What can you do?", "--request-id", request_id]
     options = ["--nats", cluster.url, "--config", str(cluster.config)]
     with stopped(await cluster.pid(client, "engine")):
         process = await asyncio.create_subprocess_exec(

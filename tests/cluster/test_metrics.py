@@ -22,7 +22,7 @@ from shared.protocol.records import Failure, Finish
 from shared.protocol.requests import GenerateRequest, Message
 from tests.cluster.conftest import (
     CONFIG,
-    PAGEMILL,
+    FORKED_PAGEMILL,
     ROOT,
     Cluster,
     living,
@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def command(cluster: Cluster, *arguments: str) -> str:
     done = subprocess.run(
-        [*PAGEMILL, *arguments, "--nats", cluster.url],
+        [*FORKED_PAGEMILL, *arguments, "--nats", cluster.url],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -193,7 +193,9 @@ async def test_every_worker_serves_its_own_where_its_heartbeat_says(
 @contextlib.contextmanager
 def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
     """A command that goes on until Ctrl-C, which it then ends by without a word."""
-    with subprocess.Popen([*PAGEMILL, *arguments], cwd=ROOT, text=True, **streams) as process:
+    with subprocess.Popen(
+        [*FORKED_PAGEMILL, *arguments], cwd=ROOT, text=True, **streams
+    ) as process:
         try:
             yield process
             process.send_signal(signal.SIGINT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.cli.hub_server import Hub
-from tests.cluster.conftest import PAGEMILL, ROOT
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT
 from workers.cli.ask import data_url
 
 DEMO = ROOT / "ops" / "demo_model"
@@ -28,7 +28,7 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
     }
 
     def run(*arguments: str) -> str:
-        command = [*PAGEMILL, *arguments]
+        command = [*FORKED_PAGEMILL, *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True
         ).stdout
@@ -41,8 +41,9 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
     assert "here" in next(line for line in run("models").splitlines() if NAME in line)
     said = tmp_path / "said"
     with said.open("wb") as stderr:
-        # The preloader of the tests has read the environment of the hub's client already.
-        process = subprocess.Popen([*PAGEMILL, "up", NAME], cwd=tmp_path, env=env, stderr=stderr)
+        process = subprocess.Popen(
+            [*FORKED_PAGEMILL, "up", NAME], cwd=tmp_path, env=env, stderr=stderr
+        )
     try:
         deadline = time.monotonic() + 150
         while b"ready at" not in said.read_bytes():

@@ -6,6 +6,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.cluster.conftest import Cluster
+from tests.cluster.conftest import FORKED_PAGEMILL, Cluster
 from tests.gateway.conftest import Gateway, needs_curl
 from tests.gateway.routes.test_chat import ROOT
 
 _MARKED = re.compile(r"^<!-- run(?:: (.+?))? -->\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_BY = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+PROGRAMS = {"pagemill": FORKED_PAGEMILL, "python": [sys.executable]}
 
 
 class Block(NamedTuple):
@@ -44,8 +46,8 @@ BLOCKS = marked_blocks()
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `pagemill` and `python` as they are in an activated environment."""
     folder = tmp_path_factory.mktemp("bin")
-    for name, arguments in [("pagemill", " -m workers"), ("python", "")]:
-        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
+    for name, command in PROGRAMS.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
 

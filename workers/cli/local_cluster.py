@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
@@ -12,11 +12,14 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.config import Config
-from shared.errors import ConfigError, PagemillError
+from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
+from shared.task_set import TaskSet
 from workers.cli import readiness
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
+from workers.cli.settings import nats_url
 from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
 
@@ -38,7 +41,7 @@ class LocalCluster:
     _config: Config
     _config_file: Path | None
     """File of the configuration, which each worker reads itself; None stands for the default."""
-    _specs: Sequence[WorkerSpec]
+    _specs: list[WorkerSpec]
     configured_url: InitVar[str | None] = None
     """URL of the broker; by default that of the configuration."""
     log_file: Path | None = None
@@ -48,8 +51,14 @@ class LocalCluster:
     """Receiver of the progress of the start."""
     preloader: Preloader | None = None
     """The process that workers which use torch are forked from; by default they are executed."""
+    follow: Callable[[Bus], Awaitable[None]] | None = None
+    """Scales pools of workers over a connection, until it is cancelled."""
     _broker: EmbeddedServer | None = None
-    _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
+    _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """The tasks that keep workers running, by worker number."""
+    _others: list[asyncio.Task[None]] = field(default_factory=list)
+    _draining: set[int] = field(default_factory=set)
+    _ending: TaskSet = field(default_factory=TaskSet)
     _refused: asyncio.Future[None] | None = None
     _processes: dict[int, Process] = field(default_factory=dict)
     _watched: dict[int, readiness.Process] = field(default_factory=dict)
@@ -60,7 +69,10 @@ class LocalCluster:
 
     def __post_init__(self, configured_url: str | None) -> None:
         self._store_dir = Path(self._config.nats.store_dir).absolute()
-        self.url = configured_url or self._config.nats.url or ""
+        self.url = configured_url or (nats_url(self._config) if self._config.nats.url else "")
+        # Otherwise workers read it from the configuration: arguments show in `ps`, and it may have
+        # a password.
+        self.passes_url = configured_url is not None or not self.url
 
     async def start(self) -> None:
         """Start everything; returns when every worker has announced that it is ready.
@@ -73,12 +85,12 @@ class LocalCluster:
             self._broker = EmbeddedServer(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)
             self.url = self._broker.url
-            self._supervisors.append(asyncio.create_task(self._supervise_broker(self._broker)))
+            self._others.append(asyncio.create_task(self._supervise_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
-        self._supervisors += [
-            asyncio.create_task(self._supervise(number, spec))
-            for number, spec in enumerate(self._specs)
-        ]
+        for number in range(len(self._specs)):
+            self._start_supervisor(number)
+        if self.follow is not None:
+            self._others.append(asyncio.create_task(self._scale(self.follow)))
         ready = asyncio.create_task(self._wait_ready())
         try:
             await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,6 +110,58 @@ class LocalCluster:
             if self._specs[number].role == role and process.returncode is None
         ]
 
+    # -- pools ----------------------------------------------------------------------------------
+
+    def slots(self, spec: WorkerSpec) -> list[WorkerSlot]:
+        """Return the workers of this kind that run, start or drain."""
+        found = []
+        for number in self._supervisors:
+            if self._specs[number] == spec:
+                process = self._processes.get(number)
+                pid = 0 if process is None or process.returncode is not None else process.pid
+                found.append(WorkerSlot(number, pid, number in self._draining))
+        return found
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """Start a further worker."""
+        self._specs.append(spec)
+        self._start_supervisor(len(self._specs) - 1)
+
+    def drain_worker(self, number: int) -> None:
+        """Drain a worker, which is not replaced. It is killed when its drain takes too long."""
+        self._draining.add(number)
+        process = self._processes.get(number)
+        if process is not None and process.returncode is None:
+            self._end_later(process)
+
+    def _end_later(self, process: Process) -> None:
+        process.terminate()
+        self._ending.start(_end(process, self._patience_s))
+
+    def _start_supervisor(self, number: int) -> None:
+        task = asyncio.create_task(self._supervise(number, self._specs[number]))
+        self._supervisors[number] = task
+        task.add_done_callback(lambda _: self._supervisors.pop(number, None))
+
+    async def _scale(self, follow: Callable[[Bus], Awaitable[None]]) -> None:
+        while True:
+            try:
+                bus = await Bus.connect(self.url, "actuator", self._config.nats.connect_timeout_s)
+            except Unavailable as error:
+                _log.warning("no_actuator", reason=error.message)
+                await asyncio.sleep(FIRST_RESTART_S)
+                continue
+            try:
+                await follow(bus)
+            finally:
+                await bus.close()
+
+    @property
+    def _patience_s(self) -> float:
+        return self._config.delivery.drain_s + STOP_GRACE_S
+
+    # -- end and supervision --------------------------------------------------------------------
+
     def requeue_now(self) -> None:
         """During `stop`: make the workers requeue at once the requests in flight."""
         for process in self._processes.values():
@@ -106,14 +170,14 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Drain all workers, then stop the broker."""
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        tasks = [*self._supervisors.values(), *self._others, *self._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         alive = [process for process in self._processes.values() if process.returncode is None]
         for process in alive:
             process.terminate()
-        patience_s = self._config.delivery.drain_s + STOP_GRACE_S
-        await asyncio.gather(*(_end(process, patience_s) for process in alive))
+        await asyncio.gather(*(_end(process, self._patience_s) for process in alive))
         if self.preloader is not None:
             self.preloader.close()
         if self._broker is not None:
@@ -130,12 +194,12 @@ class LocalCluster:
                     _log.error("broker_not_started", reason=error.message)
 
     async def _supervise(self, number: int, spec: WorkerSpec) -> None:
-        """Run one worker, and start it again whenever it ends."""
+        """Run one worker, and start it again whenever it ends, until it is to drain."""
         loop = asyncio.get_running_loop()
         if self.preloader is not None and role_of(spec.role).uses_torch:
             self._watched[number] = self.preloader
         pause_s = FIRST_RESTART_S
-        while True:
+        while number not in self._draining:
             try:
                 process = await self._spawn(spec)
             except (OSError, ConfigError) as error:
@@ -145,6 +209,8 @@ class LocalCluster:
             else:
                 self._processes[number] = self._watched[number] = process
                 began = loop.time()
+                if number in self._draining:
+                    self._end_later(process)
                 code = await process.wait()
                 if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
                     self._refused.set_exception(
@@ -152,12 +218,17 @@ class LocalCluster:
                     )
                 if loop.time() - began > MAX_RESTART_S:
                     pause_s = FIRST_RESTART_S
+                if number in self._draining:
+                    _log.info("worker_drained", role=spec.role, code=code)
+                    break
                 _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
     async def _spawn(self, spec: WorkerSpec) -> Process:
-        arguments = ["worker", spec.role, "--nats", self.url]
+        arguments = ["worker", spec.role]
+        if self.passes_url:
+            arguments += ["--nats", self.url]
         if spec.model is not None:
             arguments.append(f"--model={spec.model}")  # It may begin with a hyphen.
         if spec.stage is not None:

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from shared.config import Config
 from workers.cli import settings
+from workers.roles import all_roles
 
 ConfigFile = Annotated[
     Path | None,
@@ -27,6 +28,13 @@ Images = Annotated[
 ModelName = Annotated[
     str | None, Parameter(help="Name of the model; by default the first one that is configured.")
 ]
+
+
+def check_role(_: object, name: str | None) -> None:
+    """Raise ValueError for a role that does not exist."""
+    names = [spec.name for spec in all_roles()]
+    if name is not None and name not in names:
+        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
 
 
 def load(config: Path | None) -> Config:

@@ -1,6 +1,7 @@
 """Loading of the configuration: a given file, `pagemill.yaml` here, or the embedded default."""
 
 import os
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.stage.pipelines import check_pipelines
+from workers.pools import pools_of
 from workers.roles import stage_roles
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -21,6 +23,10 @@ LOG_NAME = "pagemill.log"
 # The value of `log_file` for stderr.
 STDERR = "stderr"
 DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
+# A user without a password, in a URL or in a list of them.
+_USER_ALONE = re.compile(r"(://[^:@/,]+)@")
+# The client of nats does not decode what a URL has encoded.
+_PASSWORD = re.compile(r"[A-Za-z0-9._~-]+")
 EMBEDDED = f"""\
 models:
   demo:
@@ -44,6 +50,7 @@ def load_config(file: Path | None) -> Config:
     source = "embedded default" if file is None else str(file)
     config = _parse_file(file)
     check_pipelines(config, stage_roles(), source)
+    pools_of(config, source)
     return config
 
 
@@ -69,7 +76,8 @@ def _parse_file(file: Path | None) -> Config:
     }
     embeddings = _resolve(config.embeddings, folder, "path")
     gateway = _resolve(config.gateway, folder, "tls_cert", "tls_key")
-    config = replace(config, models=models, embeddings=embeddings, gateway=gateway)
+    nats = _resolve(config.nats, folder, "password_file")
+    config = replace(config, models=models, nats=nats, embeddings=embeddings, gateway=gateway)
     return config if config.log_file == STDERR else _resolve(config, folder, "log_file")
 
 
@@ -107,5 +115,22 @@ def find_log_file(config: Config) -> Path | None:
 
 
 def nats_url(config: Config) -> str:
-    """Return the URL of the configured broker."""
-    return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
+    """Return the URL of the configured broker, with its password. Raises ConfigError."""
+    url, file = config.nats.url, config.nats.password_file
+    if url is None:
+        return f"nats://127.0.0.1:{config.nats.port}"
+    if file is None:
+        return url
+    try:
+        password = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"nats.password_file: {file} cannot be read: {error}", field="nats.password_file"
+        ) from error
+    if not _PASSWORD.fullmatch(password):
+        raise ConfigError(
+            f"nats.password_file: the password in {file} must have letters, digits, and . _ ~ -"
+            " only, and one at least",
+            field="nats.password_file",
+        )
+    return _USER_ALONE.sub(rf"\1:{password}@", url)

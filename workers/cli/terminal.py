@@ -1,4 +1,4 @@
-"""What the commands share: a connection to the broker, output to the terminal, signals."""
+"""What the commands share: output to the terminal, and signals."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import IO, Any, NoReturn
 
@@ -16,12 +16,9 @@ from cyclopts import App
 from rich.console import Console
 from rich.markup import escape
 
-from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
 
-# A user waits at the terminal, so a server that is down is reported after a short time.
-CONNECT_TIMEOUT_S = 2.0
 # A user takes a longer silence for the end.
 NOTE_S = 4.0
 
@@ -77,16 +74,6 @@ def discard_buffered(output: IO[str]) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, output.fileno())
         os.close(null)
-
-
-@contextlib.asynccontextmanager
-async def connected(url: str, name: str) -> AsyncIterator[Bus]:
-    """Connect to the broker for one command. Raises Unavailable."""
-    bus = await Bus.connect(url, name, CONNECT_TIMEOUT_S)
-    try:
-        yield bus
-    finally:
-        await bus.close()
 
 
 def harmless(text: str) -> str:

@@ -14,7 +14,8 @@ from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
 from shared.telemetry.deltas import ClusterSnapshot
-from workers.cli.terminal import CONNECT_TIMEOUT_S, call_on_signals, print_json
+from workers.cli.broker import CONNECT_TIMEOUT_S
+from workers.cli.terminal import call_on_signals, print_json
 from workers.cli.top_frame import Frame, Throughput, frame
 
 # Columns of the output to a file or a pipe.
@@ -118,6 +119,8 @@ def render(seen: Frame | Unavailable) -> RenderableType:
     tables = [_pools(seen), _queues(seen), _models(seen), _engines(seen)]
     if seen.starting:
         tables.insert(1, _starting(seen))
+    if seen.scale:
+        tables.insert(1, _scale(seen))
     return Group(_headline(seen), *(part for table in tables for part in ("", table)))
 
 
@@ -139,6 +142,14 @@ def _pools(seen: Frame) -> Table:
             for p in seen.pools
         ),
     )
+
+
+def _scale(seen: Frame) -> Table:
+    columns = ("scaled pool", "state", "#wanted", "#running", "#starting", "#draining", "reason")
+    rows = (
+        (p.pool, p.state, p.wanted, p.running, p.starting, p.draining, p.reason) for p in seen.scale
+    )
+    return _table(columns, rows)
 
 
 def _starting(seen: Frame) -> Table:

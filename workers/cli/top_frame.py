@@ -16,7 +16,7 @@ from shared.telemetry.deltas import (
 
 
 class Pool(Struct, frozen=True):
-    """Workers of one role and the same models."""
+    """Workers of one role and the same models, or a stage with a queue and without workers."""
 
     role: str
     models: list[str]
@@ -36,6 +36,18 @@ class StartingRow(Struct, frozen=True):
     """Bytes of weights that it has read."""
     total_bytes: int
     """0 in a step that reads none."""
+
+
+class ScaleRow(Struct, frozen=True):
+    """A pool whose number of workers an autoscaler decides."""
+
+    pool: str
+    state: str
+    wanted: int
+    running: int
+    starting: int
+    draining: int
+    reason: str
 
 
 class QueueRow(Struct, frozen=True):
@@ -109,6 +121,7 @@ class Frame(Struct, frozen=True):
     models: list[ModelRow]
     engines: list[EngineRow]
     starting: list[StartingRow] = []
+    scale: list[ScaleRow] = []
 
 
 def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
@@ -138,6 +151,10 @@ def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
             StartingRow(r.worker, r.model, r.step, r.done_bytes, r.total_bytes)
             for r in now.starting
         ],
+        scale=[
+            ScaleRow(name, p.state, p.wanted, p.running, p.starting, p.draining, p.reason)
+            for name, p in sorted(now.pools.items())
+        ],
     )
 
 
@@ -149,7 +166,10 @@ def _pools(now: ClusterSnapshot) -> list[Pool]:
         silent = sum(beat.worker not in now.metrics for beat in beats)
         versions = sorted({beat.version for beat in beats})
         pools.append(Pool(role, models, len(beats), silent, versions))
-    return pools
+    served = {(beat.stage or beat.role, model) for beat in now.beats for model in beat.models}
+    queues = dict.fromkeys((queue.role, queue.model) for queue in now.queues if queue.model)
+    empty = (queue for queue in queues if queue not in served)
+    return pools + [Pool(stage, [model], 0, 0, []) for stage, model in empty]
 
 
 def _queue_order(queue: StageQueue) -> tuple[str, str, bool]:

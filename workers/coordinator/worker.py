@@ -14,7 +14,7 @@ from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
-from shared.stage.worker_loop import WorkerLoop
+from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.token_log import end_request, is_final, last_record
 from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
@@ -38,6 +38,7 @@ class Coordinator:
         self._delivery = context.config.delivery
 
     async def serve(self) -> None:
+        await create_queues(self._context)
         loop = WorkerLoop(self._context)
         requests = await self._consume(
             subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER

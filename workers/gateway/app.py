@@ -25,7 +25,7 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.task_set import TaskSet
 from shared.telemetry.metrics import Metrics
-from workers.gateway.caches import HeartbeatCache, TokenBytesCache
+from workers.gateway.caches import SignsCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
@@ -70,7 +70,8 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
         self.token_bytes = TokenBytesCache(bus)
-        self.heartbeats = HeartbeatCache(bus)
+        self.heartbeats = SignsCache(bus.read_heartbeats)
+        self.start_reports = SignsCache(bus.read_start_reports)
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories, by the kind of a RequestRecord."""
         self.bodies = BodyReader(config.gateway)

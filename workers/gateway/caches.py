@@ -1,35 +1,38 @@
-"""Caches of what workers tell: the bytes of tokens, and heartbeats."""
+"""Caches of what workers tell: the bytes of tokens, heartbeats and reports of their start."""
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Generic, TypeVar
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.protocol.messages import Heartbeat
+from shared.protocol.messages import Heartbeat, StartReport
 from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http.errors import unwrap_reply
+
+Sign = TypeVar("Sign", Heartbeat, StartReport)
 
 READ_TIMEOUT_S = 2.0
 FRESH_S = 0.5
 
 
-class HeartbeatCache:
-    """Heartbeats of all workers, so that frequent probes do not each ask the broker."""
+class SignsCache(Generic[Sign]):
+    """What all workers last told, so that frequent probes do not each ask the broker."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._beats: list[Heartbeat] = []
+    def __init__(self, read: Callable[[], Awaitable[list[Sign]]]) -> None:
+        self._ask: Callable[[], Awaitable[list[Sign]]] = read
+        self._signs: list[Sign] = []
         self._read_s = float("-inf")
 
-    async def read(self) -> list[Heartbeat]:
+    async def read(self) -> list[Sign]:
         """Raises Unavailable or TimeoutError."""
         if time.monotonic() - self._read_s > FRESH_S:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                self._beats = await self._bus.read_heartbeats()
+                self._signs = await self._ask()
             self._read_s = time.monotonic()
-        return self._beats
+        return self._signs
 
 
 class TokenBytesCache:

@@ -6,7 +6,6 @@ continues from the same log.
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import resource
 import socket
@@ -18,6 +17,7 @@ from typing import cast
 import uvicorn
 from starlette.routing import Route
 
+from shared.bus.bus import Bus
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
@@ -50,7 +50,7 @@ async def main(context: Context) -> None:
         )
         server = _server(app, entrance)
         serving = asyncio.create_task(server.serve([listener]))
-        context.url = _url(config, listener)
+        context.url = _url(config, listener, context.bus)
         context.log.info("listening", url=context.url)
         context.ready(
             sorted(context.config.models),
@@ -158,10 +158,9 @@ def _listening(config: GatewayConfig) -> Iterator[socket.socket]:
         yield listener
 
 
-def _url(config: GatewayConfig, listener: socket.socket) -> str:
+def _url(config: GatewayConfig, listener: socket.socket, bus: Bus) -> str:
     host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"
+    host = bus.address_of(host)
     host = f"[{host}]" if ":" in host else host
     return f"http{'' if config.tls_cert is None else 's'}://{host}:{port}"
 

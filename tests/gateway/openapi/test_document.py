@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
-import schemathesis
 
 from shared.bus.bus import Bus
 from shared.config_parsing import parse_config
@@ -48,8 +47,14 @@ def keyed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     running.stop()
 
 
+def check(openapi: dict[str, Any]) -> None:
+    import schemathesis  # It takes half a second, in each process that collects tests.
+
+    schemathesis.openapi.from_dict(openapi).validate()
+
+
 def test_it_is_valid() -> None:
-    schemathesis.openapi.from_dict(DOCUMENT).validate()
+    check(DOCUMENT)
     for name, schema in DOCUMENT["components"]["schemas"].items():
         assert jsonschema_rs.meta.is_valid({**schema, "$schema": DIALECT}), name
 
@@ -57,7 +62,7 @@ def test_it_is_valid() -> None:
 @pytest.mark.parametrize("broken", [{"info": {}}, {"paths": {"/x": {"get": {"responses": 1}}}}])
 def test_the_validation_finds_errors(broken: dict[str, Any]) -> None:
     with pytest.raises(jsonschema_rs.ValidationError):
-        schemathesis.openapi.from_dict(DOCUMENT | broken).validate()
+        check(DOCUMENT | broken)
 
 
 def test_all_references_resolve() -> None:

@@ -18,7 +18,7 @@ from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import Finish
 from shared.state.token_log import last_record
-from tests.cluster.conftest import PAGEMILL, ROOT, Cluster
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT, Cluster
 from tests.gateway.conftest import Gateway
 from tests.gateway.routes.test_chat import events, question
 from tests.gateway.routes.test_requests import PATH, long
@@ -75,7 +75,7 @@ async def put(bus: Bus, request_id: str, kind: str) -> None:
 
 async def follow(cluster: Cluster, request_id: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        *(*PAGEMILL, "follow", request_id, "--wait", "30", "--nats", cluster.url),
+        *(*FORKED_PAGEMILL, "follow", request_id, "--wait", "30", "--nats", cluster.url),
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

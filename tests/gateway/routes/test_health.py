@@ -1,13 +1,25 @@
 """Endpoints for operators, load balancers and Prometheus."""
 
 import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat, StartReport
 from shared.stage.runtime import VERSION
+from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Start, free_port
+from workers.gateway.app import AppContext
+from workers.gateway.http.auth import Caller
+from workers.gateway.routes import health
 
 
 async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
@@ -16,6 +28,39 @@ async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
     assert ready.status_code == 200
     assert ready.json() == {"status": "ok", "models": {"demo": "ok"}}
     assert (await http.get("/version")).json() == {"version": VERSION}
+
+
+async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+
+    async def ask(*roles: str) -> tuple[int, dict[str, Any]]:
+        for role in roles:
+            beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], {})
+            await bus.publish_heartbeat(beat.worker, to_json(beat))
+        config = Config({"demo": ModelConfig("nowhere")})
+        context = AppContext(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
+        answer = await health.ready(context, Request({"type": "http"}), cast(Caller, None))
+        return answer.status_code, json.loads(bytes(answer.body))
+
+    try:
+        missing = "no coordinator and no renderer and no engine"
+        assert await ask() == (503, {"status": "not ready", "models": {"demo": missing}})
+        missing = "no renderer and no engine"
+        assert (await ask("coordinator"))[1]["models"] == {"demo": missing}
+        ready = {"status": "ok", "models": {"demo": "no engine"}}
+        assert await ask("coordinator", "renderer") == (200, ready)
+        report = StartReport("engine", "engine-1", "0", 1, "loading", model="demo")
+        await bus.publish_start_report("engine-1", to_json(report))
+        ready = {"status": "ok", "models": {"demo": "engine is starting"}}
+        assert await ask("coordinator", "renderer") == (200, ready)
+        ready = {"status": "ok", "models": {"demo": "ok"}}
+        assert await ask("coordinator", "renderer", "engine") == (200, ready)
+    finally:
+        await bus.close()
+        await asyncio.to_thread(server.stop)
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"{}", b'{"role": 5}'])

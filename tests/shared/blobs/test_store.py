@@ -8,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from shared.blobs import protocol
+from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
+from shared.blobs.transports import TcpTransport
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
@@ -31,6 +34,26 @@ def put(blobs: Blobs, data: bytes, name: str = NAME, ttl_s: float = 60) -> BlobR
     ref = blobs.put(name, [data], ttl_s)
     assert ref is not None
     return ref
+
+
+# Names of all addresses of a machine; the test's broker is reached from 127.0.0.1.
+WILDCARDS = ["0.0.0.0", *(["::"] if Path("/proc/net/if_inet6").exists() else [])]
+
+
+@pytest.mark.parametrize("listen", WILDCARDS)
+async def test_an_owner_that_listens_everywhere_tells_the_address_of_its_broker_connection(
+    start: StartBlobs, listen: str
+) -> None:
+    owner = await start(BlobsConfig(arena_mib=64, listen=listen), elsewhere)
+    assert owner.address.tcp is not None
+    assert owner.address.tcp[0] == "127.0.0.1"
+    with contextlib.closing(TcpTransport(owner.address.tcp, BufferPool(MIB))) as transport:
+        blob = await transport.get(put(owner, b"abc"))
+        assert bytes(blob.data) == b"abc"
+        blob.close()
+    named = await start(BlobsConfig(arena_mib=64, listen=listen, advertise="localhost"))
+    assert named.address.tcp is not None
+    assert named.address.tcp[0] == "localhost"
 
 
 async def until_there_is_room(owner: Blobs, data: bytes) -> None:

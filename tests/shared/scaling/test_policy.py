@@ -306,7 +306,7 @@ def test_victims_hold_nothing_pinned_and_are_the_least_loaded(
 
 
 def test_settings_that_cannot_hold_are_refused() -> None:
-    with pytest.raises(ConfigError, match="min: 3 is more than max, 2"):
+    with pytest.raises(ValueError, match="min: 3 is more than max, 2"):
         PoolSettings(min=3, max=2)
     with pytest.raises(ConfigError, match="budget: 1 is less than the pools' min together, 2"):
         ScalingSettings({"engine": PoolSettings(min=2, max=2)}, budget=1)

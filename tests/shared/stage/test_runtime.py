@@ -1,13 +1,17 @@
 """The life of a worker process, in a process of its own."""
 
 import asyncio
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from shared.bus.embedded_server import EmbeddedServer
+from tests import preloaded
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,6 +23,7 @@ from shared.config import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
+    context.ready([], dict)
     for event in (context.shutdown.asked, context.shutdown.hurry)[: int(sys.argv[2])]:
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
         await event.wait()
@@ -51,6 +56,7 @@ from shared.config import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
+    context.ready([], dict)
     os.kill(os.getpid(), signal.SIGHUP)
     await context.shutdown.asked.wait()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -98,6 +104,84 @@ sys.exit(uvloop.run(runtime.run("coordinator", main, config, sys.argv[1], None, 
 async def test_a_worker_under_nohup_outlives_its_terminal(broker: EmbeddedServer) -> None:
     done = await run_script(NOHUP + OUTLIVES_ITS_TERMINAL, broker.url)
     assert done.returncode == 0, done.stderr
+
+
+# The thread would keep a usual exit waiting for its end.
+STARTS = """
+import asyncio, sys, time
+import uvloop
+from shared.config import Config, NatsConfig
+from shared.stage import runtime
+
+async def main(context):
+    print("loading", flush=True)
+    await asyncio.to_thread(time.sleep, 600)
+
+config = Config(models={}, nats=NatsConfig(unchecked=True, connect_timeout_s=600))
+print("connecting", flush=True)
+sys.exit(uvloop.run(runtime.run("coordinator", main, config, sys.argv[1], None, None)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("step", ["connecting", "loading"])
+def test_a_worker_that_starts_ends_at_once(
+    broker: EmbeddedServer, number: signal.Signals, step: str
+) -> None:
+    # Nothing answers there, and the connection is tried again.
+    url = broker.url if step == "loading" else "nats://127.0.0.1:9"
+    command = [sys.executable, "-c", STARTS, url]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout is not None
+            while worker.stdout.readline().strip() != step:
+                assert worker.poll() is None
+            if step == "connecting":
+                wait_for_handler(worker.pid)
+            worker.send_signal(number)
+            # Long enough for a busy machine, and far shorter than what the worker waits for.
+            assert worker.wait(30) == 0
+        finally:
+            worker.kill()
+
+
+def wait_for_handler(pid: int) -> None:
+    """Wait until a process catches SIGTERM, which Python does not do by itself."""
+    status = Path(f"/proc/{pid}/status")
+    for _ in range(3000):
+        caught = re.search(r"SigCgt:\s*(\w+)", status.read_text())
+        if caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.01)
+    raise AssertionError("no handler")
+
+
+COMMAND = """
+import signal, sys
+from workers import __main__ as pagemill
+sys.argv = ["pagemill", "worker", "engine"]
+pagemill.run_app = lambda _: print(signal.getsignal(signal.SIGTERM), "nats" in sys.modules)
+pagemill.main()
+"""
+
+
+async def test_a_worker_has_its_handlers_before_it_imports_its_modules() -> None:
+    # Without a handler the first process of a container ignores SIGTERM.
+    done = await run_script(COMMAND)
+    assert done.stdout.startswith("<function"), done.stdout + done.stderr
+    assert done.stdout.endswith("False\n"), done.stdout
+
+
+def test_a_forked_worker_that_starts_ends_at_once(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        worker = preloaded.start(
+            ["worker", "engine", "--nats", "nats://127.0.0.1:9"], cwd=tmp_path, stderr=log
+        )
+        try:
+            worker.terminate()
+            assert worker.wait(30) in (0, -signal.SIGTERM)
+        finally:
+            worker.kill()
 
 
 # The thread reports; the loop publishes meanwhile.

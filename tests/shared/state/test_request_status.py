@@ -8,7 +8,14 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import AttemptRecord, Heartbeat, RequestRecord
+from shared.protocol.messages import (
+    AttemptRecord,
+    Heartbeat,
+    PoolPlan,
+    RequestRecord,
+    ScalePlan,
+    StartReport,
+)
 from shared.protocol.records import StageSpan
 from shared.state import request_status
 from shared.state.request_list import RequestLister
@@ -54,6 +61,20 @@ async def test_foreign_bytes_on_every_subject_do_not_hide_the_status(
     status = await request_status.find(bus, request_id)
     assert (status.state, status.worker, status.records) == ("running", worker, 0)
     assert status.why == f"{worker} works on it"
+
+
+async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
+    bus: Bus, request_id: str
+) -> None:
+    stage = f"stage-{secrets.token_hex(4)}"
+    subject = subjects.stage(stage, "m", "batch", request_id)
+    await bus.publish(subject, envelope.encode(engine_task(request_id, [1]), []), request_id)
+    nobody = f"no worker of stage {stage} for model m is alive"
+    assert (await request_status.find(bus, request_id)).why == nobody
+    for model, said in (("other", nobody), ("m", f"{nobody}; {stage}-m is starting: loading")):
+        report = StartReport("engine", f"{stage}-{model}", "0", 1, "loading", model, stage)
+        await bus.publish_start_report(report.worker, to_json(report))
+        assert (await request_status.find(bus, request_id)).why == said
 
 
 @pytest.mark.parametrize("parts", ["3", "0", "65", "1000000000", "2.5", "true", '"2"', "null"])
@@ -103,3 +124,18 @@ async def test_a_request_is_unknown_where_no_coordinator_has_run(
     status = await request_status.find(bus, request_id)
     assert status.state == "unknown"
     assert "no coordinator" in status.why
+
+
+async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
+    bus: Bus, request_id: str
+) -> None:
+    # No other test has a worker of this model.
+    subject = subjects.stage("engine", "scaled", "batch", request_id)
+    await bus.publish(subject, b"", f"{request_id}:1:engine:0")
+    plan = ScalePlan("leader", {"engine/scaled": PoolPlan(1, starting=1, starting_s=2.0)})
+    await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
+    status = await request_status.find(bus, request_id)
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    assert status.why.endswith("is alive; pool engine/scaled is starting for 2 s")
+    assert status.pool == "pool starting for 2 s"
+    assert (await request_status.find(bus, request_id)).pool is None

@@ -18,9 +18,9 @@ from shared.bus.bus import Bus
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import ContentPart, GenerateRequest, ImagePart, ImageURL, Message
 from shared.state import request_status
+from workers.cli.broker import CONNECT_TIMEOUT_S
 from workers.cli.chat.answer import Answer
 from workers.cli.chat.conversation import Conversation
-from workers.cli.terminal import CONNECT_TIMEOUT_S
 
 T = TypeVar("T")
 

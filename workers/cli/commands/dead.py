@@ -17,21 +17,14 @@ from shared.protocol.encoding import is_packed, to_json
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, find_url
-from workers.cli.terminal import (
-    connected,
-    format_time,
-    harmless,
-    out,
-    print_json,
-    print_line,
-    print_rows,
-)
+from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
 
-app = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
+dead = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
 
 
-@app.command(name="list")
+@dead.command(name="list")
 async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """List dead letters, the newest first.
 
@@ -55,7 +48,7 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
     return 0
 
 
-@app.command(name="show")
+@dead.command(name="show")
 async def show_letter(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
@@ -66,7 +59,7 @@ async def show_letter(
     return 0
 
 
-@app.command(name="requeue")
+@dead.command(name="requeue")
 async def requeue_letter(
     request_id: str, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:

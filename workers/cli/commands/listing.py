@@ -10,9 +10,10 @@ from cyclopts.validators import Number
 
 from shared.state.request_list import ListedRequest, Listing, RequestLister
 from shared.state.request_status import State
+from workers.cli.broker import connected
 from workers.cli.commands.requests import where
 from workers.cli.options import ConfigFile, NatsUrl, find_url
-from workers.cli.terminal import call_on_signals, connected, print_json, print_line, print_note
+from workers.cli.terminal import call_on_signals, print_json, print_line, print_note
 
 FOLLOW_S = 1.0
 HEADER = f"{'age':>8}  {'state':<18} {'tokens':>11}  {'end':<18} {'model':<16} request"

@@ -10,10 +10,11 @@ from rich.filesize import decimal
 
 from shared.errors import PagemillError
 from workers.cli import settings
+from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import connected, errors, noted, print_json, print_line
+from workers.cli.terminal import errors, noted, print_json, print_line
 from workers.roles import all_roles
 
 EXIT_INTERRUPTED = 130

@@ -12,8 +12,9 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.prometheus import MetricsEndpoint, to_text
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, find_url
-from workers.cli.terminal import call_on_signals, connected, errors
+from workers.cli.terminal import call_on_signals, errors
 from workers.cli.top import watch
 
 # Prometheus itself gives up after ten seconds.

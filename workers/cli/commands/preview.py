@@ -11,8 +11,9 @@ from shared.errors import Unavailable, UnknownModel
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeRequest
 from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, print_error
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
-from workers.cli.terminal import connected, print_json, print_line
+from workers.cli.terminal import print_json, print_line
 
 
 async def render(

@@ -13,15 +13,9 @@ from shared.errors import Cancelled, NotFound
 from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
-from workers.cli.terminal import (
-    connected,
-    format_time,
-    print_json,
-    print_line,
-    print_note,
-    print_rows,
-)
+from workers.cli.terminal import format_time, print_json, print_line, print_note, print_rows
 
 # A request that was published a moment ago is known as soon as a coordinator has read it.
 ARRIVAL_S = 1.0

@@ -15,16 +15,19 @@ from cyclopts.validators import Number
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
+from workers.actuator import follow_plan
 from workers.cli import settings
 from workers.cli.commands.models import pull_model
 from workers.cli.local_cluster import LocalCluster
+from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, NatsUrl, check_role, load
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
-from workers.roles import WorkerSpec, all_roles, default_workers, role_of
+from workers.pools import pools_of, workers_of
+from workers.roles import WorkerSpec, role_of
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
@@ -70,11 +73,17 @@ def up(
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
         settings.check_paths(loaded)
-        workers = [*default_workers(loaded), WorkerSpec("gateway")]
+        pools = pools_of(loaded)
+        workers = [*workers_of(loaded, pools), WorkerSpec("gateway")]
         log_file = settings.find_log_file(loaded)
+        # The workers of a pool at zero are forked from the same process when they are wanted.
+        specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
         cluster = LocalCluster(
-            loaded, file, workers, nats, log_file, preloader=_preload(loaded, workers)
+            loaded, file, workers, nats, log_file, preloader=_preload(loaded, specs)
         )
+        if pools.by_name:
+            local = LocalPools(cluster, pools)
+            cluster.follow = lambda bus: follow_plan(bus, local)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -117,14 +126,8 @@ def _run_forked() -> None:
     run_app(forked)
 
 
-def _check_role(_: type[str], name: str) -> None:
-    names = [spec.name for spec in all_roles()]
-    if name not in names:
-        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
-
-
 def worker(
-    role: Annotated[str, Parameter(validator=_check_role)],
+    role: Annotated[str, Parameter(validator=check_role)],
     /,
     *,
     model: str | None = None,
@@ -139,7 +142,7 @@ def worker(
     Parameters
     ----------
     role
-        The kind of worker: coordinator, renderer, encoder, engine or gateway.
+        The kind of worker: coordinator, renderer, encoder, engine, autoscaler or gateway.
     model
         The model that an engine or an encoder serves; needed only when several are configured.
     stage
@@ -150,6 +153,7 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         loaded = load(config)
+        url = nats or settings.nats_url(loaded)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
@@ -158,7 +162,6 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    url = nats or settings.nats_url(loaded)
     return uvloop.run(runtime.run(role, load_main(role), loaded, url, model, stage))
 
 

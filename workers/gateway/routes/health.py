@@ -1,6 +1,6 @@
 """Liveness, readiness, version and metrics of a gateway."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -12,6 +12,7 @@ from shared.telemetry import prometheus
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import RouteTable
+from workers.roles import role_of
 
 ROUTES = RouteTable("Server")
 
@@ -23,7 +24,16 @@ class Health(Struct, frozen=True):
 class Ready(Struct, frozen=True, omit_defaults=True):
     status: Literal["ok", "not ready", "draining", "no broker"]
     models: dict[str, str] = {}
-    """`ok`, or the stages that no worker serves, by model."""
+    """`ok`, or the stages that no worker serves, such as `no engine` or `engine is starting`, by
+    model."""
+
+
+class ModelState(NamedTuple):
+    """What `/ready` knows of one model."""
+
+    accepts: bool
+    """Whether requests are accepted; they may have to wait for a stage without workers."""
+    told: str
 
 
 class Version(Struct, frozen=True):
@@ -38,22 +48,20 @@ async def health(_: AppContext, __: Request, ___: Caller) -> Response:
 @ROUTES.endpoint(
     "GET",
     "/ready",
-    "Whether a request would be answered; status 503 if not",
+    "Whether requests are accepted; status 503 if not",
     answer=Ready,
     statuses=(200, 503),
     public=True,
 )
 async def ready(context: AppContext, _: Request, __: Caller) -> Response:
-    models: dict[str, str] = {}
     try:
-        for model in context.config.models:
-            missing = await missing_stages(context, model)
-            models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
+        states = {model: await _read_state(context, model) for model in context.config.models}
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
-    is_able = "ok" in models.values() and not context.draining
-    status = Ready("ok" if is_able else "draining" if context.draining else "not ready", models)
-    return Json(status, 200 if is_able else 503)
+    accepts = any(state.accepts for state in states.values()) and not context.draining
+    told = {model: state.told for model, state in states.items()}
+    status = Ready("ok" if accepts else "draining" if context.draining else "not ready", told)
+    return Json(status, 200 if accepts else 503)
 
 
 @ROUTES.endpoint("GET", "/version", "The version that runs", answer=Version)
@@ -69,12 +77,31 @@ async def metrics(context: AppContext, _: Request, __: Caller) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def missing_stages(context: AppContext, model: str) -> list[str]:
-    """Return the stages that `model` needs and no worker serves.
+async def _read_state(context: AppContext, model: str) -> ModelState:
+    """Return whether requests for `model` are accepted, and the stages that no worker serves.
 
     Raises Unavailable or TimeoutError.
     """
     beats = await context.heartbeats.read()
     serving = {beat.stage or beat.role for beat in beats if model in beat.models}
-    required = ["coordinator", *context.pipelines[model].required_stages]
-    return [stage for stage in required if stage not in serving]
+    roles = {stage.name: stage.role for stage in context.pipelines[model].stages}
+    required = {"coordinator": "coordinator"} | {
+        stage: roles[stage] for stage in context.pipelines[model].required_stages
+    }
+    missing = [stage for stage in required if stage not in serving]
+    if not missing:
+        return ModelState(True, "ok")
+    reports = await context.start_reports.read()
+    starting = {report.stage or report.role for report in reports if report.model in ("", model)}
+    told = (f"{stage} is starting" if stage in starting else f"no {stage}" for stage in missing)
+    accepts = all(_may_be_empty(required[stage]) for stage in missing)
+    return ModelState(accepts, " and ".join(told))
+
+
+def _may_be_empty(role: str) -> bool:
+    """Return whether requests are accepted while no worker of this role runs.
+
+    They wait in its queue, by which its pool may grow again. Coordinators and renderers also
+    answer questions of gateways.
+    """
+    return role_of(role).one_model

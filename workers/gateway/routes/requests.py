@@ -59,6 +59,8 @@ class RequestBody(Struct, frozen=True):
     """The stages that it has been in so far."""
     now_ms: float
     """The time now, by the clock of the times in `path`."""
+    pool: str | None = None
+    """What the pool of the stage does, such as `pool at zero`, while it has no worker."""
     object: str = "request"
     result: Any = UNSET
     error: errors.ErrorBody | UnsetType = UNSET
@@ -166,6 +168,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
         attempt=status.attempt,
         path=timeline_of(status),
         now_ms=context.bus.now_ms(),
+        pool=status.pool,
         result=result,
         error=UNSET
         if failure is None

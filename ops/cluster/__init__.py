@@ -1,0 +1,1 @@
+"""Acceptance test of the compose cluster."""

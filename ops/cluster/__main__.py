@@ -1,0 +1,141 @@
+"""`make cluster`: start the compose cluster, and hold it to what docs/operate/deploy.md promises.
+
+The image `pagemill` is built unless it is there. The cluster has a project name, a port and
+volumes of its own, and is removed at the end. Where no container engine can be started, the test
+is skipped with the reason.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from ops.cluster import checks
+from ops.cluster.compose import (
+    FOLDER,
+    CheckFailed,
+    Compose,
+    NotPossible,
+    check_engine,
+    find_compose,
+)
+from ops.cluster.door import Door
+
+PROJECT = "pagemill-check"
+ENGINES = 3
+STEPS = ("answers", "transports", "rolling", "drain", "starting")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"cluster: {text}\n")
+    sys.stdout.flush()
+
+
+def ensure_image(image: str) -> None:
+    """Build the image unless it is there. Raises CheckFailed."""
+    known = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
+    if known.returncode != 0:
+        say(f"there is no image {image}; building it")
+        dockerfile = str(FOLDER / "Dockerfile")
+        build = ["docker", "build", "--file", dockerfile, "--tag", image, str(FOLDER.parent)]
+        if subprocess.run(build, check=False).returncode != 0:
+            raise CheckFailed(f"the image {image} cannot be built")
+
+
+def write_config(folder: Path) -> Path:
+    """Write the cluster's configuration with encoders, and with all payloads outside messages."""
+    config = yaml.safe_load((FOLDER / "pagemill.yaml").read_text(encoding="utf-8"))
+    config["models"]["demo"]["tower"] = "encoder"
+    config["blobs"]["inline_kib"] = 1
+    file = folder / "pagemill.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    # The workers' user is another one.
+    folder.chmod(0o755)
+    file.chmod(0o644)
+    return file
+
+
+@contextlib.contextmanager
+def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
+    """Start the cluster, and yield it with the door's port once all containers are healthy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
+        config = write_config(Path(folder))
+        env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config)}
+        compose = Compose(PROJECT, env, find_compose())
+        compose.down()
+        try:
+            began = time.monotonic()
+            compose.up()
+            compose.wait_healthy(checks.START_S)
+            say(f"{checks.versions(compose)}: healthy after {time.monotonic() - began:.0f} s")
+            yield compose, port
+        finally:
+            if not keep:
+                compose.down()
+
+
+async def check(compose: Compose, port: int, steps: list[str]) -> None:
+    """Run the steps, and print what each has shown. Raises CheckFailed."""
+    door = Door(port)
+    try:
+        report(checks.check_isolation(compose, port))
+        if "answers" in steps:
+            report(await checks.check_answers(door))
+            began = time.monotonic()
+            compose.up(engine=ENGINES)
+            compose.wait_healthy(checks.START_S, "engine")
+            say(f"--scale engine={ENGINES}: healthy after {time.monotonic() - began:.0f} s")
+            report(await checks.check_answers(door, rounds=ENGINES))
+        if "transports" in steps:
+            report(await checks.check_transports(compose))
+        if "rolling" in steps:
+            report(await checks.check_rolling_restart(compose, door))
+        if "drain" in steps:
+            report(await checks.check_drain(compose, door))
+        if "starting" in steps:
+            report(checks.check_stop_while_starting(compose))
+    finally:
+        await door.close()
+
+
+def report(step: checks.Step) -> None:
+    say(f"{step.title}: {step.figures}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
+    parser.add_argument("--image", default="pagemill")
+    parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
+    parser.add_argument("--keep", action="store_true", help="leave the cluster running")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    try:
+        check_engine()
+        find_compose()
+    except NotPossible as reason:
+        say(f"skipped: {reason}")
+        return 0
+    try:
+        ensure_image(arguments.image)
+        with running(arguments.image, arguments.keep) as (compose, port):
+            asyncio.run(check(compose, port, arguments.step or list(STEPS)))
+    except (CheckFailed, RuntimeError, subprocess.SubprocessError) as error:
+        say(f"failed: {error}")
+        return 1
+    say(f"passed in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The containers of one compose project: started, inspected, restarted and removed by commands."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[2] / "compose"
+FILE = FOLDER / "docker-compose.yml"
+PROFILES = ("encoder",)
+POLL_S = 0.5
+COMMAND_TIMEOUT_S = 300.0
+
+
+class NotPossible(Exception):
+    """This machine cannot run containers; the message has the reason."""
+
+
+class CheckFailed(Exception):
+    """A step of the acceptance test has failed; the message says what was seen."""
+
+
+def check_engine() -> None:
+    """Raise NotPossible unless a container engine answers."""
+    if shutil.which("docker") is None:
+        raise NotPossible("there is no command `docker`")
+    daemon = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
+    if daemon.returncode != 0 or "ERROR" in daemon.stderr:
+        reason = (daemon.stderr.strip().splitlines() or ["docker info failed"])[-1]
+        raise NotPossible(f"no container engine answers: {reason}")
+
+
+def find_compose() -> list[str]:
+    """Return the words that run compose here. Raises NotPossible."""
+    for words in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(words[0]) is not None:
+            version = subprocess.run([*words, "version"], capture_output=True, check=False)
+            if version.returncode == 0:
+                return words
+    raise NotPossible("neither `docker compose` nor `docker-compose` is installed")
+
+
+def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+    """Run a command and return its output. Raises CheckFailed with all that it said."""
+    done = subprocess.run(
+        command,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = f"{done.stdout}{done.stderr}"[-4000:]
+        raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container, as the engine describes it."""
+
+    id: str
+    service: str
+    description: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.description["Name"]).lstrip("/")
+
+    @property
+    def is_healthy(self) -> bool:
+        state = self.description["State"]
+        return bool(state["Running"]) and state.get("Health", {}).get("Status") == "healthy"
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.description["State"]["ExitCode"])
+
+    @property
+    def published(self) -> list[tuple[str, str]]:
+        """Address and port on the host of every published port."""
+        ports = self.description["NetworkSettings"]["Ports"] or {}
+        return [(b["HostIp"], b["HostPort"]) for bound in ports.values() for b in bound or []]
+
+    @property
+    def networks(self) -> list[str]:
+        return list(self.description["NetworkSettings"]["Networks"])
+
+    def faults(self) -> list[str]:
+        """Return what the container may do and should not."""
+        host, config = self.description["HostConfig"], self.description["Config"]
+        wanted = {
+            "its root file system is writable": host["ReadonlyRootfs"],
+            "it has capabilities": host["CapDrop"] == ["ALL"] and not host["CapAdd"],
+            "it may gain privileges": "no-new-privileges:true" in (host["SecurityOpt"] or []),
+            "it has no init": host["Init"],
+            "it runs as root": config["User"] not in ("", "0", "root"),
+        }
+        return [fault for fault, is_right in wanted.items() if not is_right]
+
+
+@dataclass
+class Compose:
+    """One project of docker-compose.yml, with its own name, port and configuration."""
+
+    project: str
+    env: dict[str, str]
+    words: list[str] = field(default_factory=find_compose)
+
+    def command(self, *arguments: str) -> str:
+        files = ["--project-directory", str(FOLDER), "--file", str(FILE)]
+        profiles = [word for name in PROFILES for word in ("--profile", name)]
+        prefix = [*self.words, *files, "--project-name", self.project, *profiles]
+        return run([*prefix, *arguments], self.env)
+
+    def up(self, **scale: int) -> None:
+        """Start what is not running, with so many containers of the named services."""
+        counts = [word for name, n in scale.items() for word in ("--scale", f"{name}={n}")]
+        self.command("up", "--detach", "--no-recreate", *counts)
+
+    def down(self) -> None:
+        """Remove all containers, networks and volumes."""
+        self.command("down", "--volumes", "--timeout", "5")
+
+    def services(self) -> list[str]:
+        """Return the services that stay, the brokers first."""
+        names = set(self.command("config", "--services").split()) - {"secrets", "pull"}
+        return sorted(names, key=lambda name: (not name.startswith("nats"), name))
+
+    def containers(self, service: str) -> list[Container]:
+        label = f"label=com.docker.compose.project={self.project}"
+        of_service = f"label=com.docker.compose.service={service}"
+        listing = ["docker", "ps", "--all", "--quiet", "--filter", label, "--filter", of_service]
+        ids = run(listing).split()
+        found = json.loads(run(["docker", "inspect", *ids])) if ids else []
+        return sorted((Container(d["Id"], service, d) for d in found), key=lambda c: c.name)
+
+    def networks(self) -> list[str]:
+        label = f"label=com.docker.compose.project={self.project}"
+        return run(["docker", "network", "ls", "--filter", label, "--format", "{{.Name}}"]).split()
+
+    def is_internal(self, network: str) -> bool:
+        shown = run(["docker", "network", "inspect", network, "--format", "{{.Internal}}"])
+        return shown.strip() == "true"
+
+    def all_containers(self) -> list[Container]:
+        return [one for service in self.services() for one in self.containers(service)]
+
+    def wait_healthy(self, timeout_s: float, *services: str) -> float:
+        """Wait until all containers of the services, or of all, are healthy; return the time."""
+        began = time.monotonic()
+        while True:
+            names = services or self.services()
+            ill = [c for name in names for c in self.containers(name) if not c.is_healthy]
+            if not ill:
+                return time.monotonic() - began
+            if time.monotonic() > began + timeout_s:
+                shown = ", ".join(c.name for c in ill)
+                raise CheckFailed(f"after {timeout_s:.0f} s not healthy: {shown}\n{self.logs(40)}")
+            time.sleep(POLL_S)
+
+    def logs(self, num_lines: int | None = None) -> str:
+        tail = [] if num_lines is None else ["--tail", str(num_lines)]
+        return self.command("logs", "--no-color", *tail)
+
+    def inside(self, service: str, *command: str) -> str:
+        """Run a command in the first container of a service, and return its output."""
+        return run(["docker", "exec", self.containers(service)[0].id, *command])

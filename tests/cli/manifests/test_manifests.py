@@ -1,0 +1,307 @@
+"""Manifests hold against the strict schemas of Kubernetes and KEDA, and against the product."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config import Config
+from shared.config_parsing import parse_config
+from shared.errors import ConfigError
+from shared.protocol import subjects
+from shared.stage.pipelines import pipelines_of
+from tests import preloaded
+from workers.cli.manifests.cluster import make_manifests, sizes_of
+from workers.cli.manifests.output import to_chart, to_yaml
+from workers.cli.manifests.target import Manifest, Scaling, Target
+from workers.deployment_names import MAX_NAME_LEN, name_of
+from workers.pools import pools_of
+from workers.roles import WorkerSpec
+
+ROOT = Path(__file__).parent.parent.parent.parent
+SCHEMAS = Path(__file__).parent / "schemas"
+CONFIG = """
+models:
+  qwen2-vl: {path: /models/qwen2-vl, dtype: bfloat16, tower: encoder}
+  Org/Other.Model: {path: /models/other}
+gateway: {allow_anonymous: true}
+engine: {device: cuda}
+delivery: {drain_s: 45}
+"""
+POOLS = """
+scale:
+  pools:
+    - {role: renderer, min: 2, max: 4}
+    - {role: encoder, model: qwen2-vl, max: 4}
+    - {role: engine, model: qwen2-vl, max: 8}
+    - {role: engine, model: Org/Other.Model, min: 1, max: 1}
+"""
+SCALED = {"renderer", "encoder-qwen2-vl", "engine-qwen2-vl"}
+
+
+def parse(text: str = CONFIG + POOLS) -> Config:
+    return parse_config(text, {}, "test")
+
+
+def make(scaling: Scaling, text: str = CONFIG + POOLS) -> list[Manifest]:
+    config = parse(text)
+    return make_manifests(config, text, sizes_of(config, "test"), Target(scaling=scaling))
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {one["metadata"]["name"]: one for one in manifests if one["kind"] == kind}
+
+
+def containers(manifests: list[Manifest]) -> dict[str, Any]:
+    return {
+        name: one["spec"]["template"]["spec"]["containers"][0]
+        for name, one in of_kind(manifests, "Deployment").items()
+    }
+
+
+def check_against_schemas(manifest: Manifest, version: str) -> None:
+    file = "keda" if manifest["apiVersion"].startswith("keda") else version
+    schemas = json.loads((SCHEMAS / f"{file}.json").read_text())
+    schema = schemas[manifest["kind"]] | {"$defs": schemas.get("$defs", {})}
+    jsonschema_rs.validate(schema, manifest)
+
+
+@pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])
+@pytest.mark.parametrize("scaling", ["keda", "pagemill", "none"])
+def test_manifests_hold_against_strict_schemas(scaling: Scaling, version: str) -> None:
+    for manifest in yaml.safe_load_all(to_yaml(make(scaling))):
+        check_against_schemas(manifest, version)
+
+
+def test_the_schemas_refuse_a_misspelt_field() -> None:
+    for manifest in make("keda"):
+        if manifest["kind"] in ("Deployment", "ScaledObject"):
+            manifest["spec"]["replica"] = 1
+            with pytest.raises(jsonschema_rs.ValidationError):
+                check_against_schemas(manifest, "kubernetes-1.37")
+
+
+def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
+    served = {
+        subjects.stage_consumer(stage.name, model, lane)
+        for model, pipeline in pipelines_of(parse()).items()
+        for stage in pipeline.stages
+        for lane in subjects.LANES
+    }
+    named = {
+        trigger["metadata"]["consumer"]: trigger["metadata"]
+        for one in of_kind(make("keda"), "ScaledObject").values()
+        for trigger in one["spec"]["triggers"]
+    }
+    unscaled = {
+        subjects.stage_consumer("engine", "Org/Other.Model", lane) for lane in subjects.LANES
+    }
+    assert set(named) == served - unscaled
+    assert {data["stream"] for data in named.values()} == {subjects.STAGES_STREAM}
+    interactive, batch = [
+        int(named[subjects.stage_consumer("engine", "qwen2-vl", lane)]["lagThreshold"])
+        for lane in subjects.LANES
+    ]
+    assert (interactive, batch) == (16, 64)
+
+
+def test_what_is_scaled_has_no_replicas() -> None:
+    manifests = make("keda")
+    scaled = of_kind(manifests, "ScaledObject")
+    assert set(scaled) == SCALED
+    for name, deployment in of_kind(manifests, "Deployment").items():
+        assert ("replicas" in deployment["spec"]) != (name in scaled), name
+    engine = scaled["engine-qwen2-vl"]["spec"]
+    assert (engine["minReplicaCount"], engine["maxReplicaCount"]) == (0, 8)
+
+
+def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
+    deployments = of_kind(make("none"), "Deployment")
+    sizes = {name: one["spec"]["replicas"] for name, one in deployments.items()}
+    other = name_of(WorkerSpec("engine", "Org/Other.Model"))
+    assert sizes == {
+        "coordinator": 2,
+        "renderer": 2,
+        "encoder-qwen2-vl": 1,
+        "engine-qwen2-vl": 1,
+        other: 1,
+        "gateway": 2,
+    }
+
+
+def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
+    manifests = make("pagemill")
+    (role,) = of_kind(manifests, "Role").values()
+    (rule,) = role["rules"]
+    deployments = of_kind(manifests, "Deployment")
+    pools = {name_of(pool.spec) for pool in pools_of(parse()).by_name.values()}
+    assert set(rule.pop("resourceNames")) == pools
+    assert {name for name, one in deployments.items() if "replicas" not in one["spec"]} == pools
+    assert rule == {
+        "apiGroups": ["apps"],
+        "resources": ["deployments/scale"],
+        "verbs": ["get", "patch"],
+    }
+    for name, one in deployments.items():
+        pod = one["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] == (name == "autoscaler"), name
+    env = {one["name"]: one.get("value") for one in containers(manifests)["autoscaler"]["env"]}
+    assert (
+        parse_config(CONFIG, {k: v or "a" for k, v in env.items()}, "").scale.actuator
+        == "kubernetes"
+    )
+
+
+def test_pods_get_no_rights_and_time_to_drain() -> None:
+    for deployment in of_kind(make("keda"), "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] == 55
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["enableServiceLinks"] is False
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_only_workers_on_a_gpu_ask_for_one() -> None:
+    with_gpu = {name for name, one in containers(make("keda")).items() if "resources" in one}
+    assert with_gpu == {name_of(WorkerSpec("engine", name)) for name in parse().models}
+
+
+def test_the_settings_of_pods_are_settings_of_the_configuration() -> None:
+    for container in containers(make("keda")).values():
+        env = {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
+        config = parse_config(CONFIG, env, "test")
+        assert config.nats.url == config.blobs.advertise == "10.0.0.1"
+        assert config.gateway.listen == config.metrics.listen == config.blobs.listen == "0.0.0.0"
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["metrics"] == config.metrics.port
+        assert ports["blobs"] == config.blobs.port
+        assert ports.get("http", config.gateway.port) == config.gateway.port
+
+
+PARTS = st.text(
+    st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=80
+)
+
+
+@given(PARTS, PARTS)
+def test_names_are_labels_and_differ(one: str, other: str) -> None:
+    first, second = [name_of(WorkerSpec("engine", model)) for model in (one, other)]
+    assert (first == second) == (one == other)
+    for name in (first, second):
+        assert len(name) <= MAX_NAME_LEN
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+        assert name[0].isalpha()
+        assert name[-1].isalnum()
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        (
+            "models: {demo: {path: /srv/demo}}\ngateway: {allow_anonymous: true}",
+            "models.demo.path",
+            "/srv/demo is not below /models, where pods have the claim of the models",
+        ),
+        (
+            "models: {demo: {path: /models/../demo}}\ngateway: {allow_anonymous: true}",
+            "models.demo.path",
+            "/models/../demo is not below /models, where pods have the claim of the models",
+        ),
+        (
+            "models: {demo: {path: /models/demo}}\n"
+            "nats: {url: 'nats://me:secret@a:4222'}\ngateway: {allow_anonymous: true}",
+            "nats.url",
+            "it holds a password, which would be in a ConfigMap: leave it out, because pods take"
+            " the URL from a Secret",
+        ),
+        (
+            "models: {demo: {path: /models/demo}}",
+            "gateway.api_keys",
+            "none, and a gateway that others can reach needs one: `pagemill key` makes it (or set"
+            " gateway.allow_anonymous)",
+        ),
+    ],
+)
+def test_settings_that_cannot_hold_in_a_pod(text: str, field: str, message: str) -> None:
+    config = parse(text)
+    with pytest.raises(ConfigError) as raised:
+        make_manifests(config, text, sizes_of(config, "test"), Target())
+    assert str(raised.value) == f"{field}: {message}"
+    assert raised.value.field == field
+
+
+def test_braces_of_a_configuration_are_not_the_chart_s() -> None:
+    text = CONFIG + "# {{ messages }}\n# image: pagemill\n"
+    config = parse(text)
+    files = to_chart(
+        make_manifests(config, text, sizes_of(config, "test"), Target()), Target(), "1.2.3"
+    )
+    template = files["templates/pagemill.yaml"]
+    assert '# {{ "{{" }} messages }}\n' in template
+    assert "# image: pagemill\n" in template
+    images = {one["image"] for one in containers(list(yaml.safe_load_all(template))).values()}
+    assert images == {"{{ .Values.image }}"}
+    assert yaml.safe_load(files["values.yaml"]) == {"image": "pagemill"}
+    assert yaml.safe_load(files["Chart.yaml"])["appVersion"] == "1.2.3"
+
+
+def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
+    file = tmp_path / "pagemill.yaml"
+    file.write_text(CONFIG)
+    env = dict(os.environ)
+    done = preloaded.run("manifests", "--config", str(file), "--image", "here/pagemill:1", env=env)
+    assert done.returncode == 0, done.stderr
+    documents = list(yaml.safe_load_all(done.stdout))
+    assert of_kind(documents, "ConfigMap")["pagemill"]["data"] == {"pagemill.yaml": CONFIG}
+    assert {one["image"] for one in containers(documents).values()} == {"here/pagemill:1"}
+    assert "nats.replicas is 1" in done.stderr
+    chart = tmp_path / "chart"
+    done = preloaded.run("manifests", "--config", str(file), "--chart", str(chart), env=env)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert sorted(path.name for path in chart.rglob("*.yaml")) == [
+        "Chart.yaml",
+        "pagemill.yaml",
+        "values.yaml",
+    ]
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    done = preloaded.run("manifests", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "no pagemill.yaml here" in done.stderr
+
+
+def test_the_documented_brokers_have_the_settings_of_ours() -> None:
+    page = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
+    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    values = yaml.safe_load(block[1])["config"]
+    ours = (ROOT / "compose" / "nats.conf").read_text()
+    merged, jetstream = values["merge"], values["jetstream"]
+    for key, text in {
+        **{key: merged[key] for key in ("max_payload", "max_pending", "ping_interval", "ping_max")},
+        "sync_interval": jetstream["merge"]["sync_interval"],
+        "max_file_store": jetstream["fileStore"]["maxSize"],
+        "max_memory_store": jetstream["memoryStore"]["maxSize"],
+    }.items():
+        found = re.search(rf'^ *{key}: "?(.*?)"?$', ours, re.MULTILINE)
+        assert found is not None, key
+        assert str(text).strip("<> ") == found[1], key
+    service = Target().nats_service
+    assert service == "nats-headless"
+    assert Target().nats_account in merged["accounts"]
+    assert merged["accounts"]["SYS"]["exports"][0]["service"] in ours

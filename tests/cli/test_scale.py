@@ -1,0 +1,78 @@
+"""The command `pagemill scale`: what it refuses, and what it stores."""
+
+from pathlib import Path
+
+import pytest
+
+import workers.__main__  # noqa: F401 - registers the functions of edges
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.errors import ConfigError, Unavailable
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.state import scale_state
+from workers.cli.commands.scale import scale
+from workers.cli.settings import DEMO_MODEL
+
+CONFIG = f"""
+models: {{demo: {{path: {DEMO_MODEL}}}}}
+scale:
+  pools:
+  - {{role: engine, max: 4}}
+  - {{role: renderer, min: 1, max: 2}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "pagemill.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.fixture
+async def led(bus: Bus) -> None:
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    plan = ScalePlan("autoscaler-1", {"engine/demo": PoolPlan(0, reason="demand")})
+    await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("engine", "'engine' is neither POOL=N nor POOL=auto"),
+        ("engine=-1", "'engine=-1' is neither"),
+        ("engine=5", "engine=5: a pool engine/demo has 0 to 4 workers"),
+        ("renderer=0", "renderer=0: a pool renderer has 1 to 2 workers"),
+        ("driver=1", "no pool 'driver'; there are: engine/demo, renderer"),
+    ],
+)
+async def test_sizes_that_cannot_be_are_refused(config: Path, size: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        await scale(size, config=config, nats="nats://127.0.0.1:1")
+
+
+async def test_orders_are_merged_until_they_are_released(
+    config: Path, broker: EmbeddedServer, bus: Bus, led: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sizes, paused, expected in (
+        (["engine=2"], None, ScaleOrders({"engine/demo": 2})),
+        (["renderer=2"], True, ScaleOrders({"engine/demo": 2, "renderer": 2}, True)),
+        (["engine/demo=auto"], None, ScaleOrders({"renderer": 2}, True)),
+        ([], False, ScaleOrders({"renderer": 2}, False)),
+    ):
+        told = {"pause": paused is True, "resume": paused is False}
+        await scale(*sizes, **told, config=config, nats=broker.url)
+        assert await scale_state.read_orders(bus) == expected
+    assert "at zero" in capsys.readouterr().out
+
+
+async def test_without_a_leader_the_order_is_stored_and_that_is_said(
+    config: Path, broker: EmbeddedServer, bus: Bus
+) -> None:
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    with pytest.raises(Unavailable, match="no autoscaler leads"):
+        await scale("engine=1", config=config, nats=broker.url)
+    assert await scale_state.read_orders(bus) == ScaleOrders({"engine/demo": 1})
+    await bus.purge(subjects.SCALE_STREAM, ">")

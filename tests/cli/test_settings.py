@@ -1,0 +1,97 @@
+"""The URL of the broker, with a password from a file."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.bus import bus as bus_module
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer, free_port
+from shared.config import Config
+from shared.errors import ConfigError, Unavailable
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import WorkerSpec
+
+SERVERS = "nats://pagemill@nats-0:4222, nats://pagemill@nats-1:4222,nats://other:own@nats-2"
+
+
+def load(tmp_path: Path, password: str | None) -> Config:
+    file = tmp_path / "pagemill.yaml"
+    file.write_text(
+        f"models: {{any: {{path: any}}}}\nnats: {{url: '{SERVERS}', password_file: secrets/nats}}"
+    )
+    if password is not None:
+        (tmp_path / "secrets").mkdir()
+        (tmp_path / "secrets" / "nats").write_text(password)
+    return settings.load_config(file)
+
+
+def test_users_without_a_password_get_that_of_the_file(tmp_path: Path) -> None:
+    assert settings.nats_url(load(tmp_path, "s3cret.~_-\n")) == (
+        "nats://pagemill:s3cret.~_-@nats-0:4222, nats://pagemill:s3cret.~_-@nats-1:4222"
+        ",nats://other:own@nats-2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("password", "reason"),
+    [
+        (None, "secrets/nats cannot be read: .*No such file"),
+        ("", "must have letters, digits, and . _ ~ - only, and one at least"),
+        ("a@b", "must have letters"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_a_file_without_a_usable_password_is_refused(
+    tmp_path: Path, password: str | None, reason: str
+) -> None:
+    config = load(tmp_path, "" if password == "\udcff" else password)
+    if password == "\udcff":
+        (tmp_path / "secrets" / "nats").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=rf"nats\.password_file: .*{reason}") as refused:
+        settings.nats_url(config)
+    assert password is None or not password or password not in refused.value.message
+
+
+def test_workers_are_not_given_the_password_as_an_argument(tmp_path: Path) -> None:
+    config = load(tmp_path, "s3cret")
+    workers = [WorkerSpec("coordinator")]
+    assert not LocalCluster(config, None, workers).passes_url
+    given = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
+    assert given.passes_url
+    assert given.url == "nats://127.0.0.1:4222"
+
+
+async def test_a_broker_that_does_not_answer_is_named_without_its_password() -> None:
+    port = free_port()
+    with pytest.raises(Unavailable) as error:
+        await Bus.connect(f"nats://pagemill:s3cret@127.0.0.1:{port}", "test", 0.5)
+    assert error.value.message == f"no nats-server answers at nats://127.0.0.1:{port}"
+
+
+async def test_a_lost_broker_is_logged_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    class Log:
+        def warning(self, event: str, *, url: str, **_: Any) -> None:
+            logged.put_nowait((event, url))
+
+        info = warning
+
+    monkeypatch.setattr(bus_module, "_log", Log())
+    server = EmbeddedServer(tmp_path)
+    server.start()
+    try:
+        bus = await Bus.connect(server.url.replace("//", "//pagemill:pagemill@"), "test")
+        await asyncio.to_thread(server.stop)
+        assert await logged.get() == ("broker_disconnected", server.url)
+        await asyncio.to_thread(server.start)
+        assert await logged.get() == ("broker_reconnected", server.url)
+        await bus.close()
+    finally:
+        server.stop()

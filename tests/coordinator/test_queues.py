@@ -1,0 +1,93 @@
+"""Queues of pools that have never run: an autoscaler reads their lengths."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer, free_port
+from shared.codec.envelope import TensorData
+from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.protocol import subjects
+from shared.protocol.requests import GenerateRequest, encode_request
+from shared.protocol.task_messages import EngineBody, RenderBody, Task
+from shared.stage.job import Job
+from shared.stage.runtime import Context
+from shared.stage.worker_loop import Forward, WorkerLoop
+from workers.coordinator import worker as coordinator
+
+CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})
+ACCOUNT = "PAGEMILL"
+
+
+@pytest.fixture
+async def monitored(tmp_path: Path) -> AsyncIterator[tuple[Bus, int]]:
+    """A connection to a broker of the test's own, and the port of the broker's monitoring."""
+    port = free_port()
+    settings = EmbeddedServer(tmp_path).config_file.read_text()
+    (tmp_path / "nats.conf").write_text(f"{settings}\nhttp: 127.0.0.1:{port}\n")
+    server = EmbeddedServer(tmp_path / "store", config_file=tmp_path / "nats.conf")
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    yield bus, port
+    await bus.close()
+    await asyncio.to_thread(server.stop)
+
+
+def read_lags(port: int) -> dict[str, int]:
+    """Return the lag of each consumer of STAGES as KEDA's scaler computes it."""
+    address = f"http://127.0.0.1:{port}/jsz?acc={ACCOUNT}&consumers=true&config=true"
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        (account,) = json.load(answer)["account_details"]
+    (stages,) = [s for s in account["stream_detail"] if s["name"] == subjects.STAGES_STREAM]
+    return {
+        consumer["name"]: consumer["num_pending"] + consumer["num_ack_pending"]
+        for consumer in stages.get("consumer_detail", [])
+    }
+
+
+def context_of(bus: Bus, role: str) -> Context:
+    return Context(role, f"{role}-1", None, CONFIG, bus, structlog.get_logger())
+
+
+async def render(_: Task[Any], __: list[TensorData], ___: Job) -> Forward:
+    return Forward(EngineBody([1, 2, 3], []))
+
+
+async def test_a_pool_that_has_never_run_has_the_lag_of_its_requests(
+    monitored: tuple[Bus, int],
+) -> None:
+    bus, port = monitored
+    contexts = [context_of(bus, role) for role in ("coordinator", "renderer")]
+    renderers = WorkerLoop(contexts[1])
+    await renderers.add_stage(["demo"], 8, RenderBody, render)
+    running = [
+        asyncio.create_task(coordinator.main(contexts[0])),
+        asyncio.create_task(renderers.run()),
+    ]
+    data = encode_request(GenerateRequest("demo", prompt="a"), {})
+    for number in range(20):
+        await bus.publish(subjects.request("demo"), data, f"r-{number}")
+    async with asyncio.timeout(30):
+        while (lags := await asyncio.to_thread(read_lags, port))["engine_demo_interactive"] < 20:
+            pass
+    for context in contexts:
+        context.shutdown.signal()
+    await asyncio.gather(*running)
+    # Every stage of every model has a consumer for each lane.
+    stages = {"demo": ["renderer", "encoder", "engine"], "org/b": ["renderer", "engine"]}
+    assert lags == {
+        subjects.stage_consumer(stage, model, lane): 20 * (lane == "interactive")
+        if (model, stage) == ("demo", "engine")
+        else 0
+        for model, names in stages.items()
+        for stage in names
+        for lane in subjects.LANES
+    }

@@ -1,0 +1,25 @@
+"""What a gateway tells of itself."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.bus import bus as bus_module
+from shared.bus.bus import Bus
+from shared.config import GatewayConfig
+from workers.gateway.worker import _listening, _url
+
+
+@pytest.mark.parametrize(
+    ("listen", "told"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.1.2.3"), ("::", "10.1.2.3")]
+)
+def test_a_gateway_that_listens_everywhere_tells_the_address_of_its_broker_connection(
+    monkeypatch: pytest.MonkeyPatch, listen: str, told: str
+) -> None:
+    monkeypatch.setattr(bus_module, "local_address", lambda _: "10.1.2.3")
+    nc: Any = SimpleNamespace(jetstream=lambda timeout: None)
+    config = GatewayConfig(listen=listen, port=0, allow_anonymous=True)
+    with _listening(config) as listener:
+        port = listener.getsockname()[1]
+        assert _url(config, listener, Bus(nc)) == f"http://{told}:{port}"

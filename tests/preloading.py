@@ -1,0 +1,143 @@
+"""The process that tests fork commands and other Python programs from; `tests.preloaded` starts it.
+
+python -m tests.preloading <descriptor of a listening socket>
+"""
+
+import atexit
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from huggingface_hub import constants
+from huggingface_hub.utils import _cache_manager
+from rich.console import Console
+
+from shared.bus.embedded_server import end_with_parent
+from tests.preloaded import ROLES_OF
+from workers import __main__ as pagemill
+from workers import roles
+from workers.cli import preloader, terminal
+from workers.cli.models import download
+from workers.cli.models.reports import Report
+from workers.engine.model import check_folders
+
+# What workers import at their start and, with the demo model, later; and what tests import.
+MODULES = [
+    *(spec.module for spec in roles.all_roles()),
+    *sorted({command.partition(":")[0] for command in pagemill.COMMANDS}),
+    "shared.models.families.llava",
+    "shared.models.families.qwen_vl",
+    "shared.models.families.text",
+    "shared.vision.layers",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "openai",
+    "peft",
+]
+
+
+def _check_folders(folders: Sequence[Path], _: Sequence[str | None] = ()) -> list[Report]:
+    said = [check_folders._report(folder) for folder in folders]
+    return msgspec.convert(said, list[Report], from_attributes=True)
+
+
+def _main() -> None:
+    # `up` has workers that use torch forked, and executes the others, which start without torch.
+    # Here every worker is a fork. tests/cli/test_commands.py starts the others without torch.
+    for spec in roles.all_roles():
+        roles._ROLES[spec.name] = replace(spec, uses_torch=True)
+    if (own := os.environ.get(ROLES_OF)) is not None:
+        importlib.import_module(own).register_roles()
+    # A console reads its width from the environment when it is made.
+    for console in (terminal.out, terminal.errors):
+        vars(console).update(vars(Console(stderr=console.stderr)))
+    # So does the hub's library read its address and its folders, when it is imported.
+    for module in (constants, _cache_manager):
+        importlib.reload(module)
+    # `pagemill pull` would start a process that imports transformers, which is in memory here.
+    vars(download).update(check_folders=_check_folders)
+    try:
+        pagemill.main()
+    except SystemExit as end:
+        _exit(end)
+
+
+def _exit(end: SystemExit) -> NoReturn:
+    """Do what Python does at its end, but leave the modules as they are.
+
+    Their teardown writes to most of the memory that a fork shares, in 0.3 s of processor time.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)  # noqa: T201
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120  # Python's own for outputs that fail.
+    os._exit(code)
+
+
+def _run_program() -> None:
+    """Run what is on the command line: options of Python, or a command of Pagemill."""
+    match sys.argv[1:]:
+        case ["-m", "workers", *arguments]:
+            sys.argv[1:] = arguments
+            _main()
+        case ["-m", module, *arguments]:
+            sys.argv[1:] = arguments
+            try:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                _exit(end)
+            _exit(SystemExit(0))
+        case ["-c", script, *arguments]:
+            sys.argv[:] = ["-c", *arguments]
+            exec(script, {"__name__": "__main__"})
+        case _:
+            _main()
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork a preloader for each connection, which ends with it.
+
+    The first message on a connection may have a descriptor: stdin of what is forked.
+    """
+    end_with_parent()
+    gc.disable()
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Linux then removes ended preloaders.
+    while True:
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+            for stdin in descriptors:
+                os.dup2(stdin, 0)
+                os.close(stdin)
+            preloader.serve(channel, (), _run_program)
+            os._exit(0)
+        channel.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _serve(socket.socket(fileno=int(sys.argv[1])))

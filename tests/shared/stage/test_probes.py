@@ -1,0 +1,79 @@
+"""What a worker's metrics listener answers to health checks."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import structlog
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import Config, MetricsConfig
+from shared.protocol.worker_status import decode_status
+from shared.stage import probes
+from shared.stage.runtime import Context
+
+CONFIG = Config(models={}, metrics=MetricsConfig("127.0.0.1"))
+
+
+@pytest.fixture
+async def context(bus: Bus) -> AsyncIterator[Context]:
+    context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
+    await context.open_metrics()
+    yield context
+    await context.close()
+
+
+def ask(context: Context, path: str) -> tuple[int, str]:
+    """Return the HTTP status and the worker's status."""
+    assert context.metrics_address is not None
+    host, port = context.metrics_address
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
+            code, body = answer.status, answer.read()
+    except urllib.error.HTTPError as refused:
+        code, body = refused.code, refused.read()
+    status = decode_status(body)
+    assert status is not None
+    assert (status.role, status.worker) == ("renderer", "renderer-1")
+    return code, status.status
+
+
+async def test_a_worker_is_ready_from_its_first_heartbeat_to_its_drain(context: Context) -> None:
+    assert await asyncio.to_thread(ask, context, "/ready") == (503, "starting")
+    context.ready([], dict)
+    assert await asyncio.to_thread(ask, context, "/ready") == (200, "ok")
+    context.shutdown.signal()
+    assert await asyncio.to_thread(ask, context, "/ready") == (503, "draining")
+    assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
+
+
+async def test_a_worker_without_a_broker_lives_and_is_not_ready(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
+    try:
+        await context.open_metrics()
+        context.ready([], dict)
+        await asyncio.to_thread(server.stop)
+        while bus.is_connected:  # noqa: ASYNC110 - nats-py notices it
+            await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(ask, context, "/ready") == (503, "no broker")
+        assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
+    finally:
+        await context.close()
+        await bus.close()
+
+
+async def test_a_worker_whose_event_loop_hangs_does_not_live(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.05)
+    with ThreadPoolExecutor(1) as pool:
+        # The loop stands still until the answer is there.
+        assert pool.submit(ask, context, "/health").result(10) == (503, "hangs")

@@ -1,0 +1,260 @@
+"""The compose cluster keeps its promises, as far as its text tells without containers."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ops.cluster import compose as containers
+from ops.cluster.checks import BLOB_PORT, ENGINE_GRACE_S, connections
+from ops.cluster.compose import Container
+from shared.bus.embedded_server import find_binary, free_port
+from shared.config import Config
+from shared.config_parsing import parse_config
+from workers.roles import all_roles
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "compose"
+BROKERS = ("nats-0", "nats-1", "nats-2")
+ONCE = ("secrets", "pull")
+# What ends between the drain and the process, such as transfers of payloads.
+AFTER_DRAIN_S = 5.0
+
+
+def read(name: str) -> dict[str, Any]:
+    loaded = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
+    return found
+
+
+def workers() -> dict[str, dict[str, Any]]:
+    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE)}
+
+
+def config() -> Config:
+    return parse_config((FOLDER / "pagemill.yaml").read_text(encoding="utf-8"), {}, "pagemill.yaml")
+
+
+# -- the compose file -----------------------------------------------------------------------------
+
+
+def test_every_container_has_no_more_rights_than_it_needs() -> None:
+    for name, service in services().items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["init"] is True, name
+        assert "privileged" not in service, name
+        assert "user" not in service, name
+    assert re.search(r"^USER 10001:10001$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+
+
+def test_the_gateway_is_the_only_door() -> None:
+    networks = read("docker-compose.yml")["networks"]
+    assert networks["bus"] == {"internal": True}
+    for name, service in services().items():
+        assert ("ports" in service) == (name == "gateway"), name
+        if name not in ("gateway", *ONCE):
+            assert service["networks"] == ["bus"], name
+    (port,) = services()["gateway"]["ports"]
+    assert port.startswith("127.0.0.1:")
+    assert port.endswith(f":{config().gateway.port}")
+
+
+def test_every_role_has_containers_of_its_own() -> None:
+    assert {role.name for role in all_roles()} <= workers().keys()
+    for name, service in workers().items():
+        assert service["command"] == ["worker", name]
+    assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
+        ("coordinator", 2),
+        ("renderer", 2),
+        ("engine", 1),
+    }
+    assert services()["encoder"]["profiles"] == ["encoder"]
+
+
+def test_a_stopped_worker_has_the_time_to_drain() -> None:
+    """Compose kills after ten seconds by default, in the middle of a drain."""
+    assert config().delivery.drain_s + AFTER_DRAIN_S <= ENGINE_GRACE_S
+    for name, service in workers().items():
+        assert service["stop_grace_period"] == f"{ENGINE_GRACE_S:.0f}s", name
+        assert "stop_signal" not in service, name
+    for name in BROKERS:
+        assert services()[name]["stop_signal"] == "SIGUSR2"
+        lame_duck = re.search(r'lame_duck_duration: "(\d+)s"', member_config())
+        assert lame_duck is not None
+        assert int(services()[name]["stop_grace_period"].rstrip("s")) > int(lame_duck[1])
+
+
+def test_health_checks_ask_the_configured_port() -> None:
+    address = config().metrics
+    assert address.listen == "0.0.0.0"
+    for name, service in workers().items():
+        assert f"127.0.0.1:{address.port}/ready'" in service["healthcheck"]["test"][-1], name
+    for name in BROKERS:
+        assert "127.0.0.1:8222/healthz" in services()[name]["healthcheck"]["test"][-1]
+
+
+def test_servers_and_configuration_name_one_another() -> None:
+    nats = config().nats
+    assert nats.url == ",".join(f"nats://pagemill@{name}:4222" for name in BROKERS)
+    assert nats.replicas == len(BROKERS)
+    for name in BROKERS:
+        assert services()[name]["environment"]["NATS_NAME"] == name
+        assert f"@{name}:6222" in services()[name]["entrypoint"][-1]
+        assert f"{name}:/data" in services()[name]["volumes"]
+    assert read("docker-compose.yml")["volumes"].keys() >= {*BROKERS, "secrets"}
+    assert config().blobs.port == BLOB_PORT
+
+
+def test_no_file_has_a_secret() -> None:
+    """The password is in one file, which the first start makes."""
+    file = config().nats.password_file
+    assert file == "/run/secrets/nats_password"
+    for name, service in services().items():
+        if name != "pull":
+            mount = "secrets:/run/secrets" + ("" if name == "secrets" else ":ro")
+            assert mount in service["volumes"], name
+        for variable in service.get("environment", {}):
+            assert "PASSWORD" not in variable, name
+    assert set(re.findall(r"password: (\S+?)[, }]", member_config())) == {"$NATS_PASSWORD"}
+
+
+def test_images_for_gpus_change_what_uses_torch_alone() -> None:
+    override = read("docker-compose.gpu.yml")["services"]
+    assert set(override) == {role.name for role in all_roles() if role.uses_torch}
+    dockerfile = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+    for service in override.values():
+        for argument in service["build"]["args"]:
+            assert f"ARG {argument}=" in dockerfile
+
+
+@pytest.mark.parametrize("files", [[], ["docker-compose.gpu.yml"]])
+def test_compose_accepts_the_files(files: list[str]) -> None:
+    try:
+        words = containers.find_compose()
+    except containers.NotPossible:
+        pytest.skip("needs docker compose")
+    names = [word for name in ["docker-compose.yml", *files] for word in ("--file", name)]
+    done = subprocess.run(
+        [*words, *names, "config", "--quiet"],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- the broker's configuration -------------------------------------------------------------------
+
+
+def member_config() -> str:
+    return (FOLDER / "nats-member.conf").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Iterator[int]:
+    """The port of a started server of a cluster, with a password."""
+    port = free_port()
+    text = member_config().replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}")
+    text = text.replace("port: 6222", f"port: {free_port()}").replace("0.0.0.0", "127.0.0.1")
+    file = tmp_path / "nats-member.conf"
+    file.write_text(text)
+    shutil.copy(FOLDER / "nats.conf", tmp_path)
+    env = os.environ | {
+        "NATS_NAME": "nats-0",
+        "NATS_PORT": str(port),
+        "NATS_STORE_DIR": f'"{tmp_path}/store"',
+        "NATS_PASSWORD": "pm12e45",
+        "NATS_ROUTES": "['nats://pagemill:pm12e45@127.0.0.1:1']",
+    }
+    log = (tmp_path / "log").open("wb")
+    server = subprocess.Popen([find_binary(), "-c", str(file)], env=env, stdout=log, stderr=log)
+    try:
+        while True:
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+        yield port
+    finally:
+        server.kill()
+        server.wait()
+        log.close()
+
+
+def reply_to(port: int, options: str) -> bytes:
+    with (
+        socket.create_connection(("127.0.0.1", port), 10) as connection,
+        connection.makefile("rb") as lines,
+    ):
+        lines.readline()
+        connection.sendall(b'CONNECT {"verbose": false%s}\r\nPING\r\n' % options.encode())
+        return lines.readline().strip()
+
+
+def test_a_member_asks_for_the_password(member: int) -> None:
+    assert reply_to(member, ', "user": "pagemill", "pass": "pm12e45"') == b"PONG"
+    refused = b"-ERR 'Authorization Violation'"
+    # nats.conf, which the file includes, lets in whoever reaches the loopback address.
+    assert reply_to(member, "") == refused
+    assert reply_to(member, ', "user": "pagemill", "pass": "pagemill"') == refused
+
+
+# -- the acceptance test --------------------------------------------------------------------------
+
+
+def test_without_a_container_engine_the_acceptance_test_is_skipped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.cluster"],
+        env={"PATH": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "cluster: skipped: there is no command `docker`\n"
+    assert done.returncode == 0, done.stderr
+
+
+def test_open_connections_to_a_port_are_counted() -> None:
+    table = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
+   0: 050012AC:23F0 060012AC:9C40 01 00000000:00000000 00:00000000 00000000 10001
+   1: 050012AC:9C42 060012AC:23F0 01 00000000:00000000 00:00000000 00000000 10001
+   2: 050012AC:9C44 070012AC:23F0 06 00000000:00000000 00:00000000 00000000 10001
+   3: 050012AC:9C46 070012AC:107E 01 00000000:00000000 00:00000000 00000000 10001
+"""
+    assert connections(table, 0x23F0) == 1
+
+
+def test_rights_that_a_container_has_too_many_are_told() -> None:
+    host = {
+        "ReadonlyRootfs": True,
+        "CapDrop": ["ALL"],
+        "CapAdd": None,
+        "SecurityOpt": ["no-new-privileges:true"],
+        "Init": True,
+    }
+    right = {"HostConfig": host, "Config": {"User": "10001:10001"}}
+    assert Container("1", "engine", right).faults() == []
+    wrong = {
+        "HostConfig": {**host, "ReadonlyRootfs": False, "CapAdd": ["NET_ADMIN"]},
+        "Config": {"User": ""},
+    }
+    assert len(Container("1", "engine", wrong).faults()) == 3
+    assert containers.FILE.is_file()

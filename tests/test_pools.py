@@ -1,0 +1,126 @@
+"""Pools in the configuration: their names, their workers, and what is refused."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import yaml
+
+from shared.config_parsing import parse_config
+from shared.errors import ConfigError
+from workers.pools import Pools, pools_of, workers_of
+from workers.roles import AUTOSCALER, WorkerSpec, default_workers
+
+ONE = {"a": {"path": "a", "tower": "encoder"}}
+TWO = {**ONE, "b": {"path": "b"}}
+
+
+def pools(entries: Sequence[dict[str, Any]], models: dict[str, Any] = ONE, **scale: Any) -> Pools:
+    text = yaml.safe_dump({"models": models, "scale": {"pools": list(entries), **scale}})
+    return pools_of(parse_config(text, {}, "pagemill.yaml"), "pagemill.yaml")
+
+
+def test_without_pools_nothing_changes() -> None:
+    config = parse_config(yaml.safe_dump({"models": ONE}), {}, "pagemill.yaml")
+    assert workers_of(config, pools_of(config)) == default_workers(config)
+
+
+def test_a_pool_begins_with_its_min_and_has_an_autoscaler() -> None:
+    entries = [{"role": "engine", "max": 3}, {"role": "renderer", "min": 2, "max": 4}]
+    text = yaml.safe_dump({"models": ONE, "scale": {"pools": entries}})
+    config = parse_config(text, {}, "pagemill.yaml")
+    assert Counter(workers_of(config, pools_of(config))) == {
+        WorkerSpec("coordinator"): 1,
+        WorkerSpec("renderer"): 2,
+        WorkerSpec("encoder", "a"): 1,
+        WorkerSpec(AUTOSCALER): 1,
+    }
+
+
+def test_edges_follow_the_pipeline_between_pools_of_one_model() -> None:
+    entries: list[dict[str, Any]] = [
+        {"role": "renderer", "min": 1},
+        {"role": "encoder", "model": "a"},
+        {"role": "engine", "model": "a"},
+        {"role": "engine", "model": "b"},
+    ]
+    found = pools(entries, TWO)
+    assert list(found.by_name) == ["renderer", "encoder/a", "engine/a", "engine/b"]
+    assert found.by_name["renderer"].models == ("a", "b")
+    assert found.scaling.edges == (("encoder/a", "engine/a"),)
+
+
+def test_a_stage_of_another_name_has_a_pool_of_its_own() -> None:
+    image = {"from": "renderer", "function": "item", "mode": "fan_out"}
+    vision = {"role": "encoder", "inputs": {"image": image}}
+    models = {"a": {"path": "a", "stages": {"vision": vision}}}
+    found = pools([{"role": "encoder", "stage": "vision"}], models)
+    assert found.by_name["vision/a"].spec == WorkerSpec("encoder", "a", "vision")
+
+
+def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
+    entries = [{"role": "engine", "model": "a"}, {"role": "engine", "model": "b"}]
+    assert pools(entries[:1]).resolve("engine").name == "engine/a"
+    assert pools(entries, TWO).resolve("engine/b").name == "engine/b"
+    with pytest.raises(ConfigError, match="no pool 'engine'; there are: engine/a, engine/b"):
+        pools(entries, TWO).resolve("engine")
+
+
+@pytest.mark.parametrize(
+    ("entries", "scale", "expected"),
+    [
+        (
+            [{"role": "engine", "min": 3, "max": 2}],
+            {},
+            "scale.pools[0]: min: 3 is more than max, 2",
+        ),
+        ([{"role": "engine", "min": -1}], {}, "scale.pools[0].min: Expected `int` >= 0"),
+        ([{"role": "engine", "idle_s": -1}], {}, "scale.pools[0].idle_s: Expected `float` >= 0"),
+        (
+            [{"role": "engine", "maximum": 1}],
+            {},
+            "scale.pools[0]: Object contains unknown field `maximum`",
+        ),
+        (
+            [{"role": "driver"}],
+            {},
+            "scale.pools[0].role: no role 'driver' that serves a stage; there are"
+            " 'renderer', 'encoder', 'engine'",
+        ),
+        ([{"role": "gateway"}], {}, "scale.pools[0].role: no role 'gateway' that serves a stage"),
+        (
+            [{"role": "engine", "model": "c"}],
+            {},
+            "scale.pools[0].model: no model 'c' is configured; there are 'a', 'b'",
+        ),
+        ([{"role": "engine"}], {}, "scale.pools[0].model: name one of the configured models"),
+        (
+            [{"role": "renderer", "model": "a", "min": 1}],
+            {},
+            "scale.pools[0].model: a renderer serves all models, so its pool names none",
+        ),
+        (
+            [{"role": "encoder", "model": "b"}],
+            {},
+            "scale.pools[0].stage: no stage 'encoder' of role 'encoder' of model 'b'",
+        ),
+        ([{"role": "renderer"}], {}, "scale.pools[0].min: 0 is less than 1, which renderer needs"),
+        (
+            [{"role": "engine", "model": "a"}] * 2,
+            {},
+            "scale.pools[1].role: the pool engine/a is listed twice",
+        ),
+        (
+            [{"role": "renderer", "min": 2, "max": 2}],
+            {"budget": 1},
+            "scale.budget: 1 is less than the pools' min together, 2",
+        ),
+    ],
+)
+def test_an_error_names_the_file_the_key_and_the_limit(
+    entries: Sequence[dict[str, Any]], scale: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match="^pagemill.yaml: " + re.escape(expected)):
+        pools(entries, TWO, **scale)

@@ -1,0 +1,129 @@
+"""Reads queues and workers of pools. A figure that cannot be read is missing, and never zero."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import structlog
+from msgspec import Struct
+
+from shared.bus.bus import Bus
+from shared.bus.reading import QueueDepth
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import ActuatorReport, Heartbeat
+from shared.protocol.subjects import LANES
+from shared.scaling.pools import PoolFigures
+from shared.state.scale_state import read_report
+from workers.autoscaler.presence import Presence, Workers
+from workers.pools import Pool, Pools
+from workers.roles import role_of
+
+LOOK_TIMEOUT_S = 2.0
+
+_log = structlog.get_logger()
+
+
+class Queue(Struct, frozen=True):
+    """The queue of one stage, model and lane."""
+
+    pending: int
+    in_flight: int
+    oldest_s: float
+
+
+Queues = Mapping[tuple[str, str, str], Queue]
+
+
+class Look(Struct, frozen=True):
+    """What was read of a cluster at one moment."""
+
+    queues: Queues
+    """By stage, model and lane."""
+    workers: Mapping[str, Workers]
+    """By pool."""
+    actuator: str
+
+
+class Reader:
+    """Reader of figures, which remembers which workers were ready."""
+
+    def __init__(self, bus: Bus, worker: str, pools: Pools) -> None:
+        self._bus = bus
+        self._worker = worker
+        self._pools = pools
+        self._presence = Presence()
+
+    async def look(self) -> Look | None:
+        """Return what there is, or None if any of it is missing."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                report = await read_report(self._bus)
+                beats = await self._bus.read_heartbeats()
+                queues = await self._read_queues()
+        except (Unavailable, TimeoutError) as error:
+            _log.warning("no_figures", reason=str(error) or "the broker does not answer")
+            return None
+        if report is None:
+            _log.warning("no_figures", reason="no actuator reports its workers")
+            return None
+        # A broker that has restarted has no heartbeats at first, not even that of this worker.
+        if not any(beat.worker == self._worker for beat in beats):
+            _log.warning("no_figures", reason="heartbeats are missing")
+            return None
+        return Look(queues, self._workers(report, beats), report.actuator)
+
+    def _workers(self, report: ActuatorReport, beats: list[Heartbeat]) -> dict[str, Workers]:
+        now_s = asyncio.get_running_loop().time()
+        self._presence.forget_all_but(report)
+        pools = self._pools.by_name
+        return {n: self._presence.look(pool, report, beats, now_s) for n, pool in pools.items()}
+
+    async def _read_queues(self) -> Queues:
+        depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
+        keys = {subjects.parts_of_stage(depth.subject): depth for depth in depths}
+        read = await asyncio.gather(*map(self._read_queue, keys.values()))
+        return dict(zip(keys, read, strict=True))
+
+    async def _read_queue(self, depth: QueueDepth) -> Queue:
+        oldest_s = 0.0
+        if depth.num_pending:
+            stream, sequence = subjects.STAGES_STREAM, depth.last_delivered + 1
+            if (oldest := await self._bus.read_next(stream, sequence, depth.subject)) is not None:
+                oldest_s = max(0.0, self._bus.now_ms() - oldest.stored_ms) / 1000
+        return Queue(depth.num_pending, depth.num_in_flight, oldest_s)
+
+
+def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolFigures | None]:
+    """Return the figures of each pool; None for a pool of whose queues one is missing."""
+    before = heard + _tasks_before(look.queues, pools.by_name.values())
+    return {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
+
+
+def _tasks_before(queues: Queues, pools: Iterable[Pool]) -> Counter[str]:
+    """Return by model the tasks that are with workers of all models, on their way to its pools."""
+    stages = {pool.stage for pool in pools if role_of(pool.spec.role).one_model}
+    tasks = Counter[str]()
+    for (stage, model, _), queue in queues.items():
+        if stage not in stages:
+            tasks[model] += queue.pending + queue.in_flight
+    return tasks
+
+
+def _figures_of(pool: Pool, look: Look, before: Counter[str]) -> PoolFigures | None:
+    keys = [(pool.stage, model, lane) for model in pool.models for lane in LANES]
+    if any(key not in look.queues for key in keys):
+        return None
+    queues = [look.queues[key] for key in keys]
+    workers = look.workers[pool.name]
+    ready = (*workers.ready, *workers.others)
+    return PoolFigures(
+        pending=sum(queue.pending for queue in queues),
+        in_flight=sum(queue.in_flight for queue in queues),
+        oldest_s=max(queue.oldest_s for queue in queues),
+        num_running=len(ready),
+        starting=workers.starting,
+        num_pinned=sum(worker.num_pinned > 0 for worker in ready),
+        num_draining=workers.num_draining,
+        num_heard=sum(before[model] for model in pool.models),
+    )

@@ -1,0 +1,128 @@
+"""The scale subresource of Deployments, over the API server of Kubernetes.
+
+See https://kubernetes.io/docs/reference/kubernetes-api/ (Scale, autoscaling/v1). It has the number
+of pods that a Deployment is to have and the number that there are; a Role may allow it alone.
+"""
+
+import os
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import httpx2
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import ConfigError, Unavailable
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_S = 5.0
+CONFLICT = 409
+_REFUSALS = {
+    401: "the API server does not accept the token of the service account",
+    403: "the service account may not do this: it needs the Role of `pagemill manifests"
+    " --scaling pagemill`",
+    404: "there is no such Deployment",
+}
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class _Metadata(Struct):
+    resource_version: str = msgspec.field(name="resourceVersion")
+
+
+class _Replicas(Struct):
+    replicas: Count = 0
+
+
+class Scale(Struct):
+    """The size of a Deployment."""
+
+    metadata: _Metadata
+    spec: _Replicas
+    status: _Replicas
+
+    @property
+    def wanted(self) -> int:
+        return self.spec.replicas
+
+    @property
+    def present(self) -> int:
+        """Pods that there are, ready or not."""
+        return self.status.replicas
+
+
+class ScaleApi:
+    """Reads and sets sizes of the Deployments of one namespace.
+
+    Methods raise ConfigError for a refusal that another attempt will meet too, and Unavailable for
+    everything else.
+    """
+
+    def __init__(
+        self, url: str, namespace: str, token: Path, trust: ssl.SSLContext | bool = True
+    ) -> None:
+        self._token = token
+        self._namespace = namespace
+        self._client = httpx2.AsyncClient(
+            base_url=url, verify=trust, timeout=TIMEOUT_S, trust_env=False
+        )
+
+    @classmethod
+    def in_cluster(cls, env: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Self:
+        """Return the API of the cluster in which this process is a pod. Raises ConfigError."""
+        try:
+            host, port = env["KUBERNETES_SERVICE_HOST"], env["KUBERNETES_SERVICE_PORT"]
+            namespace = (account / "namespace").read_text().strip()
+            trust = ssl.create_default_context(cafile=account / "ca.crt")
+            (account / "token").read_bytes()
+        except (KeyError, OSError) as error:
+            raise ConfigError(
+                f"scale.actuator: kubernetes needs a pod with a service account: {error}",
+                field="scale.actuator",
+            ) from error
+        literal = f"[{host}]" if ":" in host else host
+        return cls(f"https://{literal}:{port}", namespace, account / "token", trust)
+
+    async def get(self, name: str) -> Scale:
+        if (scale := await self._request("GET", name)) is None:
+            raise Unavailable(f"the size of {name!r} is in conflict with itself")
+        return scale
+
+    async def set(self, name: str, seen: Scale, replicas: int) -> Scale | None:
+        """Set the size of a Deployment that has not changed since `seen`; None if it has."""
+        return await self._request(
+            "PATCH",
+            name,
+            json={
+                "metadata": {"resourceVersion": seen.metadata.resource_version},
+                "spec": {"replicas": replicas},
+            },
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:
+        path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
+        # The kubelet replaces the token before it expires.
+        headers = {"Authorization": f"Bearer {self._token.read_text().strip()}"}
+        if json is not None:
+            headers["Content-Type"] = "application/merge-patch+json"
+        about = f"{method} of deployments/scale {name!r} in namespace {self._namespace!r}"
+        try:
+            answer = await self._client.request(method, path, json=json, headers=headers)
+        except httpx2.HTTPError as error:
+            raise Unavailable(f"{about}: {error or type(error).__name__}") from error
+        if answer.status_code == CONFLICT:
+            return None
+        if (reason := _REFUSALS.get(answer.status_code)) is not None:
+            raise ConfigError(f"scale.actuator: {about}: {reason}", field="scale.actuator")
+        if answer.is_error:
+            raise Unavailable(f"{about}: HTTP status {answer.status_code}")
+        try:
+            return msgspec.json.decode(answer.content, type=Scale)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"{about}: no Scale in the answer: {error}") from error

@@ -1,0 +1,223 @@
+"""Autoscaler: looks at queues and workers once a second, and writes what each pool is to have.
+
+`shared.scaling` decides. An actuator, such as `pagemill up`, reads the plan and starts and drains
+workers. Any number of autoscalers may run: one leads, see `lease`, and the others wait.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from shared.errors import ConfigError, PagemillError
+from shared.protocol import subjects
+from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.scaling.memory import Memory
+from shared.scaling.policy import decide
+from shared.scaling.pools import (
+    PoolDecision,
+    PoolFigures,
+    ScalingSettings,
+    WorkerLoad,
+    choose_victims,
+)
+from shared.stage.runtime import Context
+from shared.state.scale_state import read_orders
+from shared.task_set import TaskSet
+from workers.actuator import follow_plan
+from workers.autoscaler.figures import Look, Reader, figures_of
+from workers.autoscaler.kubernetes_api import ScaleApi
+from workers.autoscaler.kubernetes_pools import KubernetesPools
+from workers.autoscaler.lease import Lease
+from workers.autoscaler.presence import Workers
+from workers.pools import Pools, pools_of
+
+LOOK_S = 1.0
+
+
+async def main(context: Context) -> None:
+    pools = pools_of(context.config)
+    if not pools.by_name:
+        raise ConfigError("scale.pools: the configuration has no pools", field="scale.pools")
+    async with contextlib.AsyncExitStack() as stack:
+        if context.config.scale.actuator == "kubernetes":
+            await _actuate(context, pools, stack)
+        await Autoscaler(context, pools).serve()
+
+
+async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
+    """Start the actuator of Kubernetes. Raises ConfigError if it may not read the sizes."""
+    api = ScaleApi.in_cluster()
+    stack.push_async_callback(api.close)
+    actuator = KubernetesPools(api, pools)
+    await actuator.read()
+    tasks = TaskSet()
+    for work in (actuator.serve(), follow_plan(context.bus, actuator)):
+        stack.callback(tasks.start(work).cancel)
+
+
+class Autoscaler:
+    def __init__(self, context: Context, pools: Pools) -> None:
+        self._context = context
+        self._pools = pools
+        self._lease = Lease(context.bus, context.worker)
+        self._reader = Reader(context.bus, context.worker, pools)
+        self._memory: Memory = {}
+        self._heard = Counter[str]()
+        self._wakes = asyncio.Event()
+        self._listening: dict[str, Callable[[], Awaitable[None]]] = {}
+        """By model: how to listen no longer."""
+
+    async def serve(self) -> None:
+        context = self._context
+        self._register_metrics()
+        context.ready([], lambda: {"leads": float(self._lease.is_held)})
+        while not context.shutdown.asked.is_set():
+            try:
+                if self._lease.is_held or await self._begin():
+                    await self._decide()
+            except PagemillError as error:
+                context.log.warning("scale_failed", code=error.code, reason=error.message)
+            await self._pause()
+        await self._listen(set())
+        await self._lease.release()
+
+    async def _begin(self) -> bool:
+        """Take the lead if it is free."""
+        if not await self._lease.take():
+            return False
+        self._memory = {}
+        self._reader = Reader(self._context.bus, self._context.worker, self._pools)
+        self._context.log.info("leads")
+        return True
+
+    async def _pause(self) -> None:
+        """Wait for the next look, for a request for a pool at zero, or for the end."""
+        waits = [asyncio.create_task(self._wakes.wait())]
+        waits.append(asyncio.create_task(self._context.shutdown.asked.wait()))
+        await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._wakes.clear()
+
+    # -- decisions ------------------------------------------------------------------------------
+
+    async def _decide(self) -> None:
+        """Look once, and write the plan, which renews the lead."""
+        heard, self._heard = self._heard, Counter()
+        look, orders = await self._reader.look(), await read_orders(self._context.bus)
+        plan = replace(self._lease.plan, paused=orders.paused)
+        if look is None:
+            self._heard += heard
+        elif not orders.paused:
+            plan = self._plan(look, orders, heard)
+        if not await self._lease.write(plan):
+            self._context.log.warning("lost_the_lead")
+            await self._listen(set())
+            return
+        if look is not None:
+            await self._listen(self._models_at_zero(look))
+
+    def _plan(self, look: Look, orders: ScaleOrders, heard: Counter[str]) -> ScalePlan:
+        figures = figures_of(self._pools, look, heard)
+        now_s = asyncio.get_running_loop().time()
+        settings = with_orders(self._pools.scaling, orders)
+        decisions, self._memory = decide(settings, figures, self._memory, now_s)
+        before = self._lease.plan.pools
+        pools = {name: before[name] for name in self._pools.by_name if name in before}
+        for name, decision in decisions.items():
+            if (seen := figures[name]) is not None:
+                workers = look.workers[name]
+                pools[name] = plan_of(decision, seen, workers)
+                self._tell(name, before.get(name), pools[name], workers)
+        return ScalePlan(self._context.worker, pools, look.actuator)
+
+    def _tell(self, pool: str, before: PoolPlan | None, now: PoolPlan, workers: Workers) -> None:
+        """Log and count a decision that changes anything, and the starts that have ended."""
+        metrics = self._context.metrics
+        for cold_start_s in workers.cold_starts_s:
+            metrics.histogram("scale_cold_start_seconds", pool=pool).observe(cold_start_s)
+            self._context.log.info("started", pool=pool, after_s=round(cold_start_s, 2))
+        drained = bool(before and (now.drain, now.give_up) == (before.drain, before.give_up))
+        if before and now.wanted == before.wanted and (drained or not (now.drain or now.give_up)):
+            return
+        metrics.counter("scale_decisions_total", pool=pool, reason=now.reason).add()
+        fields = {name: getattr(now, name) for name in now.__struct_fields__}
+        self._context.log.info("scale", pool=pool, **fields)
+
+    # -- requests for pools at zero ---------------------------------------------------------------
+
+    def _models_at_zero(self, look: Look) -> set[str]:
+        """Return the models of which a pool has no worker, so that the next request wakes it."""
+        empty = [pool for name, pool in self._pools.by_name.items() if _is_empty(look, name)]
+        return {model for pool in empty for model in pool.models}
+
+    async def _listen(self, models: set[str]) -> None:
+        """Listen to the requests for these models, which may have images, and to no others."""
+        for model in self._listening.keys() - models:
+            await self._listening.pop(model)()
+        for model in models - self._listening.keys():
+            self._listening[model] = await self._context.bus.watch_subjects(
+                subjects.request(model), self._hear
+            )
+
+    def _hear(self, subject: str) -> None:
+        self._heard[subjects.model_of_request(subject)] += 1
+        self._wakes.set()
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    def _register_metrics(self) -> None:
+        for name in self._pools.by_name:
+            for gauge, field in (
+                ("scale_wanted", "wanted"),
+                ("scale_running", "running"),
+                ("scale_starting", "starting"),
+            ):
+                read = functools.partial(self._planned, name, field)
+                self._context.metrics.set_function(gauge, read, pool=name)
+
+    def _planned(self, pool: str, field: str) -> float:
+        plan = self._lease.plan.pools.get(pool)
+        return 0.0 if plan is None else float(getattr(plan, field))
+
+
+def _is_empty(look: Look, pool: str) -> bool:
+    workers = look.workers[pool]
+    return not (workers.ready or workers.starting or workers.others)
+
+
+def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
+    """Return the plan for the pool's actuator, which has not started all of the workers."""
+    starting = {name for name in workers.starting if name not in decision.give_up}
+    loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
+    return PoolPlan(
+        wanted=max(0, decision.wanted - len(workers.others)),
+        drain=sorted(map(int, choose_victims(loads, decision.stop))),
+        give_up=sorted(map(int, decision.give_up)),
+        reason=decision.reason,
+        running=seen.num_running,
+        starting=len(starting),
+        starting_s=max((workers.starting[name] for name in starting), default=0.0),
+        draining=seen.num_draining,
+        pending=seen.pending,
+        in_flight=seen.in_flight,
+        oldest_s=seen.oldest_s,
+        pinned=seen.num_pinned,
+    )
+
+
+def with_orders(settings: ScalingSettings, orders: ScaleOrders) -> ScalingSettings:
+    """Return the settings, in which a pool that an operator has set is as large as that."""
+    pools = dict(settings.pools)
+    for name, wanted in orders.workers.items():
+        if (pool := pools.get(name)) is not None:
+            pools[name] = replace(pool, min=wanted, max=wanted)
+    budget = settings.budget
+    if budget is not None:
+        # What an operator sets counts for more than the budget of the file.
+        budget = max(budget, sum(pool.min for pool in pools.values()))
+    return ScalingSettings(pools, settings.edges, budget)

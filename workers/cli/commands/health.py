@@ -1,0 +1,66 @@
+"""The command `pagemill health`. Health checks run it every few seconds, so it imports little."""
+
+import http.client
+from collections.abc import Iterator
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shared.config import METRICS_PORTS, MetricsConfig
+from shared.errors import ConfigError
+from shared.protocol.worker_status import WorkerStatus, decode_status
+from workers.cli.options import ConfigFile, check_role, load
+from workers.cli.terminal import print_line
+
+# Longer than a worker waits for its own event loop.
+TIMEOUT_S = 8.0
+
+
+def health(
+    role: Annotated[str | None, Parameter(validator=check_role)] = None,
+    /,
+    *,
+    ready: bool = False,
+    config: ConfigFile = None,
+) -> int:
+    """Check the workers of this machine or container, which `metrics.listen` and `port` find.
+
+    The exit code is 0 if there are workers and all of them are well, and otherwise 1.
+
+    Parameters
+    ----------
+    role
+        Check the workers of this role only.
+    ready
+        Check whether they take work, too, and not only whether they live.
+    """
+    metrics = load(config).metrics
+    if metrics.listen is None or metrics.port == 0:
+        raise ConfigError(
+            "health: workers answer only if metrics.listen and metrics.port are set",
+            field="metrics.port",
+        )
+    asked = _ask_all(metrics, "ready" if ready else "health")
+    found = [status for status in asked if role is None or status.role in (role, "")]
+    for status in found:
+        print_line(f"{status.worker}: {status.status}")
+    if not found:
+        print_line(f"no {role or 'worker'} answers at {metrics.listen} from port {metrics.port} on")
+    return 0 if found and all(status.is_ok for status in found) else 1
+
+
+def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:
+    """Yield the status of each worker. One that does not answer has no role."""
+    for port in range(config.port, min(config.port + METRICS_PORTS, 65536)):
+        # A connection to the address 0.0.0.0 or :: reaches this machine.
+        connection = http.client.HTTPConnection(config.listen or "", port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", f"/{probe}")
+            if (status := decode_status(connection.getresponse().read())) is not None:
+                yield status
+        except TimeoutError:
+            yield WorkerStatus("", f"{config.listen}:{port}", "no answer")
+        except (OSError, http.client.HTTPException):
+            continue  # No listener, or one of another program.
+        finally:
+            connection.close()

@@ -1,0 +1,114 @@
+"""The command `pagemill scale`: look at the pools, set their sizes, pause the autoscaler."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shared.errors import ConfigError, Unavailable
+from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.state import scale_state
+from workers.cli import settings
+from workers.cli.broker import connected
+from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.terminal import print_json, print_line, print_note
+from workers.pools import Pools, pools_of
+from workers.roles import role_of
+
+AUTO = "auto"
+HEADER = (
+    f"{'pool':<24} {'state':<18} {'wanted':>6} {'set':>4} {'running':>7} {'starting':>8}"
+    f" {'draining':>8} {'pending':>7} {'in flight':>9} reason"
+)
+
+
+class _PoolRow(Struct):
+    pool: str
+    state: str
+    set: int | None
+    plan: PoolPlan
+
+
+async def scale(
+    *sizes: str,
+    pause: bool = False,
+    resume: bool = False,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Show the pools of workers, or set what the autoscaler makes of them.
+
+    What is set here is stored with the broker. It stays until it is released.
+
+    Parameters
+    ----------
+    sizes
+        POOL=N keeps a pool at N workers, and POOL=auto releases it.
+    pause
+        Leave all pools as they are until --resume.
+    resume
+        Scale pools again.
+    json
+        Print one JSON object for each pool.
+    """
+    loaded = load(config)
+    pools = pools_of(loaded)
+    if pause and resume:
+        raise ConfigError("--pause and --resume exclude each other", field="pause")
+    changes = dict(_parse(size, pools) for size in sizes)
+    async with connected(nats or settings.nats_url(loaded), "scale") as bus:
+        if changes or pause or resume:
+            paused = True if pause else False if resume else None
+            await scale_state.change_orders(bus, lambda orders: _changed(orders, changes, paused))
+        orders = await scale_state.read_orders(bus)
+        plan = await scale_state.read_current_plan(bus)
+    _show(plan, orders, as_json=json)
+    return 0
+
+
+def _parse(size: str, pools: Pools) -> tuple[str, int | None]:
+    """Return a pool and its size, None for what the autoscaler chooses. Raises ConfigError."""
+    name, _, count = size.rpartition("=")
+    if not name or not (count == AUTO or count.isdecimal()):
+        raise ConfigError(f"{size!r} is neither POOL=N nor POOL={AUTO}", field="sizes")
+    pool = pools.resolve(name)
+    if count == AUTO:
+        return pool.name, None
+    least, most = role_of(pool.spec.role).min_workers, pool.settings.max
+    if not least <= int(count) <= most:
+        raise ConfigError(
+            f"{size}: a pool {pool.name} has {least} to {most} workers, see its max in scale.pools",
+            field="sizes",
+        )
+    return pool.name, int(count)
+
+
+def _changed(
+    orders: ScaleOrders, changes: Mapping[str, int | None], paused: bool | None
+) -> ScaleOrders:
+    merged = {**orders.workers, **changes}
+    workers = {name: count for name, count in merged.items() if count is not None}
+    return replace(orders, workers=workers, paused=orders.paused if paused is None else paused)
+
+
+def _show(plan: ScalePlan | None, orders: ScaleOrders, *, as_json: bool) -> None:
+    if plan is None:
+        raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
+    rows = [
+        _PoolRow(name, pool.state, orders.workers.get(name), pool)
+        for name, pool in plan.pools.items()
+    ]
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    print_line(HEADER)
+    for row in rows:
+        seen, is_set = row.plan, "-" if row.set is None else str(row.set)
+        print_line(
+            f"{row.pool:<24} {row.state:<18} {seen.wanted:>6} {is_set:>4}"
+            f" {seen.running:>7} {seen.starting:>8} {seen.draining:>8}"
+            f" {seen.pending:>7} {seen.in_flight:>9} {seen.reason}"
+        )
+    print_note(f"leader {plan.leader}" + "; paused" * orders.paused)

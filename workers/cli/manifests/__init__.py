@@ -1,0 +1,1 @@
+"""Manifests for Kubernetes, made from the configuration of a cluster. Pure."""

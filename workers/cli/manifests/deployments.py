@@ -1,0 +1,186 @@
+"""Deployments of pools of workers, with their Services and disruption budgets. Pure."""
+
+from shared.config import Config
+from workers.cli.manifests.target import CONFIG, Manifest, Target, labels_of, metadata
+from workers.deployment_names import name_of
+from workers.roles import WorkerSpec
+
+USER = 10001
+METRICS_PORT = 9401
+BLOBS_PORT = 7070
+GATEWAY_PORT = 8000
+DOOR = "gateway"
+"""The role that speaks HTTP with clients."""
+MODELS_PATH = "/models"
+CONFIG_PATH = f"/config/{CONFIG}.yaml"
+# Beyond the time in which a worker drains: for the end of the process itself.
+SPARE_S = 10
+# A worker that is neither ready nor reports anything is started again after this time.
+START_LIMIT_S = 600
+PROBE_S = 5
+GPU = "nvidia.com/gpu"
+
+
+def make_deployment(
+    worker: WorkerSpec, config: Config, target: Target, digest: str, replicas: int | None
+) -> Manifest:
+    """Return the Deployment of a pool.
+
+    `digest` is that of the configuration: pods are replaced when it changes. `replicas` is None for
+    a pool that is scaled, because a further apply would set its number back.
+    """
+    labels = labels_of(worker)
+    spec: Manifest = {
+        "selector": {"matchLabels": labels},
+        "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "template": {
+            "metadata": {
+                "labels": labels,
+                "annotations": {
+                    "pagemill/config": digest,
+                    "prometheus.io/scrape": "true",
+                    "prometheus.io/port": str(METRICS_PORT),
+                },
+            },
+            "spec": _pod(worker, config, target),
+        },
+    }
+    if replicas is not None:
+        spec = {"replicas": replicas} | spec
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(target, name_of(worker), labels),
+        "spec": spec,
+    }
+
+
+def _pod(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
+    return {
+        "terminationGracePeriodSeconds": round(config.delivery.drain_s) + SPARE_S,
+        # Kubernetes would add variables such as PAGEMILL_..., which the configuration refuses.
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels_of(worker)},
+            }
+        ],
+        "containers": [_container(worker, config, target)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": CONFIG}},
+            {
+                "name": "models",
+                "persistentVolumeClaim": {"claimName": target.models_claim, "readOnly": True},
+            },
+            {"name": "data", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+
+
+def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
+    container: Manifest = {
+        "name": worker.role,
+        "image": target.image,
+        "args": _arguments(worker),
+        "env": _environment(target),
+        "ports": [
+            {"name": "metrics", "containerPort": METRICS_PORT},
+            {"name": "blobs", "containerPort": BLOBS_PORT},
+        ],
+        "startupProbe": _probe("ready", START_LIMIT_S // PROBE_S),
+        "livenessProbe": _probe("health", 6),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/config", "readOnly": True},
+            {"name": "models", "mountPath": MODELS_PATH, "readOnly": True},
+            {"name": "data", "mountPath": "/data"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    if worker.role == DOOR:
+        container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
+        container["readinessProbe"] = _probe("ready", 2, "http")
+    if _device(worker, config).startswith("cuda"):
+        container["resources"] = {"limits": {GPU: 1}}
+    return container
+
+
+def _device(worker: WorkerSpec, config: Config) -> str:
+    """Return the device of a role that has a section with one in the configuration."""
+    return getattr(getattr(config, worker.role, None), "device", "")
+
+
+def _arguments(worker: WorkerSpec) -> list[str]:
+    arguments = ["worker", worker.role, "--config", CONFIG_PATH]
+    for option, value in (("--model", worker.model), ("--stage", worker.stage)):
+        if value is not None:
+            arguments += [option, value]
+    return arguments
+
+
+def _environment(target: Target) -> list[Manifest]:
+    """Return the settings that a pod needs whatever the configuration file says."""
+    values = {
+        "PAGEMILL_BLOBS__LISTEN": "0.0.0.0",
+        "PAGEMILL_BLOBS__PORT": str(BLOBS_PORT),
+        "PAGEMILL_GATEWAY__LISTEN": "0.0.0.0",
+        "PAGEMILL_GATEWAY__PORT": str(GATEWAY_PORT),
+        "PAGEMILL_METRICS__LISTEN": "0.0.0.0",
+        "PAGEMILL_METRICS__PORT": str(METRICS_PORT),
+    }
+    sources = {
+        "PAGEMILL_NATS__URL": {"secretKeyRef": {"name": target.nats_secret, "key": "url"}},
+        "PAGEMILL_BLOBS__ADVERTISE": {"fieldRef": {"fieldPath": "status.podIP"}},
+    }
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        *({"name": name, "valueFrom": source} for name, source in sources.items()),
+    ]
+
+
+def _probe(check: str, failures: int, port: str = "metrics") -> Manifest:
+    return {
+        "httpGet": {"path": f"/{check}", "port": port},
+        "periodSeconds": PROBE_S,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
+
+
+def make_service(worker: WorkerSpec, target: Target) -> Manifest:
+    """Return the Service that is the door of the cluster."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(target, name_of(worker), labels_of(worker)),
+        "spec": {
+            "selector": labels_of(worker),
+            "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+        },
+    }
+
+
+def make_disruption_budget(worker: WorkerSpec, target: Target) -> Manifest:
+    """Return a budget that keeps one worker while nodes are drained."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(target, name_of(worker), labels_of(worker)),
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": labels_of(worker)}},
+    }

@@ -1,0 +1,52 @@
+"""Where manifests are to be applied, and names of the objects in them. Pure."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from workers.deployment_names import name_of
+from workers.roles import WorkerSpec
+
+Manifest = dict[str, Any]
+Scaling = Literal["keda", "pagemill", "none"]
+
+APP = "pagemill"
+# An object of this name holds the configuration file; so does the volume of a pod.
+CONFIG = "pagemill"
+
+
+class Target(Struct, frozen=True):
+    """A namespace of a Kubernetes cluster, and what is there already."""
+
+    namespace: str = "pagemill"
+    image: str = "pagemill"
+    scaling: Scaling = "keda"
+    models_claim: str = "models"
+    """PersistentVolumeClaim with the folders of the models."""
+    nats_secret: str = "pagemill-nats"
+    """Secret whose key `url` holds the URL of the brokers."""
+    nats_service: str = "nats-headless"
+    """Headless Service of the brokers, whose pods are named like their servers."""
+    nats_account: str = "PAGEMILL"
+
+    @property
+    def nats_monitoring(self) -> str:
+        """Address of the brokers' monitoring, as KEDA sees it from its own namespace."""
+        return f"{self.nats_service}.{self.namespace}.svc.cluster.local:8222"
+
+
+def labels_of(worker: WorkerSpec) -> dict[str, str]:
+    """Return the labels that select the pods of a pool."""
+    return {
+        "app.kubernetes.io/name": APP,
+        "app.kubernetes.io/component": worker.role,
+        "app.kubernetes.io/instance": name_of(worker),
+    }
+
+
+def metadata(target: Target, name: str, labels: dict[str, str] | None = None) -> Manifest:
+    return {
+        "name": name,
+        "namespace": target.namespace,
+        "labels": labels or {"app.kubernetes.io/name": APP},
+    }

@@ -1,0 +1,145 @@
+"""The pools of a configuration: their names, their workers, and the order of their stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shared.config import Config
+from shared.config_scale import PoolConfig
+from shared.errors import ConfigError
+from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
+from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
+from shared.stage.pipelines import pipelines_of
+from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers that are all alike, whose number the autoscaler decides."""
+
+    name: str
+    """Stage, and for a role of one model a slash and the model, such as `engine/demo`."""
+    spec: WorkerSpec
+    settings: PoolSettings
+    stage: str
+    models: tuple[str, ...]
+    """The models whose tasks its workers claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """All pools of a configuration."""
+
+    by_name: Mapping[str, Pool]
+    scaling: ScalingSettings
+
+    def resolve(self, name: str) -> Pool:
+        """Return the pool of this name, or of this stage if only one pool serves it.
+
+        Raises ConfigError.
+        """
+        found = [p for p in self.by_name.values() if name in (p.name, p.stage)]
+        if len(found) != 1:
+            names = ", ".join(self.by_name) or "none; the configuration has no scale.pools"
+            raise ConfigError(f"no pool {name!r}; there are: {names}", field="pool")
+        return found[0]
+
+
+def pools_of(config: Config, source: str = "scale") -> Pools:
+    """Return the pools of a configuration, whose file is `source`.
+
+    Raises ConfigError, which names the file and the key, for the first thing that is wrong.
+    """
+    pipelines, pools = pipelines_of(config), dict[str, Pool]()
+    for number, entry in enumerate(config.scale.pools):
+        made = _make(entry, pipelines, pools)
+        if isinstance(made, Fault):
+            key = f"scale.pools[{number}].{made.key}"
+            raise ConfigError(f"{source}: {key}: {made.message}", field=key)
+        pools[made.name] = made
+    settings = {name: pool.settings for name, pool in pools.items()}
+    try:
+        scaling = ScalingSettings(settings, tuple(_edges(pools, pipelines)), config.scale.budget)
+    except ConfigError as error:
+        key = f"scale.{error.field}"
+        raise ConfigError(f"{source}: scale.{error.message}", field=key) from error
+    return Pools(pools, scaling)
+
+
+def workers_of(config: Config, pools: Pools) -> list[WorkerSpec]:
+    """Return the workers that `pagemill up` starts at once, without a gateway.
+
+    Pools begin with their `min`, and have an autoscaler.
+    """
+    scaled = {pool.spec for pool in pools.by_name.values()}
+    specs = [spec for spec in default_workers(config) if spec not in scaled]
+    for pool in pools.by_name.values():
+        specs += [pool.spec] * pool.settings.min
+    return [*specs, WorkerSpec(AUTOSCALER)] if scaled else specs
+
+
+def _make(
+    entry: PoolConfig, pipelines: Mapping[str, Pipeline], pools: Mapping[str, Pool]
+) -> Pool | Fault:
+    roles = {spec.name: spec for spec in all_roles() if spec.serves_stages}
+    if (role := roles.get(entry.role)) is None:
+        return Fault("role", f"no role {entry.role!r} that serves a stage; there are {_all(roles)}")
+    model = entry.model
+    if not role.one_model and model is not None:
+        return Fault("model", f"a {role.name} serves all models, so its pool names none")
+    if model is not None and model not in pipelines:
+        return Fault("model", f"no model {model!r} is configured; there are {_all(pipelines)}")
+    if role.one_model and model is None:
+        if len(pipelines) > 1:
+            return Fault("model", f"name one of the configured models: {_all(pipelines)}")
+        model = next(iter(pipelines))
+    stage = entry.stage or role.name
+    served = _stages(pipelines if model is None else {model: pipelines[model]}, stage, role.name)
+    if not served:
+        of_model = "" if model is None else f" of model {model!r}"
+        return Fault("stage", f"no stage {stage!r} of role {role.name!r}{of_model}")
+    name = pool_name(stage, model)
+    if name in pools:
+        return Fault("role", f"the pool {name} is listed twice")
+    if entry.min < role.min_workers:
+        return Fault("min", f"{entry.min} is less than {role.min_workers}, which {role.name} needs")
+    settings = msgspec.convert(
+        {field: getattr(entry, field) for field in PoolSettings.__struct_fields__}, PoolSettings
+    )
+    spec = worker_of(*next(iter(served.items())))
+    return Pool(name, spec, settings, stage, tuple(served))
+
+
+def _stages(pipelines: Mapping[str, Pipeline], name: str, role: str) -> dict[str, StageSpec]:
+    """Return the stage of this name and role, by the models that have it."""
+    found = {model: pipeline.stage(name) for model, pipeline in pipelines.items()}
+    return {m: stage for m, stage in found.items() if stage is not None and stage.role == role}
+
+
+def _edges(
+    pools: Mapping[str, Pool], pipelines: Mapping[str, Pipeline]
+) -> Iterator[tuple[str, str]]:
+    """Yield the edges between pools of one model each.
+
+    What waits for workers of all models wakes the pools of its own model alone, see `num_heard`.
+    """
+    names = {
+        (model, pool.stage): pool.name
+        for pool in pools.values()
+        if role_of(pool.spec.role).one_model
+        for model in pool.models
+    }
+    for model, pipeline in pipelines.items():
+        for edge in pipeline.edges:
+            for source, target in (
+                (edge.source, edge.target),
+                (edge.target, edge.gathered_by or edge.target),
+            ):
+                ends = names.get((model, source)), names.get((model, target))
+                if source not in (REQUEST, target) and None not in ends:
+                    yield ends  # type: ignore[misc]
+
+
+def _all(names: Sequence[str] | Mapping[str, object]) -> str:
+    return ", ".join(map(repr, names))
