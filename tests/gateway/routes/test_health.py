@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,15 +12,20 @@ from starlette.requests import Request
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.codec import envelope
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import Heartbeat, StartReport
+from shared.protocol.messages import Heartbeat, RequestRecord, StartReport
 from shared.stage.runtime import VERSION
+from shared.state import request_registry
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Start, free_port
-from workers.gateway.app import AppContext
+from tests.tasks import engine_task
+from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.auth import Caller
 from workers.gateway.routes import health
+from workers.gateway.worker import all_routes
 
 
 async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
@@ -28,6 +34,23 @@ async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
     assert ready.status_code == 200
     assert ready.json() == {"status": "ok", "models": {"demo": "ok"}}
     assert (await http.get("/version")).json() == {"version": VERSION}
+
+
+CONFIG = Config({"demo": ModelConfig("nowhere")})
+
+
+async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
+    """Return what a gateway tells of a request in the queue of the engines."""
+    request_id = f"r-{secrets.token_hex(4)}"
+    record = RequestRecord("chat", "demo", "", int(bus.now_ms() / 1000), durable=True, timeout_s=60)
+    await request_registry.register(bus, request_id, record, "gateway-1:1")
+    task = envelope.encode(engine_task(request_id, [1], model="demo"), [])
+    await bus.publish(subjects.stage("engine", "demo", "batch", request_id), task, request_id)
+    app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1")
+    transport = httpx.ASGITransport(build_application(app, all_routes(app)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        found = (await client.get(f"/v1/requests/{request_id}")).json()
+    return found["state"], found["stage"], found["waits_for"]
 
 
 async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_path: Path) -> None:
@@ -40,8 +63,7 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
         for role in roles:
             beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], {})
             await bus.publish_heartbeat(beat.worker, to_json(beat))
-        config = Config({"demo": ModelConfig("nowhere")})
-        context = AppContext(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
+        context = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1")
         answer = await health.ready(context, Request({"type": "http"}), cast(Caller, None))
         return answer.status_code, json.loads(bytes(answer.body))
 
@@ -56,8 +78,10 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
         await bus.publish_start_report("engine-1", to_json(report))
         ready = {"status": "ok", "models": {"demo": "engine is starting"}}
         assert await ask("coordinator", "renderer") == (200, ready)
+        assert await describe_request(bus) == ("queued", "engine", "engine is starting")
         ready = {"status": "ok", "models": {"demo": "ok"}}
         assert await ask("coordinator", "renderer", "engine") == (200, ready)
+        assert await describe_request(bus) == ("queued", "engine", None)
     finally:
         await bus.close()
         await asyncio.to_thread(server.stop)

@@ -20,6 +20,7 @@ from shared.state import request_status
 from shared.state.token_log import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
+from workers.gateway.backend.pools import read_pools
 from workers.gateway.core.ids import read_start
 from workers.gateway.core.memory_budget import read_answer_size
 from workers.gateway.http import errors
@@ -59,8 +60,9 @@ class RequestBody(Struct, frozen=True):
     """The stages that it has been in so far."""
     now_ms: float
     """The time now, by the clock of the times in `path`."""
-    pool: str | None = None
-    """What the pool of the stage does, such as `pool at zero`, while it has no worker."""
+    waits_for: str | None = None
+    """What the request's stage lacks, such as `no engine`, `engine is starting` or `pool at
+    zero`."""
     object: str = "request"
     result: Any = UNSET
     error: errors.ErrorBody | UnsetType = UNSET
@@ -168,12 +170,23 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
         attempt=status.attempt,
         path=timeline_of(status),
         now_ms=context.bus.now_ms(),
-        pool=status.pool,
+        waits_for=None
+        if state != "queued"
+        else status.pool or await _missing_pool(context, active.record.model, status.stage),
         result=result,
         error=UNSET
         if failure is None
         else errors.body_of(active.client_error(failure, lasts.index(failure))).error,
     )
+
+
+async def _missing_pool(context: AppContext, model: str, stage: str | None) -> str | None:
+    if stage is None or model not in context.config.models:
+        return None
+    try:
+        return (await read_pools(context, model)).missing.get(stage)
+    except TimeoutError:
+        return None
 
 
 def _state(

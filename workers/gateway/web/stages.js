@@ -69,7 +69,7 @@ function describe(entry, request, tookMs, passed, ended) {
 function describeOther(row, request, passed, ended) {
   if (passed) return ["done", ""];
   const waits = request !== null && !ended && request.stage === row.name;
-  return waits ? ["active", request.pool ?? "waiting"] : ["idle", ""];
+  return waits ? ["active", request.waits_for ?? "waiting"] : ["idle", ""];
 }
 
 function add(parent, tag, name = "") {

@@ -91,8 +91,8 @@ export class Turn {
   }
 
   showStages(request) {
-    const { state, stage, path, now_ms } = request;
-    this.kept.request = { state, stage, path, now_ms };
+    const { state, stage, path, now_ms, waits_for } = request;
+    this.kept.request = { state, stage, path, now_ms, waits_for };
     this.stages.show(this.kept.request);
     const last = path.at(-1);
     if (last) this.whole.textContent = duration((last.ended_ms ?? now_ms) - path[0].began_ms);

@@ -1,0 +1,46 @@
+"""The pools of a model: which of its stages no worker serves."""
+
+from typing import NamedTuple
+
+from workers.gateway.app import AppContext
+from workers.roles import role_of
+
+
+class ModelPools(NamedTuple):
+    """The stages of a model that its requests need."""
+
+    accepts: bool
+    """Whether requests are accepted; they may have to wait for a stage without workers."""
+    missing: dict[str, str]
+    """What is told of each stage without workers: `no engine` or `engine is starting`."""
+
+
+async def read_pools(context: AppContext, model: str) -> ModelPools:
+    """Raises Unavailable or TimeoutError."""
+    beats = await context.heartbeats.read()
+    serving = {beat.stage or beat.role for beat in beats if model in beat.models}
+    roles = {stage.name: stage.role for stage in context.pipelines[model].stages}
+    required = {"coordinator": "coordinator"} | {
+        stage: roles[stage] for stage in context.pipelines[model].required_stages
+    }
+    missing = [stage for stage in required if stage not in serving]
+    if not missing:
+        return ModelPools(True, {})
+    reports = await context.start_reports.read()
+    starting = {report.stage or report.role for report in reports if report.model in ("", model)}
+    return ModelPools(
+        all(_may_be_empty(required[stage]) for stage in missing),
+        {
+            stage: f"{stage} is starting" if stage in starting else f"no {stage}"
+            for stage in missing
+        },
+    )
+
+
+def _may_be_empty(role: str) -> bool:
+    """Return whether requests are accepted while no worker of this role runs.
+
+    They wait in its queue, by which its pool may grow again. Coordinators and renderers also
+    answer questions of gateways.
+    """
+    return role_of(role).one_model
