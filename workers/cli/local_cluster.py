@@ -174,10 +174,12 @@ class LocalCluster:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        alive = [process for process in self._processes.values() if process.returncode is None]
-        for process in alive:
-            process.terminate()
-        await asyncio.gather(*(_end(process, self._patience_s) for process in alive))
+        alive = {n: p for n, p in self._processes.items() if p.returncode is None}
+        for number, process in alive.items():
+            # A second signal would make a worker requeue what it could finish.
+            if number not in self._draining:
+                process.terminate()
+        await asyncio.gather(*(_end(process, self._patience_s) for process in alive.values()))
         if self.preloader is not None:
             self.preloader.close()
         if self._broker is not None:
@@ -220,6 +222,7 @@ class LocalCluster:
                     pause_s = FIRST_RESTART_S
                 if number in self._draining:
                     _log.info("worker_drained", role=spec.role, code=code)
+                    del self._processes[number], self._watched[number]
                     break
                 _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
