@@ -1,12 +1,14 @@
 """The systemd unit fits to the exit codes and the drain of `pagemill up`."""
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shared.config import DeliveryConfig
 from shared.stage.runtime import EXIT_CONFIG
@@ -31,6 +33,14 @@ def test_the_unit_fits_to_signals_drain_and_exit_codes() -> None:
     assert int(unit["TimeoutStopSec"]) > DeliveryConfig().drain_s + STOP_GRACE_S
     assert int(unit["RestartPreventExitStatus"]) == EXIT_CONFIG
     assert unit["Restart"] == "on-failure"
+
+
+def test_compose_gives_workers_more_time_to_stop_than_a_drain_takes() -> None:
+    for file in (ROOT / "compose").glob("*.y*ml"):
+        for name, settings in yaml.safe_load(file.read_text()).get("services", {}).items():
+            grace = re.fullmatch(r"(\d+)s", str(settings.get("stop_grace_period", "")))
+            if grace is not None:
+                assert int(grace[1]) > DeliveryConfig().drain_s, f"{file.name}: {name}"
 
 
 def test_the_page_names_the_lines_of_the_unit() -> None:
