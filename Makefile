@@ -60,7 +60,7 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 
 # Style and the pure packages need no cluster: at a low priority they run in the time in which
 # other tests wait, and print at their end.
-test: .venv/dev  ## style, types, import contracts, tests, coverage of the pure packages
+test: .venv/bytecode  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests quiet-check quiet-coverage
 
 quiet-coverage quiet-wheel-check: .venv/bytecode

@@ -51,3 +51,24 @@ def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:
     assert [load.name for load in seen.ready] == ["1"]
     assert seen.num_draining == 1
     assert [load.name for load in seen.others] == ["engine-30", "engine-10"]
+
+
+def test_a_worker_that_is_faster_than_the_report_is_no_other() -> None:
+    """Otherwise it and its slot would be two workers, and one of them would have to go."""
+    presence = Presence()
+    seen = presence.look(POOL, report(engine=[WorkerSlot(7)]), [beat(70), beat(71)], 10.0)
+    assert (list(seen.starting), seen.others) == (["7"], ())
+    seen = presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70), beat(71)], 11.0)
+    assert [load.name for load in seen.ready] == ["7"]
+    assert [load.name for load in seen.others] == ["engine-71"]
+    # An other one that is known stays one while further workers start.
+    slots = report(engine=[WorkerSlot(7, 70), WorkerSlot(8)])
+    seen = presence.look(POOL, slots, [beat(70), beat(71), beat(80)], 12.0)
+    assert [load.name for load in seen.others] == ["engine-71"]
+
+
+def test_the_last_heartbeat_of_a_killed_worker_is_no_other() -> None:
+    presence = Presence()
+    presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 10.0)
+    seen = presence.look(POOL, report(engine=[WorkerSlot(7, 71)]), [beat(70)], 11.0)
+    assert (list(seen.starting), seen.others) == (["7"], ())

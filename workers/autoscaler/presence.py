@@ -37,6 +37,10 @@ class Presence:
         """By slot and process id."""
         self._started_s: dict[int, float] = {}
         """When a slot that is not ready was first seen."""
+        self._own_pids: set[int] = set()
+        """All processes that the actuator has had. Heartbeats of dead ones stay for seconds."""
+        self._others: set[str] = set()
+        """Workers that the actuator has not started."""
 
     def look(
         self, pool: Pool, report: ActuatorReport, beats: Iterable[Heartbeat], now_s: float
@@ -45,14 +49,13 @@ class Presence:
         slots = report.pools.get(pool.name, [])
         own = [beat for beat in beats if _serves(beat, pool)]
         if report.host:
-            pids = {slot.pid for slot in slots}
-            by_pid = {beat.pid: beat for beat in own if _is_of(beat, report, pids)}
-            others = tuple(_load(b.worker, b) for b in own if not _is_of(b, report, pids))
+            by_pid = {beat.pid: beat for beat in own if _is_on(beat, report.host)}
             by_slot = {slot.slot: by_pid.get(slot.pid) for slot in slots}
+            others = self._find_others(own, slots, report.host)
         else:
             # The actuator knows no processes: its slots are a number of workers.
-            others = ()
             by_slot = dict(zip((slot.slot for slot in slots), own, strict=False))
+            others = ()
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -67,6 +70,25 @@ class Presence:
                 cold_starts_s.append(now_s - since_s_or_none)
         num_draining = sum(slot.draining for slot in slots)
         return Workers(tuple(ready), starting, num_draining, others, tuple(cold_starts_s))
+
+    def _find_others(
+        self, beats: list[Heartbeat], slots: list[WorkerSlot], host: str
+    ) -> tuple[WorkerLoad, ...]:
+        """Return the workers that the actuator has not started.
+
+        A new worker may be ready before the report has its process id. While any slot has none, a
+        worker that was not known before is taken for that slot's.
+        """
+        self._own_pids |= {slot.pid for slot in slots if slot.pid}
+        may_be_own = any(not slot.pid for slot in slots)
+        others = [
+            beat
+            for beat in beats
+            if not (_is_on(beat, host) and beat.pid in self._own_pids)
+            and (beat.worker in self._others or not may_be_own)
+        ]
+        self._others |= {beat.worker for beat in others}
+        return tuple(_load(beat.worker, beat) for beat in others)
 
     def forget_all_but(self, report: ActuatorReport) -> None:
         """Forget the processes that the actuator does not have any more."""
@@ -92,9 +114,9 @@ def _serves(beat: Heartbeat, pool: Pool) -> bool:
     )
 
 
-def _is_of(beat: Heartbeat, report: ActuatorReport, pids: set[int]) -> bool:
-    """Return whether the actuator has started this worker. Machines use the same process ids."""
-    return beat.pid in pids and (beat.blobs is None or beat.blobs.host == report.host)
+def _is_on(beat: Heartbeat, host: str) -> bool:
+    """Return whether a worker may run on this machine. Machines use the same process ids."""
+    return beat.blobs is None or beat.blobs.host == host
 
 
 def _load(name: str, beat: Heartbeat) -> WorkerLoad:

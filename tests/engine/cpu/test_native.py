@@ -396,7 +396,7 @@ def fresh_library(
     library._declare(declared := Names())  # type: ignore[arg-type]
     source = tmp_path_factory.mktemp("source") / "empty.cpp"
     source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in declared.names))
-    monkeypatch.setattr(library, "SOURCES", (str(source),))
+    monkeypatch.setattr(targets, "SOURCES", (str(source),))
     library.load.cache_clear()
     yield
     library.load.cache_clear()
