@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage quiet-wheel-check coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -58,14 +58,19 @@ wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answe
 demo: .venv/installed  ## three images and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
-# Style and the pure packages need no cluster: at a low priority they run in the time in which
-# other tests wait, and print at their end.
+# Style and the pure packages need no cluster: they run in the time in which other tests wait, and
+# print at their end. AFTER_TESTS names targets that wait for the tests, but not for these.
 test: .venv/bytecode  ## style, types, import contracts, tests, coverage of the pure packages
-	$(MAKE) --jobs tests quiet-check quiet-coverage
+	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage
 
-quiet-coverage quiet-wheel-check: .venv/bytecode
-quiet-check quiet-coverage quiet-wheel-check: quiet-%: .venv/dev
-	@log=$$(mktemp); nice -n 10 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
+ifdef AFTER_TESTS
+$(AFTER_TESTS): tests
+endif
+
+QUIET ?= nice -n 10
+quiet-coverage: .venv/bytecode
+quiet-check quiet-coverage: quiet-%: .venv/dev
+	@log=$$(mktemp); $(QUIET) $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
