@@ -7,7 +7,7 @@ import structlog
 
 from shared.errors import PagemillError, Unavailable
 from shared.state.scale_state import REPORT_AGE_S
-from workers.actuator import REPORT_S
+from workers.actuator import REPORT_S, Actuator
 from workers.pools import Pools
 
 # Slots of a pool are numbered from a multiple of this.
@@ -20,7 +20,7 @@ def first_slot(pools: Sequence[str], pool: str) -> int:
     return pools.index(pool) * MAX_SLOTS
 
 
-class RemotePools:
+class RemotePools(Actuator):
     """Base of actuators that read and change another system's workers once a second."""
 
     host = ""
