@@ -19,12 +19,14 @@ from ops.cluster.compose import Container
 from shared.bus.embedded_server import find_binary, free_port
 from shared.config import Config
 from shared.config_parsing import parse_config
+from workers.pools import pools_of
 from workers.roles import AUTOSCALER, all_roles
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
 ONCE = ("secrets", "pull")
+PROXY = "docker-proxy"
 # What ends between the drain and the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
@@ -37,11 +39,16 @@ def read(name: str) -> dict[str, Any]:
 
 def services() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
+    return found | scaling_services()
+
+
+def scaling_services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = read("docker-compose.autoscale.yml")["services"]
     return found
 
 
 def workers() -> dict[str, dict[str, Any]]:
-    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE)}
+    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE, PROXY)}
 
 
 def config() -> Config:
@@ -58,7 +65,8 @@ def test_every_container_has_no_more_rights_than_it_needs() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["init"] is True, name
         assert "privileged" not in service, name
-        assert "user" not in service, name
+        # The Docker engine's socket belongs to root.
+        assert service.get("user") == ("0:0" if name == PROXY else None), name
     assert re.search(r"^USER 10001:10001$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
 
 
@@ -67,7 +75,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert networks["bus"] == {"internal": True}
     for name, service in services().items():
         assert ("ports" in service) == (name == "gateway"), name
-        if name not in ("gateway", *ONCE):
+        if name not in ("gateway", PROXY, *ONCE):
             assert service["networks"] == ["bus"], name
     (port,) = services()["gateway"]["ports"]
     assert port.startswith("127.0.0.1:")
@@ -75,8 +83,7 @@ def test_the_gateway_is_the_only_door() -> None:
 
 
 def test_every_role_has_containers_of_its_own() -> None:
-    # The actuator of `pagemill up` is not here.
-    assert {role.name for role in all_roles()} - {AUTOSCALER} <= workers().keys()
+    assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
         assert service["command"] == ["worker", name]
     assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
@@ -126,7 +133,7 @@ def test_no_file_has_a_secret() -> None:
     file = config().nats.password_file
     assert file == "/run/secrets/nats_password"
     for name, service in services().items():
-        if name != "pull":
+        if name not in ("pull", PROXY):
             mount = "secrets:/run/secrets" + ("" if name == "secrets" else ":ro")
             assert mount in service["volumes"], name
         for variable in service.get("environment", {}):
@@ -143,7 +150,27 @@ def test_images_for_gpus_change_what_uses_torch_alone() -> None:
             assert f"ARG {argument}=" in dockerfile
 
 
-@pytest.mark.parametrize("files", [[], ["docker-compose.gpu.yml"]])
+def test_the_engines_socket_is_with_the_proxy_alone() -> None:
+    """It is root of the machine; the autoscaler has a socket of the proxy, and nobody else has."""
+    having = {
+        socket: {name for name, s in services().items() if socket in str(s.get("volumes"))}
+        for socket in ("docker.sock", "docker-proxy:/run/docker-proxy")
+    }
+    assert list(having.values()) == [{PROXY}, {PROXY, AUTOSCALER}]
+    proxy = scaling_services()[PROXY]
+    assert proxy["network_mode"] == "none"
+    assert proxy["command"] == [PROXY]
+    assert "secrets" not in str(proxy["volumes"])
+    scale = config().scale
+    assert scale.actuator == "docker"
+    assert scale.docker_proxy in proxy["healthcheck"]["test"][-1]
+    assert Path(scale.docker_proxy).parent == Path("/run/docker-proxy")
+    assert pools_of(config()).by_service().keys() <= services().keys()
+
+
+@pytest.mark.parametrize(
+    "files", [[], ["docker-compose.gpu.yml"], ["docker-compose.autoscale.yml"]]
+)
 def test_compose_accepts_the_files(files: list[str]) -> None:
     try:
         words = containers.find_compose()

@@ -32,6 +32,7 @@ COMMANDS = (
     "workers.cli.commands.configure:key",
     "workers.cli.commands.configure:check",
     "workers.cli.commands.kubernetes:manifests",
+    "workers.cli.commands.docker:docker_proxy",
 )
 
 app = App(

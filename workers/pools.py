@@ -25,6 +25,8 @@ class Pool:
     stage: str
     models: tuple[str, ...]
     """The models whose tasks its workers claim."""
+    service: str
+    """Service of a compose project whose containers are its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,19 @@ class Pools:
             names = ", ".join(self.by_name) or "none; the configuration has no scale.pools"
             raise ConfigError(f"no pool {name!r}; there are: {names}", field="pool")
         return found[0]
+
+    def by_service(self) -> dict[str, Pool]:
+        """Return the pools by their services. Raises ConfigError for a service of two pools."""
+        found: dict[str, Pool] = {}
+        for pool in self.by_name.values():
+            other = found.setdefault(pool.service, pool)
+            if other is not pool:
+                raise ConfigError(
+                    f"scale.pools: {other.name} and {pool.name} have the same service"
+                    f" {pool.service!r}: give each a `service` of its own",
+                    field="scale.pools",
+                )
+        return found
 
 
 def pools_of(config: Config, source: str = "scale") -> Pools:
@@ -108,7 +123,7 @@ def _make(
         {field: getattr(entry, field) for field in PoolSettings.__struct_fields__}, PoolSettings
     )
     spec = worker_of(*next(iter(served.items())))
-    return Pool(name, spec, settings, stage, tuple(served))
+    return Pool(name, spec, settings, stage, tuple(served), entry.service or stage)
 
 
 def _stages(pipelines: Mapping[str, Pipeline], name: str, role: str) -> dict[str, StageSpec]:

@@ -1,10 +1,11 @@
 """The workers of pools, as heartbeats and the actuator's report show them together. Pure.
 
 The report says which processes there are, the heartbeats which of them are ready. A worker that was
-ready counts as ready as long as its process lives: a late heartbeat is no new start.
+ready counts as ready as long as its process lives: a late heartbeat is no new start. The heartbeats
+of a process that has ended are read for some seconds more, and count for nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -37,25 +38,33 @@ class Presence:
         """By slot and process id."""
         self._started_s: dict[int, float] = {}
         """When a slot that is not ready was first seen."""
-        self._own_pids: set[int] = set()
-        """All processes that the actuator has had. Heartbeats of dead ones stay for seconds."""
+        self._known: dict[str, tuple[int, int]] = {}
+        """Slot and process id of workers with a heartbeat, also of those that have ended."""
         self._others: set[str] = set()
         """Workers that the actuator has not started."""
 
     def look(
-        self, pool: Pool, report: ActuatorReport, beats: Iterable[Heartbeat], now_s: float
+        self, pool: Pool, report: ActuatorReport, beats: Sequence[Heartbeat], now_s: float
     ) -> Workers:
         """Return the pool's workers."""
         slots = report.pools.get(pool.name, [])
         own = [beat for beat in beats if _serves(beat, pool)]
+        processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
+        living = {None, *processes.values()}
+        found = [beat for beat in own if self._known.get(beat.worker) in living]
+        certain = (
+            _by_process(slots, found, report.host) if report.host else _by_address(slots, found)
+        )
+        heard = {beat.worker for beat in beats}
+        self._known = {worker: p for worker, p in self._known.items() if worker in heard}
+        self._known |= {beat.worker: processes[slot] for slot, beat in certain.items()}
+        matched = list(certain.values())
+        rest = [beat for beat in found if beat not in matched]
         if report.host:
-            by_pid = {beat.pid: beat for beat in own if _is_on(beat, report.host)}
-            by_slot = {slot.slot: by_pid.get(slot.pid) for slot in slots}
-            others = self._find_others(own, slots, report.host)
+            by_slot, others = certain, self._find_others(rest, slots)
         else:
-            # The actuator knows no processes: its slots are a number of workers.
-            by_slot = dict(zip((slot.slot for slot in slots), own, strict=False))
-            others = ()
+            # The actuator does not tell its own workers from others.
+            by_slot, others = certain | _by_number(slots, certain, rest), ()
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -72,21 +81,15 @@ class Presence:
         return Workers(tuple(ready), starting, num_draining, others, tuple(cold_starts_s))
 
     def _find_others(
-        self, beats: list[Heartbeat], slots: list[WorkerSlot], host: str
+        self, beats: Iterable[Heartbeat], slots: Iterable[WorkerSlot]
     ) -> tuple[WorkerLoad, ...]:
-        """Return the workers that the actuator has not started.
+        """Return the workers of no slot that the actuator has not started.
 
         A new worker may be ready before the report has its process id. While any slot has none, a
         worker that was not known before is taken for that slot's.
         """
-        self._own_pids |= {slot.pid for slot in slots if slot.pid}
         may_be_own = any(not slot.pid for slot in slots)
-        others = [
-            beat
-            for beat in beats
-            if not (_is_on(beat, host) and beat.pid in self._own_pids)
-            and (beat.worker in self._others or not may_be_own)
-        ]
+        others = [beat for beat in beats if beat.worker in self._others or not may_be_own]
         self._others |= {beat.worker for beat in others}
         return tuple(_load(beat.worker, beat) for beat in others)
 
@@ -114,9 +117,34 @@ def _serves(beat: Heartbeat, pool: Pool) -> bool:
     )
 
 
-def _is_on(beat: Heartbeat, host: str) -> bool:
-    """Return whether a worker may run on this machine. Machines use the same process ids."""
-    return beat.blobs is None or beat.blobs.host == host
+def _by_process(
+    slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat], host: str
+) -> dict[int, Heartbeat]:
+    """Return the heartbeats by slot. Machines use the same process ids."""
+    by_pid = {b.pid: b for b in beats if b.blobs is None or b.blobs.host == host}
+    return {slot.slot: by_pid[slot.pid] for slot in slots if slot.pid in by_pid}
+
+
+def _by_address(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
+    """Return the heartbeats by slot that have the address of a slot's container."""
+    places = {address: slot.slot for slot in slots for address in slot.addresses}
+    found = ((places.get(_address(beat) or ""), beat) for beat in beats)
+    return {slot: beat for slot, beat in found if slot is not None}
+
+
+def _by_number(
+    slots: Iterable[WorkerSlot], certain: Mapping[int, Heartbeat], rest: Iterable[Heartbeat]
+) -> dict[int, Heartbeat]:
+    """Return heartbeats for the other slots, of which nothing more is known than their number."""
+    if certain:
+        # Workers of these pools do tell their addresses: others are elsewhere.
+        rest = (beat for beat in rest if _address(beat) is None)
+    free = [slot.slot for slot in slots if slot.slot not in certain]
+    return dict(zip(free, rest, strict=False))
+
+
+def _address(beat: Heartbeat) -> str | None:
+    return None if beat.blobs is None or beat.blobs.tcp is None else beat.blobs.tcp[0]
 
 
 def _load(name: str, beat: Heartbeat) -> WorkerLoad:

@@ -28,11 +28,14 @@ from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
 from shared.task_set import TaskSet
 from workers.actuator import follow_plan
+from workers.autoscaler.docker_api import ProxyApi
+from workers.autoscaler.docker_pools import DockerPools
 from workers.autoscaler.figures import Look, Reader, figures_of
 from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import Lease
 from workers.autoscaler.presence import Workers
+from workers.autoscaler.remote_pools import RemotePools
 from workers.pools import Pools, pools_of
 
 LOOK_S = 1.0
@@ -43,16 +46,31 @@ async def main(context: Context) -> None:
     if not pools.by_name:
         raise ConfigError("scale.pools: the configuration has no pools", field="scale.pools")
     async with contextlib.AsyncExitStack() as stack:
-        if context.config.scale.actuator == "kubernetes":
-            await _actuate(context, pools, stack)
+        if (actuator := _new_actuator(context, pools, stack)) is not None:
+            await _actuate(context, actuator, stack)
         await Autoscaler(context, pools).serve()
 
 
-async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
-    """Start the actuator of Kubernetes. Raises ConfigError if it may not read the sizes."""
-    api = ScaleApi.in_cluster()
-    stack.push_async_callback(api.close)
-    actuator = KubernetesPools(api, pools)
+def _new_actuator(
+    context: Context, pools: Pools, stack: contextlib.AsyncExitStack
+) -> RemotePools | None:
+    """Return the configured actuator; None for `up`, which is another process."""
+    scale = context.config.scale
+    if scale.actuator == "up":
+        return None
+    if scale.actuator == "kubernetes":
+        api = ScaleApi.in_cluster()
+        stack.push_async_callback(api.close)
+        return KubernetesPools(api, pools)
+    proxy = ProxyApi(scale.docker_proxy)
+    stack.push_async_callback(proxy.close)
+    return DockerPools(proxy, pools)
+
+
+async def _actuate(
+    context: Context, actuator: RemotePools, stack: contextlib.AsyncExitStack
+) -> None:
+    """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
     await actuator.read()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
@@ -108,7 +126,11 @@ class Autoscaler:
     async def _decide(self) -> None:
         """Look once, and write the plan, which renews the lead."""
         heard, self._heard = self._heard, Counter()
-        look, orders = await self._reader.look(), await read_orders(self._context.bus)
+        try:
+            look, orders = await self._reader.look(), await read_orders(self._context.bus)
+        except PagemillError:
+            self._heard += heard  # They are still to wake their pools.
+            raise
         plan = replace(self._lease.plan, paused=orders.paused)
         if look is None:
             self._heard += heard
@@ -181,7 +203,7 @@ class Autoscaler:
                 self._context.metrics.set_function(gauge, read, pool=name)
 
     def _planned(self, pool: str, field: str) -> float:
-        plan = self._lease.plan.pools.get(pool)
+        plan = self._lease.plan.pools.get(pool) if self._lease.is_held else None
         return 0.0 if plan is None else float(getattr(plan, field))
 
 
