@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -132,6 +132,9 @@ chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
 
 chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes
 	$(BIN)/python -m ops.chaos bugs
+
+chaos-scale: .venv/dev  ## 500 requests at once to engines at zero, under kills; 2 minutes
+	$(BIN)/python -m ops.chaos run scale
 
 chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; 50 minutes
 	$(BIN)/python -m ops.chaos run kills

@@ -38,7 +38,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @app.command
 def run(
-    name: Literal["kills", "model", "leaders", "rolling"],
+    name: Literal["kills", "model", "leaders", "rolling", "scale"],
     /,
     *,
     seed: int = 1,
@@ -130,7 +130,21 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
         if counts := verdict.counts[kind]:
             line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
             console.print(f"  {kind}: {line}", markup=False)
+    if "engine_s" in verdict.figures:
+        console.print(f"  {_scaled_line(verdict.figures)}", markup=False)
     return verdict.clean
+
+
+def _scaled_line(figures: dict[str, float]) -> str:
+    """The figures of a scaled pool."""
+    ratio = figures["engine_s"] / (figures["simulated_engine_s"] or 1.0)
+    return (
+        f"pool: {figures['peak_engines']:.0f} engines at most, each ready after"
+        f" {figures['cold_start_s']:.2f} s,"
+        f" at zero {figures['zero_after_s']:.1f} s after the last answer;"
+        f" {figures['engine_s']:.0f} engine-seconds, {ratio:.2f} times the"
+        f" {figures['simulated_engine_s']:.0f} of the simulator"
+    )
 
 
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:

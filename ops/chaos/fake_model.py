@@ -34,6 +34,7 @@ VOCAB_SIZE = 768
 """As many as the demo model has: the real renderer's prompts must be valid for the fake engine."""
 EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 128))
 BLOCK_SIZE = 16
+MAX_BATCHED_TOKENS = 512
 IMAGE_TOKEN_ID = 700
 IMAGE_KIB = (4, 40, 300, 2048)
 """Sizes of fake images; small ones travel in the message, large ones beside it."""
@@ -167,7 +168,7 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
         EOS_TOKEN_IDS,
         pool=BlockPool(num_blocks, BLOCK_SIZE),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
     )

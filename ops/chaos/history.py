@@ -124,6 +124,14 @@ class ProcessExited(Event, frozen=True):
     """The pool had sent the process a signal to end or to drain."""
 
 
+class Drained(Event, frozen=True):
+    """The actuator of a scaled pool told a worker to end, because the plan says so."""
+
+    role: str
+    number: int
+    pid: int
+
+
 class MemorySample(Event, frozen=True):
     """The resident memory of a process at one time."""
 
@@ -179,6 +187,7 @@ AnyEvent = (
     | Started
     | Ready
     | ProcessExited
+    | Drained
     | MemorySample
     | WorkerEvent
     | Snapshot

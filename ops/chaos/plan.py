@@ -46,6 +46,22 @@ class Mix(Struct, frozen=True):
     """Share of the requests over HTTP that are answered with one JSON object."""
 
 
+class Scaled(Struct, frozen=True):
+    """Engines as a pool that begins at zero and goes back, and what happens to it under load."""
+
+    max: int = 4
+    per_engine: int = 16
+    idle_s: float = 10.0
+    start_timeout_s: float = 60.0
+    faults: tuple[tuple[int, str], ...] = ()
+    """Faults one after the other, by names as in `Settings.faults`, and "lose:queue"; each comes
+    when so many engines are ready, with 0 when the first one has been started."""
+    stop_s: float = 14.0
+    """Duration of a stop."""
+    max_engine_s: float = 0.0
+    """Bound of the engine-seconds, in multiples of the simulator's; 0 for none."""
+
+
 # A fake renderer does not decode images, so each file is varied to have more of them.
 NUM_VARIANTS = 40
 
@@ -99,7 +115,10 @@ class Settings(Struct, frozen=True):
     drain_s: float = 8.0
     durable: float = 0.5
     """Share of the HTTP requests that continue when their clients disconnect."""
+    max_choices: int = 3
     mix: Mix = Mix()
+    scaled: Scaled | None = None
+    """Engines are a pool that an autoscaler scales, in place of `engines`."""
 
 
 class Planned(Struct, frozen=True):
@@ -210,7 +229,11 @@ def _sampling(
     rng: random.Random, settings: Settings, behaviour: Behaviour, harm: int | None
 ) -> dict[str, object]:
     low, high = settings.max_tokens
-    given: dict[str, object] = {"max_tokens": rng.randint(low, high), "n": rng.choice([1, 1, 2, 3])}
+    max_tokens, num_choices = rng.randint(low, high), rng.choice([1, 1, 2, 3])
+    given: dict[str, object] = {
+        "max_tokens": max_tokens,
+        "n": min(num_choices, settings.max_choices),
+    }
     kind = rng.random()
     if kind < 0.4:
         given["temperature"] = 0.0

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import Mix, Settings
+from ops.chaos.plan import Mix, Scaled, Settings
 from ops.chaos.processes.nemesis import KILLS, MIXED
 
 # Answers are long enough to be interrupted by a fault; half of the requests have images.
@@ -42,6 +42,23 @@ RUNS: dict[str, Settings] = {
         renderers=1,
     ),
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
+    # All requests at once to a pool at zero, which has to grow to four engines and go back.
+    "scale": Settings(
+        requests=500,
+        rate=5000.0,
+        concurrency=500,
+        renderer="fake",
+        step_ms=60.0,
+        max_tokens=(16, 96),
+        max_choices=1,
+        mix=Mix(cancel=0.0, deadline=0.0),
+        scaled=Scaled(
+            max=4,
+            idle_s=15.0,
+            faults=((0, "kill:autoscaler"), (3, "kill:engine"), (3, "kill:broker")),
+            max_engine_s=1.3,
+        ),
+    ),
 }
 
 # These take two minutes on two cores, two at a time, the longest first.

@@ -12,15 +12,16 @@ import msgspec
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
-from ops.chaos.checks.recorded_run import Bounds, RecordedRun
+from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.expected_answers import expect
-from ops.chaos.fake_model import MAX_MODEL_LEN
 from ops.chaos.history import FinalState, Journal, read_events
-from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
+from ops.chaos.plan import MODEL, Settings, make_requests
 from ops.chaos.processes import nemesis
 from ops.chaos.processes.cluster import Cluster
 from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
-from ops.chaos.processes.pool import LOAD, OneBroker, Pool, worker_command
+from ops.chaos.processes.pool import ACTUATOR, LOAD, OneBroker, Pool, worker_command
+from ops.chaos.processes.scaled_engines import ScaledEngines
+from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, write_config
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
 from shared.blobs.transports import REPLY_TIMEOUT_S
@@ -38,62 +39,6 @@ WARM_UP_S = 5.0
 WARM_UP_TIMEOUT_S = 10.0
 # A run hangs if it takes this much longer than its pace requires.
 SPARE_S = 300.0
-EMBEDDINGS_TTL_S = 10.0
-RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
-FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
-
-
-def write_config(settings: Settings, folder: Path) -> Path:
-    """Write the product's configuration for a run; return its path."""
-    delivery = {
-        "ack_wait_s": settings.ack_wait_s,
-        "drain_s": settings.drain_s,
-        "max_deliver": settings.max_deliver,
-        "max_deaths": settings.max_deaths,
-        "max_queued": settings.max_queued,
-    }
-    tree = {
-        "models": {
-            MODEL: {
-                "path": str(ROOT / "ops" / "demo_model"),
-                # In float64, a sampled token depends on its own request alone.
-                "dtype": "float64",
-                "max_model_len": MAX_MODEL_LEN,
-                "tower": "encoder" if settings.encoders else "engine",
-                "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
-            }
-        },
-        "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
-        "delivery": delivery,
-        "blobs": {
-            "inline_kib": settings.inline_kib,
-            "arena_mib": settings.arena_mib,
-            "listen": "127.0.0.1" if settings.listen else None,
-        },
-        "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
-        "gateway": {"page": False},
-        "engine": {
-            "threads": 1,
-            "num_blocks": settings.num_blocks,
-            "max_num_seqs": settings.max_num_seqs,
-        },
-        "log_level": "warning",
-    }
-    # Every JSON document is a YAML document.
-    file = folder / "pagemill.yaml"
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
-    return file
-
-
-def fake_roles(settings: Settings) -> dict[str, bool]:
-    """Return, by role, whether its workers run without a model."""
-    return {
-        "coordinator": False,
-        "renderer": settings.renderer == "fake",
-        "encoder": False,
-        "engine": settings.engine == "fake",
-        "gateway": False,
-    }
 
 
 async def wait_for_embeddings(settings: Settings) -> None:
@@ -160,8 +105,10 @@ class Scenario:
                 "coordinator": settings.coordinators,
                 "renderer": settings.renderers,
                 "encoder": settings.encoders,
-                "engine": settings.engines,
+                "engine": settings.engines if settings.scaled is None else 0,
                 "gateway": settings.gateways,
+                "autoscaler": int(settings.scaled is not None),
+                ACTUATOR: int(settings.scaled is not None),
                 "load": 1,
             },
             {
@@ -174,6 +121,10 @@ class Scenario:
             },
             Journal(self.folder / "pool.jsonl"),
             preloaders,
+        )
+        scaled = settings.scaled
+        self.engines = (
+            None if scaled is None else ScaledEngines(self.folder, self.pool, settings, scaled)
         )
         for slot in self.pool.slots:
             if slot.role == "gateway":
@@ -190,6 +141,11 @@ class Scenario:
             *("--settings", str(self.folder / "settings.json")),
             *("--out", str(self.folder / "clients.jsonl")),
             *self.gateways.arguments,
+        ]
+        commands[ACTUATOR] = [
+            *(sys.executable, "-m", "ops.chaos.processes.actuator", "--nats", url),
+            *("--config", str(self.config_file), "--folder", str(self.folder)),
+            *("--step-ms", str(s.step_ms)),
         ]
         return commands
 
@@ -209,11 +165,13 @@ class Scenario:
         try:
             await self._warm_up()
             await store.settle()
+            await self._wait_for_zero()
             before = await self.pool.take_snapshots()
             consumers_before = await store.consumers()
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
+            await self._wait_for_zero()
             await wait_for_embeddings(self.settings)
             logs = await store.logs()
             warm = self.gateways.warm_up_ids
@@ -248,6 +206,11 @@ class Scenario:
         pids = {slot.pid for slot in self.pool.slots}
         return [beat for beat in beats if beat.pid in pids]
 
+    async def _wait_for_zero(self) -> None:
+        """Wait until the engines of a scaled pool have ended; the checks report those that stay."""
+        if self.engines is not None:
+            await self.engines.wait_for_none()
+
     async def _warm_up(self) -> None:
         """Send the first requests, after which the resources of processes are constant."""
         bus = await Bus.connect(self.brokers.url, "chaos-warm-up")
@@ -280,7 +243,9 @@ class Scenario:
 
     async def _faults(self, paced_s: float) -> None:
         s = self.settings
-        if s.rolling_rounds:
+        if self.engines is not None:
+            await self.engines.disturb()
+        elif s.rolling_rounds:
             await self._roll(s.rolling_rounds)
         elif isinstance(self.brokers, ThreeBrokers):
             await nemesis.kill_leaders(s.fault_every_s, self.brokers.cluster, self.pool.journal)
@@ -315,27 +280,6 @@ def read_run(folder: Path) -> RecordedRun:
         ],
         final=msgspec.msgpack.decode((folder / "final.msgpack").read_bytes(), type=FinalState),
         bounds=bounds_of(settings),
-    )
-
-
-def bounds_of(settings: Settings) -> Bounds:
-    """Return the bounds that the checks apply to a run."""
-    fake = settings.engine == "fake"
-    rss_mib = {
-        "coordinator": FAKE_RSS_MIB["coordinator"],
-        "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
-        "encoder": RSS_MIB["encoder"],
-        "gateway": FAKE_RSS_MIB["gateway"],
-        "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
-    }
-    # Readers map the arenas of owners, and have buffers of the same size to receive into.
-    arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
-    for role in ("renderer", "encoder", "engine"):
-        rss_mib[role] += arenas_mib
-    return Bounds(
-        recovery_s=5.0 if fake else 15.0,
-        broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,
-        rss_mib=rss_mib,
     )
 
 

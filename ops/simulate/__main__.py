@@ -1,30 +1,54 @@
-"""Run the simulator: `report` prints the tables of the documentation, `big` a run of full size."""
+"""Run the simulator.
+
+`report` prints the tables of the documentation, `big` a run of full size, and `fit` what a measured
+run of the demo model says of the simulator; it needs the machine alone.
+"""
 
 import argparse
 import resource
 import sys
 import time
 
+from ops.simulate.cells import cell_tables, scaled_table
 from ops.simulate.kv_aware import KVAware
 from ops.simulate.loads import bursty_chat
-from ops.simulate.report import routing_tables, scaling_table
+from ops.simulate.report import (
+    MAX_ENGINES,
+    SCALED_RATE,
+    SCALED_REQUESTS,
+    routing_tables,
+    scaling_table,
+)
 from ops.simulate.simulation import Simulation, quantile
 
 BIG_ENGINES, BIG_REQUESTS, BIG_ROUTERS = 10_000, 1_000_000, 64
 BIG_RATE = 9.0
+CELL_ENGINES = 64
+FIT_REQUESTS, FIT_RATE = 400, 6.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.simulate", description=__doc__)
-    parser.add_argument("run", choices=("report", "big"))
+    parser.add_argument("run", choices=("report", "big", "fit"))
     parser.add_argument("--engines", type=int)
     parser.add_argument("--requests", type=int)
+    parser.add_argument("--rate", type=float, default=FIT_RATE, help="requests a second of `fit`")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.run == "report":
         for line in routing_tables(options.engines or 16, options.requests or 20_000, options.seed):
             say(line)
         for line in scaling_table(options.seed):
+            say(line)
+        for line in cell_tables(CELL_ENGINES, options.requests or 20_000, options.seed):
+            say(line)
+        for line in scaled_table(SCALED_REQUESTS, MAX_ENGINES, SCALED_RATE, options.seed):
+            say(line)
+    elif options.run == "fit":
+        # It needs the product's own packages, which the simulator itself does without.
+        from ops.simulate.fit.run import report
+
+        for line in report(options.requests or FIT_REQUESTS, options.rate, options.seed):
             say(line)
     else:
         run_big(options.engines or BIG_ENGINES, options.requests or BIG_REQUESTS, options.seed)

@@ -21,9 +21,12 @@ POOL = "engine"
 class OwnPolicy:
     """Runs `shared.scaling` with the figures that the broker and the heartbeats would tell."""
 
-    period_s = 2.0
-
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(
+        self, settings: PoolSettings, cold_s: float = COLD_S, period_s: float = 2.0
+    ) -> None:
+        """`cold_s` is the time of a start; `period_s` that between two looks."""
+        self.period_s = period_s
+        self._cold_s = cold_s
         self._settings = ScalingSettings({POOL: settings})
         self._memory: Memory = {}
 
@@ -41,7 +44,7 @@ class OwnPolicy:
         )
         decisions, self._memory = decide(self._settings, {POOL: figures}, self._memory, now_s)
         for _ in range(decisions[POOL].start):
-            simulation.start_engine(COLD_S)
+            simulation.start_engine(self._cold_s)
         _drain(simulation, decisions[POOL].stop)
         simulation.figures.sizes.append((now_s, len(simulation.live), in_flight))
 

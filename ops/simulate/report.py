@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ops.simulate.autoscaling import Keda, OwnPolicy
+from ops.simulate.cells import GAP_S
 from ops.simulate.chart import line_chart
 from ops.simulate.kv_aware import KVAware
 from ops.simulate.loads import LOADS, bursty_chat
@@ -30,7 +31,6 @@ SCALERS: dict[str, Callable[[PoolSettings], Scaler]] = {"own policy": OwnPolicy,
 MAX_ENGINES = 32
 SCALED_REQUESTS = 40_000
 SCALED_RATE = 5.0
-GAP_S = 600.0
 
 
 def run_router(router: str, load: str, num_engines: int, num_requests: int, seed: int) -> Figures:

@@ -16,6 +16,10 @@ from ops.chaos.alterations import ALTERATIONS
 from ops.chaos.bugs import catalog  # noqa: F401
 from ops.chaos.bugs.registry import BUGS
 from ops.chaos.history import Journal
+
+# So does the actuator, whose process has no role of the product.
+from ops.chaos.processes import actuator  # noqa: F401
+from ops.chaos.processes.pool import ACTUATOR
 from ops.chaos.worker.crash_points import CrashPoints
 from ops.chaos.worker.fakes import Role
 from ops.chaos.worker.watched_worker import prepare
@@ -33,10 +37,13 @@ def is_possible(plant: Callable[[], None], name: str) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def main(role: Role) -> int:
+def main(role: str) -> int:
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}.jsonl")
-    # A worker is prepared in the same manner: its modules are imported and its calls observed.
-    prepare(role, journal, CrashPoints([], "", lambda point: None), role in FAKE_ROLES, 0.0)
+    # The actuator has imported what it needs; a worker is prepared in the same manner: its modules
+    # are imported and its calls observed.
+    if role != ACTUATOR:
+        crash = CrashPoints([], "", lambda point: None)
+        prepare(cast(Role, role), journal, crash, role in FAKE_ROLES, 0.0)
     plants = {name: bug.plant for name, bug in BUGS.items() if bug.role in (role, "any")}
     if role == "engine":
         plants |= ALTERATIONS
@@ -47,4 +54,4 @@ def main(role: Role) -> int:
 FAKE_ROLES = ("renderer", "engine")
 
 if __name__ == "__main__":
-    sys.exit(main(cast(Role, sys.argv[1])))
+    sys.exit(main(sys.argv[1]))

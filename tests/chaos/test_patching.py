@@ -17,7 +17,9 @@ from tests import preloaded
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("role", ["coordinator", "renderer", "engine", "gateway"])
+@pytest.mark.parametrize(
+    "role", ["coordinator", "renderer", "engine", "gateway", "autoscaler", "actuator"]
+)
 def test_every_bug_and_alteration_can_be_planted(role: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*preloaded.PYTHON, "-m", "tests.chaos.plant_all", role],

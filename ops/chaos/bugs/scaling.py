@@ -1,15 +1,17 @@
-"""Bugs of autoscaling. They need no scenario: `tests/autoscaler/test_bugs.py` has a check for each.
+"""Bugs of autoscaling. `tests/autoscaler/test_bugs.py` has a check in one process for each as well.
 
-An autoscaler and an actuator decide and act in one process, and requests show nothing that the
-checks of workers would not: what is lost by a kill is delivered again.
+Requests alone would show none of them: what is lost by a kill is delivered again, and what a pool
+that is too small cannot do is done later.
 """
 
 from collections import Counter
 from collections.abc import Callable
 
+from ops.chaos.bugs.registry import bug
 from ops.chaos.patching import replace_attribute
 
 
+@bug("actuator", "scaled to zero", "I15")
 def scale_down_by_sigkill() -> None:
     """Workers that have to go cannot finish or requeue what they have."""
     from workers.cli.local_cluster import LocalCluster, Process
@@ -20,6 +22,7 @@ def scale_down_by_sigkill() -> None:
     replace_attribute(LocalCluster, "_end_later", kill)
 
 
+@bug("autoscaler", "scaled without a queue", "I15")
 def missing_read_as_zero() -> None:
     """A queue that the broker does not report counts as an empty one."""
     from shared.protocol import subjects
@@ -38,6 +41,7 @@ def missing_read_as_zero() -> None:
     replace_attribute(figures, "_figures_of", hopeful)
 
 
+@bug("autoscaler", "scaled with a frozen engine", "I15")
 def silence_read_as_no_workers() -> None:
     """A broker that has lost the heartbeats makes every worker look like one that starts."""
     from shared.protocol.messages import Heartbeat, WorkerSlot

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import Mix, Settings
+from ops.chaos.plan import Mix, Scaled, Settings
 
 CALM = Mix(cancel=0.0, resubmit_during=0.0, resubmit_after=0.0, follow=0.0, deadline=0.0)
 BASE = Settings(
@@ -16,6 +16,20 @@ BASE = Settings(
 )
 RESUMES = replace(
     BASE, crash="mid_tokens:4=0.1,mid_tokens:8=0.1", max_tokens=(16, 48), timeout_s=60.0
+)
+# Requests come all at once, and engines begin at zero. The fake engine's steps are long, so that
+# they take little processor time.
+SCALED = replace(
+    BASE,
+    requests=160,
+    rate=1000.0,
+    concurrency=160,
+    step_ms=50.0,
+    max_tokens=(16, 48),
+    max_choices=1,
+    max_num_seqs=8,
+    timeout_s=120.0,
+    mix=replace(CALM, resubmit_during=0.05, resubmit_after=0.05, follow=0.05),
 )
 SCENARIOS = {
     "calm": BASE,
@@ -102,4 +116,27 @@ SCENARIOS = {
     ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
+    "scaled to zero": replace(
+        SCALED,
+        scaled=Scaled(
+            max=3,
+            per_engine=8,
+            idle_s=4.0,
+            faults=((0, "kill:autoscaler"), (2, "kill:engine"), (2, "kill:broker")),
+        ),
+    ),
+    # The pool has no figures for a while, although a lane has work.
+    "scaled without a queue": replace(
+        SCALED, scaled=Scaled(max=2, per_engine=8, idle_s=3.0, faults=((2, "lose:queue"),))
+    ),
+    # Its heartbeats end, and nothing says that it is not starting.
+    "scaled with a frozen engine": replace(
+        SCALED,
+        requests=240,
+        concurrency=240,
+        max_tokens=(32, 64),
+        scaled=Scaled(
+            max=2, per_engine=8, idle_s=4.0, start_timeout_s=5.0, faults=((2, "stop:engine"),)
+        ),
+    ),
 }

@@ -167,6 +167,10 @@ def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield f"{role} {pid}", f"used {rss_mib:.0f} MiB of {budget:.0f} MiB"
 
 
+# Requests do not go through these; what a pool at zero waits for is I15.
+OFF_THE_PATH = ("load", "autoscaler")
+
+
 # -- I9: recovery -----------------------------------------------------------------------------
 
 
@@ -187,7 +191,7 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
     )
     found = []
     for fault in run.pool:
-        if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role == "load":
+        if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role in OFF_THE_PATH:
             continue
         firsts = over_http if fault.role == "gateway" else over_nats
         sent = [t for t, _ in firsts]

@@ -39,15 +39,8 @@ from ops.chaos.plan import MODEL, Settings, make_requests
 from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
 from ops.chaos.processes.pool import LOAD, Pool, Slot, worker_command
 from ops.chaos.processes.proxy import Proxy
-from ops.chaos.scenario import (
-    bounds_of,
-    fake_roles,
-    temp_files,
-    temp_folder,
-    wait_for_embeddings,
-    wait_for_releases,
-    write_config,
-)
+from ops.chaos.run_config import bounds_of, fake_roles, write_config
+from ops.chaos.scenario import temp_files, temp_folder, wait_for_embeddings, wait_for_releases
 from ops.chaos.worker.payload_events import LASTING
 from shared import client
 from shared.bus.bus import Bus

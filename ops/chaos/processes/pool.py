@@ -40,6 +40,8 @@ STARTING_TOO = 8
 EXIT_TIMEOUT_S = 30.0
 # The clients' process is started on demand, and restarted only until it succeeds.
 LOAD = "load"
+# The process that starts the engines of a scaled pool is no worker.
+ACTUATOR = "actuator"
 # Without a pause, a process that ends right after its start would be restarted in a busy loop.
 FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
@@ -314,7 +316,7 @@ class Pool:
     async def take_snapshots(self, timeout_s: float = 5.0) -> list[Snapshot]:
         """Have each worker take a snapshot of its resources; return those that arrived in time."""
         began = now()
-        waiting = {slot.pid: slot.role for slot in self._runs if slot.is_up}
+        waiting = {s.pid: s.role for s in self._runs if s.is_up and s.role != ACTUATOR}
         for pid in waiting:
             os.kill(pid, signal.SIGUSR2)
         found: dict[int, Snapshot] = {}

@@ -8,7 +8,7 @@ import sys
 
 from ops.chaos.plan import Settings
 from workers.cli.preloader import Preloader, fork_preloader
-from workers.roles import role_of
+from workers.roles import AUTOSCALER, role_of
 
 MAIN = "ops.chaos.worker.watched_worker"
 LIGHT = "ops.chaos.worker.light"
@@ -22,13 +22,21 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules.append(role_of("renderer").module)
     if settings.engine == "fake":
         modules += FAKE_ENGINE
+    if settings.scaled is not None:
+        modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
-    preloaders = dict.fromkeys(("coordinator", "renderer", "gateway", "encoder", "engine"), light)
+    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", AUTOSCALER)
+    preloaders = dict.fromkeys(roles, light)
     if settings.engine != "fake":
         using_torch = ("encoder", "engine")
         modules = [*(role_of(role).module for role in using_torch), MAIN]
         preloaders |= dict.fromkeys(using_torch, fork_preloader(modules, _run_worker))
     return preloaders
+
+
+def fork_engine_preloader() -> Preloader:
+    """Return the preloader of fake engines alone; the same holds for its caller."""
+    return fork_preloader([LIGHT, MAIN, *FAKE_ENGINE], _run_worker)
 
 
 def _run_worker() -> None:

@@ -13,7 +13,7 @@ from shared.stage import runtime
 from shared.stage.runtime import Context
 from workers.engine.core.engine import EngineCore, EngineStats
 
-Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
+Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway", "autoscaler"]
 
 
 def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:

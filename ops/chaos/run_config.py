@@ -1,0 +1,94 @@
+"""The product's configuration for a run, and the bounds that its checks apply."""
+
+from pathlib import Path
+
+import msgspec
+
+from ops.chaos.checks.recorded_run import Bounds
+from ops.chaos.fake_model import MAX_MODEL_LEN
+from ops.chaos.plan import MODEL, ROOT, Scaled, Settings
+
+EMBEDDINGS_TTL_S = 10.0
+RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
+FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
+
+
+def write_config(settings: Settings, folder: Path) -> Path:
+    """Write the product's configuration for a run; return its path."""
+    delivery = {
+        "ack_wait_s": settings.ack_wait_s,
+        "drain_s": settings.drain_s,
+        "max_deliver": settings.max_deliver,
+        "max_deaths": settings.max_deaths,
+        "max_queued": settings.max_queued,
+    }
+    tree = {
+        "models": {
+            MODEL: {
+                "path": str(ROOT / "ops" / "demo_model"),
+                # In float64, a sampled token depends on its own request alone.
+                "dtype": "float64",
+                "max_model_len": MAX_MODEL_LEN,
+                "tower": "encoder" if settings.encoders else "engine",
+                "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
+            }
+        },
+        "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
+        "delivery": delivery,
+        "blobs": {
+            "inline_kib": settings.inline_kib,
+            "arena_mib": settings.arena_mib,
+            "listen": "127.0.0.1" if settings.listen else None,
+        },
+        "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
+        "gateway": {"page": False},
+        "engine": {
+            "threads": 1,
+            "num_blocks": settings.num_blocks,
+            "max_num_seqs": settings.max_num_seqs,
+        },
+        "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},
+        "log_level": "warning",
+    }
+    # Every JSON document is a YAML document.
+    file = folder / "pagemill.yaml"
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
+    return file
+
+
+def fake_roles(settings: Settings) -> dict[str, bool]:
+    """Return, by role, whether its workers run without a model."""
+    return {
+        "coordinator": False,
+        "renderer": settings.renderer == "fake",
+        "encoder": False,
+        "engine": settings.engine == "fake",
+        "gateway": False,
+        "autoscaler": False,
+    }
+
+
+def _pool_of(scaled: Scaled) -> dict[str, object]:
+    fields = ("max", "per_engine", "idle_s", "start_timeout_s")
+    return {"role": "engine", "min": 0, **{name: getattr(scaled, name) for name in fields}}
+
+
+def bounds_of(settings: Settings) -> Bounds:
+    """Return the bounds that the checks apply to a run."""
+    fake = settings.engine == "fake"
+    rss_mib = {
+        "coordinator": FAKE_RSS_MIB["coordinator"],
+        "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
+        "encoder": RSS_MIB["encoder"],
+        "gateway": FAKE_RSS_MIB["gateway"],
+        "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
+    }
+    # Readers map the arenas of owners, and have buffers of the same size to receive into.
+    arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
+    for role in ("renderer", "encoder", "engine"):
+        rss_mib[role] += arenas_mib
+    return Bounds(
+        recovery_s=5.0 if fake else 15.0,
+        broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,
+        rss_mib=rss_mib,
+    )
