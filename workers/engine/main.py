@@ -76,16 +76,17 @@ def build_core(
     on_encoded: Callable[[str, Tensor], None] | None = None,
 ) -> EngineCore:
     """Return an engine core for the loaded model; `on_encoded` is that of `ModelRunner`."""
+    runner = ModelRunner(
+        loaded.model,
+        loaded.num_blocks,
+        loaded.block_size,
+        loaded.tower,
+        engine.embedding_cache_mib * 2**20,
+        on_encoded,
+        loaded.adapters,
+    )
     return EngineCore(
-        ModelRunner(
-            loaded.model,
-            loaded.num_blocks,
-            loaded.block_size,
-            loaded.tower,
-            engine.embedding_cache_mib * 2**20,
-            on_encoded,
-            loaded.adapters,
-        ),
+        runner,
         loaded.decode,
         loaded.eos_token_ids,
         pool=BlockPool(
@@ -100,6 +101,7 @@ def build_core(
         new_drafter=lambda: _new_drafter(engine.speculative),
         max_drafting_tokens=engine.speculative.max_step_tokens,
         pooling=loaded.pooling,
+        kv_memory=runner,
     )
 
 
