@@ -20,7 +20,7 @@ from shared.protocol.pipeline import (
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
 from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 
-RENDERER, ENCODER, ENGINE = "renderer", "encoder", "engine"
+RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
@@ -32,7 +32,7 @@ def pipeline_of(model: ModelConfig) -> Pipeline:
     """The default pipeline of a model, changed by its `stages`.
 
     Renderers give the engine its tokens. With `tower: encoder`, they fan items out to encoders, and
-    the engine gathers the embeddings.
+    the engine gathers the embeddings. With `prefill: prefill`, long prompts make a detour.
     """
     stages, edges = _default(model)
     for name, changes in model.stages.items():
@@ -90,6 +90,9 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
     if model.tower == ENCODER:
         stages[ENCODER] = StageSpec(ENCODER, ENCODER)
         edges[ENCODER] = [Edge(RENDERER, ENCODER, IMAGE, "item", "fan_out", gathered_by=ENGINE)]
+    if model.prefill == PREFILL:
+        stages[PREFILL] = StageSpec(PREFILL, PREFILL)
+        edges[PREFILL] = [Edge(RENDERER, PREFILL, "tokens", "rendered", "detour")]
     stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=OutputSpec(TEXT, "text"))
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
     return stages, edges
