@@ -132,9 +132,6 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
         for adapter in model.adapters:
             if not is_model_name(adapter):
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
-        if model.prefill == "prefill" and not config.engine.prefix_caching:
-            message = "prefill workers need engine.prefix_caching, which is off"
-            yield Fault(f"models.{name}.prefill", message)
         if model.quantization is not None:
             key = f"models.{name}.quantization"
             if model.dtype not in ("float32", "bfloat16"):

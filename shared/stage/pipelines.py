@@ -59,7 +59,8 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
         named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
-        for fault in (*named, *faults(pipeline, roles)):
+        detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
+        for fault in (*named, *faults(pipeline, roles), *detours):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -82,6 +83,14 @@ def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
                 f"the consumer {consumer} has more than {MAX_CONSUMER_LEN} characters: shorten the"
                 " name of the model or of the stage",
             )
+
+
+def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
+    for edge in pipeline.edges:
+        if edge.mode == "detour":
+            # Blocks of another worker are found in the prefix cache, or not at all.
+            message = "a detour needs engine.prefix_caching, which is off"
+            yield Fault(f"stages.{edge.target}.inputs.{edge.carries}", message)
 
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import Config, ModelConfig
+from shared.config import Config, EngineConfig, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.stage import tasks
@@ -174,3 +174,13 @@ def test_a_detour_belongs_to_the_part_of_a_pipeline_with_its_source() -> None:
     part = pipeline.restricted_to(["text"])
     assert [stage.name for stage in part.stages] == ["renderer", "prefill", "engine"]
     assert part.detour_from("renderer") == pipeline.detour_from("renderer")
+
+
+def test_a_detour_needs_the_prefix_cache() -> None:
+    config = Config(
+        {"demo": ModelConfig("nowhere", prefill="prefill")},
+        engine=EngineConfig(prefix_caching=False),
+    )
+    with pytest.raises(ConfigError, match=r"engine\.prefix_caching, which is off") as caught:
+        check_pipelines(config, (*ROLES, "prefill"), "pagemill.yaml")
+    assert caught.value.field == "models.demo.stages.prefill.inputs.tokens"
