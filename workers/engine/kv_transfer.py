@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from shared.blobs.store import Blobs
 from shared.config import ModelConfig
-from shared.errors import BlobLost
+from shared.errors import BlobLost, PagemillError
 from shared.protocol.multimodal import BlobRef, HashPart, content_hash
 from shared.protocol.task_messages import KVBlob
 from shared.task_set import TaskSet
@@ -120,8 +120,8 @@ class KVReader:
                     self._acknowledging.start(self._blobs.acknowledge(blocks.ref))
         except TimeoutError:
             reason = "too late"
-        except (BlobLost, _Damaged) as error:
-            reason = str(error)
+        except PagemillError as error:
+            reason = error.message
         if reason:
             _log.warning("kv_not_read", request_id=request.request_id, reason=reason)
         return ReceivedKV(runs)
@@ -130,7 +130,7 @@ class KVReader:
         blob = await self._blobs.get(blocks.ref)
         try:
             if await asyncio.to_thread(_digest, blob.data) != blocks.digest:
-                raise _Damaged("damaged")
+                raise BlobLost("damaged")
             run = KVRun(blocks.first, hashes, (blob.data,))
         except BaseException:
             blob.close()
@@ -139,10 +139,6 @@ class KVReader:
         loop = asyncio.get_running_loop()
         weakref.finalize(run, close_soon, loop, blob.close).atexit = False
         return run
-
-
-class _Damaged(Exception):
-    pass
 
 
 def _digest(data: memoryview) -> bytes:
