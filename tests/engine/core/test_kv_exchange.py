@@ -181,7 +181,7 @@ def test_the_end_of_a_chain_does_not_evict_its_beginning() -> None:
 def test_a_block_with_unverified_tokens_is_zeroed_before_it_is_restored() -> None:
     """Zeroed later, it would lose what has been restored into it."""
     request, engine = request_of(21), Engine(num_blocks=16)
-    aborted = replace(request_of(30), request_id="aborted")
+    aborted = replace(request_of(23), request_id="aborted")
     engine.core.add(aborted)
     engine.core.step()  # the first chunk of sixteen tokens
     engine.core.cancel("aborted")

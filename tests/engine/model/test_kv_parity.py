@@ -107,7 +107,9 @@ def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def cases_of(sees: bool) -> list[Case]:
-    return [case for case in make_cases(sees) if case.request.request_id in ("text", "two")]
+    """Prompts of several blocks; where the model sees, two of them have images."""
+    cases = make_cases(sees)
+    return [case for case in cases if len(case.request.prompt_token_ids) > 2 * BLOCK_SIZE]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
