@@ -160,18 +160,21 @@ async def test_renderers_forward_what_no_worker_is_left_to_take(bus: Bus, model:
     )
     worker = await beat(bus, model)
 
-    async def stay_alive() -> None:
+    async def stay_alive(model: str, worker: str) -> None:
         while True:
             await beat(bus, model, worker)
             await asyncio.sleep(0.3)
 
-    alive = asyncio.create_task(stay_alive())
+    alive = asyncio.create_task(stay_alive(model, worker))
+    # By the heartbeats of others it is known that one is missing.
+    other = asyncio.create_task(stay_alive("other", "prefill-other"))
     async with forwarding(bus, model):
         name = await put(bus, model)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engines.next(), 2.5)
         alive.cancel()
         delivery = await asyncio.wait_for(engines.next(), 20)
+    other.cancel()
     await delivery.ack()
     await engines.stop()
     task, _ = envelope.decode(delivery.data, Task[EngineBody])
