@@ -16,6 +16,7 @@ from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import Finish, LogRecord
 from shared.protocol.requests import GenerateRequest
+from shared.protocol.sampling import SamplingParams
 from tests.adapters import ATTENTION, MLP, write_adapter
 from tests.cluster.conftest import (
     CONFIG,
@@ -106,6 +107,7 @@ async def assert_alone_the_same(
 ) -> None:
     """Ask again, for answers that the engine computes from the first token on."""
     for request, records in zip(requests, answers, strict=True):
+        assert isinstance(request.sampling_params, SamplingParams)
         sampling = msgspec.structs.replace(request.sampling_params, skip_reading_prefix_cache=True)
         alone = await answer(bus, msgspec.structs.replace(request, sampling_params=sampling))
         assert not is_detoured(alone)

@@ -238,7 +238,7 @@ async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
         await asyncio.Event().wait()
 
     handle = rig.worker._prefill
-    rig.worker._prefill = hold  # type: ignore[method-assign]
+    rig.worker._prefill = hold  # type: ignore[method-assign,assignment]
     assert rig.worker._load()["oldest_s"] == 0
     await rig.put(PROMPT)
     await asyncio.wait_for(held.wait(), 10)

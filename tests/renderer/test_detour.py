@@ -93,7 +93,7 @@ async def test_a_task_that_comes_again_makes_none(bus: Bus, model: str) -> None:
 async def test_a_worker_that_is_late_or_drains_gets_none(
     bus: Bus, model: str, load: dict[str, float]
 ) -> None:
-    await beat(bus, model, **load)
+    await beat(bus, model, "", **load)
     assert not await Detours(context_of(bus, model), [model]).suits(header_of(model), LONG, FIRST)
     # One that is free is enough.
     await beat(bus, model)

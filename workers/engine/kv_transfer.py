@@ -37,7 +37,7 @@ _log = structlog.get_logger()
 class KVLayout:
     """Names of blocks, over everything that engines must agree in to exchange them."""
 
-    _parts: list[HashPart]
+    _parts: Sequence[HashPart]
     _adapters: Mapping[str | None, str]
     """Digests of the adapters' files; None stands for no adapter."""
 
@@ -48,8 +48,10 @@ class KVLayout:
         The names of files say nothing about the weights in them, so all bytes are read.
         """
         parts = [digest_of_files(Path(model.path)), model.quantization or "", layout]
-        digests = {name: digest_of_files(Path(path)) for name, path in model.adapters.items()}
-        return cls(parts, {None: "", **digests})
+        digests: dict[str | None, str] = {None: ""}
+        for name, path in model.adapters.items():
+            digests[name] = digest_of_files(Path(path))
+        return cls(parts, digests)
 
     def name_of(self, adapter: str | None, hashes: Sequence[str]) -> str:
         """Return the name of a blob that holds the blocks with these hashes."""

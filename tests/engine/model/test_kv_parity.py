@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def check_parity(
 def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     model = build(name).eval().requires_grad_(False)
     widen(model)
-    return model.to(dtype)
+    return cast(PreTrainedModel, model.to(dtype))
 
 
 def cases_of(sees: bool) -> list[Case]:
