@@ -55,6 +55,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     local_tokens: Annotated[int, Meta(ge=0)] = 0
     """With `tower: encoder`, the engine still encodes images of at most this many tokens, and
     therefore loads the vision tower too."""
+    prefill: Literal["engine", "prefill"] = "engine"
+    """The worker that computes long prompts: the engine, or prefill workers (`pagemill worker
+    prefill`), which give the engine the KV blocks."""
+    min_prefill_tokens: Positive = 2048
+    """With `prefill: prefill`, prompts of fewer tokens go straight to the engine."""
     pooling: Literal["last", "mean"] | None = None
     """The hidden states that embeddings of prompts are made of: the last token's, or the mean over
     all tokens. By default the folder's `1_Pooling/config.json` decides, and without it, the last

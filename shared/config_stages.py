@@ -18,7 +18,8 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the edge function that makes the stage's input from the source's result."""
     mode: EdgeMode = "task"
     """`task`: the source hands its result over. `stream`: the stage follows the source's output.
-    `fan_out`: the source publishes a task for each item."""
+    `fan_out`: the source publishes a task for each item. `detour`: the source may hand its result
+    to this stage first, which hands it over the source's task edge."""
     gathered_by: str | None = None
     """The stage that waits for the results of a fan-out input; by default its source."""
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from shared.errors import InvalidMedia
+from shared.protocol.multimodal import HashPart
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -12,6 +13,9 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
 )
+
+CONTENT_BYTES = hashlib.sha256().digest_size
+"""Size of a slot's content."""
 
 
 class ShakyDrafter:
@@ -98,6 +102,26 @@ class FakeRunner:
         for block in blocks:
             for slot in range(self._block_size):
                 self._slots.pop((block, slot), None)
+
+    # -- KVMemory, for tests whose engines exchange blocks -----------------------------------------
+
+    @property
+    def layout(self) -> list[HashPart]:
+        return ["fake"]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_size * CONTENT_BYTES
+
+    def read_blocks(self, blocks: list[int]) -> list[memoryview]:
+        slots = ((block, slot) for block in blocks for slot in range(self._block_size))
+        return [memoryview(self._slots[slot]) for slot in slots]
+
+    def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
+        for index, block in enumerate(blocks, skip):
+            for slot in range(self._block_size):
+                start = (index * self._block_size + slot) * CONTENT_BYTES
+                self._slots[block, slot] = bytes(data[start : start + CONTENT_BYTES])
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for source, destination in copies:

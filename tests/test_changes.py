@@ -161,6 +161,7 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
             "shared/config.py",  # a value of `models.NAME.tower`
             "workers/engine/main.py",  # the same value
         },
+        "prefill": {"shared/config.py"},  # a value of `models.NAME.prefill`
         "engine": {
             "shared/telemetry/catalog.py",
             "shared/config.py",  # a value of `models.NAME.tower`

@@ -80,6 +80,7 @@ for _spec in (
         min_workers=1,
     ),
     RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
+    RoleSpec("prefill", "workers.engine.prefill", "Prefill", "computes long prompts"),
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
     RoleSpec(
         AUTOSCALER,

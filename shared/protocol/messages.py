@@ -3,6 +3,7 @@
 client → coordinator          GenerateRequest              pm.request.<model>       JSON or msgpack
 coordinator → renderer        Task[RenderBody]             pm.stage.renderer.…      envelope
 renderer → engine             Task[EngineBody]             pm.stage.engine.…        envelope
+renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope
 renderer → encoder            Task[EncodeBody]             pm.stage.encoder.…       envelope
 encoder → engine              ItemResult                   pm.result.<key>          msgpack
 stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON

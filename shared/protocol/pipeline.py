@@ -9,6 +9,8 @@ stream    The target gets its task when the source writes its first record, and 
 fan_out   The source publishes any number of item tasks, each under the hash of its content, so
           that requests which need the same result share one task. Another stage, `gathered_by`,
           waits for the results.
+detour    The source may hand its result to this stage instead of over its task edge. The stage adds
+          to it what saves work, and hands it over that same task edge. No request needs it.
 
 Outputs have names and kinds, and one stage writes each. The output `text` is the request's own
 token log; every other output has a log beside it. This module is pure: it names roles and edge
@@ -34,7 +36,7 @@ RESERVED_OUTPUTS = frozenset({ENDS})
 """Names under which a request has other records than those of an output."""
 
 OutputKind = Literal["text", "audio", "image", "video"]
-EdgeMode = Literal["task", "stream", "fan_out"]
+EdgeMode = Literal["task", "stream", "fan_out", "detour"]
 
 
 class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +102,19 @@ class Pipeline(Struct, frozen=True, dict=True):
     def readers_of(self, stage: str) -> set[str]:
         """The stages that read payloads of this one: those that follow, or that gather."""
         given = {edge.target for edge in self.edges if edge.source == stage}
+        given |= {edge.target for edge in self.onward_edges(stage)}
         fan_outs = (edge for edge in self.edges_into(stage) if edge.mode == "fan_out")
         return given | {edge.gathered_by or edge.source for edge in fan_outs}
+
+    def detour_from(self, stage: str) -> Edge | None:
+        """The edge to the stage that a result of `stage` may go to first."""
+        return next(iter(self.edges_from(stage, "detour")), None)
+
+    def onward_edges(self, stage: str) -> list[Edge]:
+        """The task edges over which a stage forwards: on a detour, those of its source."""
+        detours = (edge for edge in self.edges_into(stage) if edge.mode == "detour")
+        sources = {stage} | {edge.source for edge in detours}
+        return [edge for edge in self.edges if edge.source in sources and edge.mode == "task"]
 
     def inputs_of(self, stage: str) -> dict[str, str]:
         """The stream inputs of a stage: what each carries → the output to follow."""
@@ -141,6 +154,8 @@ class Pipeline(Struct, frozen=True, dict=True):
             }
             todo += needed - wanted - {REQUEST}
             wanted |= needed - {REQUEST}
+        detours = (edge for edge in self.edges if edge.mode == "detour")
+        wanted |= {edge.target for edge in detours if edge.source in wanted}
         return Pipeline(
             tuple(stage for stage in self.stages if stage.name in wanted),
             tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
@@ -148,10 +163,13 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     @cached_property
     def required_stages(self) -> list[str]:
-        """Stages without which no request of this model is answered: all but fan-out targets."""
+        """Stages without which no request of this model is answered.
+
+        These are all but the targets of fan-outs and detours.
+        """
         part = self.restricted_to(self.default_outputs)
-        fanned_out = {edge.target for edge in part.edges if edge.mode == "fan_out"}
-        return [stage.name for stage in part.stages if stage.name not in fanned_out]
+        beside = {edge.target for edge in part.edges if edge.mode in ("fan_out", "detour")}
+        return [stage.name for stage in part.stages if stage.name not in beside]
 
     def restart_edges(self, stage: str) -> list[Edge]:
         """The edges from the request by which what `stage` was given is made again.
@@ -218,6 +236,9 @@ def faults(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
     """
     yield from _faults_of_stages(pipeline, roles)
     yield from _faults_of_edges(pipeline)
+    for edge in pipeline.edges:
+        if edge.mode == "detour":
+            yield from _faults_of_detour(pipeline, edge)
     yield from _faults_of_graph(pipeline)
 
 
@@ -273,6 +294,21 @@ def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
             )
 
 
+def _faults_of_detour(pipeline: Pipeline, edge: Edge) -> Iterator[Fault]:
+    key, target = f"stages.{edge.target}.inputs.{edge.carries}", pipeline.stage(edge.target)
+    round_about = pipeline.edges_from(edge.source, "task")
+    if len(pipeline.edges_from(edge.source, "detour")) > 1:
+        yield Fault(key, f"{edge.source!r} has another detour")
+    if [other.carries for other in round_about] != [edge.carries]:
+        message = f"a detour begins at a stage with one task edge, and that carries {edge.carries}"
+        yield Fault(key, message)
+    has_more = len(pipeline.edges_into(edge.target)) > 1
+    if has_more or any(other.source == edge.target for other in pipeline.edges):
+        yield Fault(key, "a stage on a detour has no other input and no edge of its own")
+    if target is not None and target.output is not None:
+        yield Fault(f"stages.{edge.target}.output", "a stage on a detour writes no output")
+
+
 def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
     names = {stage.name for stage in pipeline.stages}
     # A source that is no stage is another fault, and no cycle.
@@ -292,7 +328,7 @@ def graph_lines(pipeline: Pipeline) -> list[str]:
     """The pipeline as text for `pagemill check`: one line an edge, then one an output."""
     lines = []
     for edge in pipeline.edges:
-        arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶"}[edge.mode]
+        arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶", "detour": "··▶"}[edge.mode]
         gathered = f", gathered by {edge.gathered_by}" if edge.gathered_by else ""
         mode = edge.mode.replace("_", "-")
         lines.append(f"{edge.source} {arrow} {edge.target}  ({mode}: {edge.carries}{gathered})")

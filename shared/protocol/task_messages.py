@@ -91,14 +91,32 @@ class RenderBody(TaskBody, frozen=True):
     prompt: Prompt
 
 
-class EngineBody(TaskBody, frozen=True):
-    """For engines: expanded token ids, and items whose tensors are in the envelope or in blobs."""
+class KVBlob(Struct, frozen=True, array_like=True):
+    """Keys and values of consecutive full blocks of a prompt, in the memory of a prefill worker."""
+
+    ref: BlobRef
+    name: str
+    """Hash of the layout and of the blocks' hashes: blocks of another layout are not found."""
+    first: int
+    """Index of the first block in the prompt."""
+    num_blocks: int
+    digest: bytes
+    """BLAKE3 of the blob's bytes."""
+
+
+class EngineBody(TaskBody, frozen=True, omit_defaults=True):
+    """For engines and prefill workers: expanded token ids, and items whose tensors are in the
+    envelope or in blobs."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
+    kv: list[KVBlob] = []
+    """Computed blocks of the prompt, in their order. They are a cache: an engine that cannot read
+    them computes the prompt."""
 
     def blobs(self) -> list[BlobRef]:
-        return [item.blob for item in self.items if item.blob is not None]
+        of_items = [item.blob for item in self.items if item.blob is not None]
+        return of_items + [blocks.ref for blocks in self.kv]
 
 
 class EncodeBody(TaskBody, frozen=True):

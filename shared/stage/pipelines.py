@@ -20,7 +20,7 @@ from shared.protocol.pipeline import (
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
 from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 
-RENDERER, ENCODER, ENGINE = "renderer", "encoder", "engine"
+RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
@@ -32,7 +32,7 @@ def pipeline_of(model: ModelConfig) -> Pipeline:
     """The default pipeline of a model, changed by its `stages`.
 
     Renderers give the engine its tokens. With `tower: encoder`, they fan items out to encoders, and
-    the engine gathers the embeddings.
+    the engine gathers the embeddings. With `prefill: prefill`, long prompts make a detour.
     """
     stages, edges = _default(model)
     for name, changes in model.stages.items():
@@ -59,7 +59,8 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
         named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
-        for fault in (*named, *faults(pipeline, roles)):
+        detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
+        for fault in (*named, *faults(pipeline, roles), *detours):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -84,12 +85,23 @@ def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
             )
 
 
+def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
+    for edge in pipeline.edges:
+        if edge.mode == "detour":
+            # Blocks of another worker are found in the prefix cache, or not at all.
+            message = "a detour needs engine.prefix_caching, which is off"
+            yield Fault(f"stages.{edge.target}.inputs.{edge.carries}", message)
+
+
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
     stages = {RENDERER: StageSpec(RENDERER, RENDERER)}
     edges = {RENDERER: [Edge(REQUEST, RENDERER, "prompt", "prompt")]}
     if model.tower == ENCODER:
         stages[ENCODER] = StageSpec(ENCODER, ENCODER)
         edges[ENCODER] = [Edge(RENDERER, ENCODER, IMAGE, "item", "fan_out", gathered_by=ENGINE)]
+    if model.prefill == PREFILL:
+        stages[PREFILL] = StageSpec(PREFILL, PREFILL)
+        edges[PREFILL] = [Edge(RENDERER, PREFILL, "tokens", "rendered", "detour")]
     stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=OutputSpec(TEXT, "text"))
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
     return stages, edges

@@ -136,13 +136,32 @@ class Stage:
 
     # -- forwarding -------------------------------------------------------------------------
 
-    async def forward(self, job: Job, result: Struct, tensors: Sequence[TensorData] = ()) -> None:
-        """Publish the tasks of the stages that follow, then acknowledge the input."""
+    async def forward(
+        self,
+        job: Job,
+        result: Struct,
+        tensors: Sequence[TensorData] = (),
+        *,
+        detour: bool = False,
+    ) -> None:
+        """Publish the tasks of the stages that follow, then acknowledge the input.
+
+        With `detour` that is the task of the stage of the detour. Payloads of the input that are
+        also in the result belong to the next task.
+        """
         header = self._header_behind(job)
         pipeline = _known(self._pipeline_of(job))
-        for edge in pipeline.edges_from(self.name, "task"):
-            if await tasks.publish(self.bus, edge, header, result, tensors, job.outputs):
+        edge_of_detour = pipeline.detour_from(self.name) if detour else None
+        edges = pipeline.onward_edges(self.name) if edge_of_detour is None else [edge_of_detour]
+        for edge in edges:
+            passed = tasks.common_payloads(result, job.inputs)
+            payloads = [*job.outputs, *passed]
+            if await tasks.publish(self.bus, edge, header, result, tensors, payloads):
                 job.outputs.clear()
+            elif passed:
+                # An earlier attempt may have stored a task with the same payloads.
+                passed = await tasks.stored_payloads(self.bus, edge, header, result)
+            job.inputs = [ref for ref in job.inputs if ref not in passed]
         await self._acknowledge(job)
 
     async def start_followers(self, job: Job) -> None:

@@ -13,7 +13,7 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
 from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import TASK_VERSION, Task, TaskHeader
+from shared.protocol.task_messages import TASK_VERSION, Task, TaskBody, TaskHeader
 
 
 class _AnyVersion(Struct, frozen=True):
@@ -78,6 +78,26 @@ async def publish(
         # The task of the earlier round may have gone since; a duplicate is refused once more.
         was_there = await bus.publish(subject, data, msg_id)
     return not was_there or (stored is not None and stored.data == data)
+
+
+def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef]:
+    """Return those of `payloads` that a stage passes on with its result."""
+    passed = result.blobs() if isinstance(result, TaskBody) else []
+    return [ref for ref in payloads if ref in passed]
+
+
+async def stored_payloads(bus: Bus, edge: Edge, header: TaskHeader, source: Any) -> list[BlobRef]:
+    """Return the payloads of the task that the target's queue has for this request.
+
+    `source` is as in `publish`: the task has a body of the kind that is made of it.
+    """
+    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id)
+    stored = await bus.read_last(subjects.STAGES_STREAM, subject)
+    if stored is None:
+        return []
+    kind = type(function_of(edge)(source))
+    found: list[BlobRef] = decode(stored.data, kind)[0].body.blobs()
+    return found
 
 
 async def publish_item(

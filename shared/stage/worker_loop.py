@@ -33,6 +33,8 @@ class Forward:
 
     result: Struct
     tensors: Sequence[TensorData] = field(default_factory=list)
+    detour: bool = False
+    """The result goes to the stage of the detour, which forwards it in this stage's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,8 @@ class WorkerLoop:
     async def _settle(self, job: Job, outcome: Outcome) -> None:
         stage = self._stage
         match outcome:
-            case Forward(result, tensors):
-                await stage.forward(job, result, tensors)
+            case Forward(result, tensors, detour):
+                await stage.forward(job, result, tensors, detour=detour)
             case Done() if job.ticket is None:
                 await stage.finish_item(job)
             case Done(summary, on_end):

@@ -28,6 +28,8 @@ class ItemLoader:
     """None where no worker makes any for others."""
     _restore: Callable[[TensorData], Any]
     """Makes of a tensor's bytes what the runner takes."""
+    _reads_last: bool = True
+    """Whether no worker behind this one needs the embeddings that encoders have made."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _sharing: TaskSet = field(default_factory=TaskSet)
 
@@ -60,8 +62,8 @@ class ItemLoader:
             opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
             # The step thread may look at them longer than the request is in hand.
             close = views.pop_all().close
-            weakref.finalize(opened, _close_soon, self._loop, close).atexit = False
-        if held is not None and self._embeddings is not None:
+            weakref.finalize(opened, close_soon, self._loop, close).atexit = False
+        if held is not None and self._embeddings is not None and self._reads_last:
             await self._embeddings.acknowledge(held)
         return opened
 
@@ -86,7 +88,7 @@ class ItemLoader:
             await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
 
 
-def _close_soon(loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
+def close_soon(loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
     """In whichever thread the last reference was given up."""
     with contextlib.suppress(RuntimeError):  # the loop has ended, and the process is about to
         loop.call_soon_threadsafe(close)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -9,6 +10,7 @@ import torch
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, SpeculativeConfig
 from shared.errors import ConfigError
@@ -20,13 +22,39 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.item_loader import ItemLoader
+from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.worker import EngineWorker
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The parts of an engine, for the worker of a role that has one."""
+
+    model: str
+    loaded: LoadedModel
+    core: EngineCore
+    items: ItemLoader
+    blobs: Blobs
+    layout: KVLayout | None
+    """None if the model's pipeline has no prefill workers."""
+
+
 async def main(context: Context) -> None:
+    built = await build(context)
+    # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
+    context.step("building the grammar compiler")
+    grammars = new_grammar_compiler(built.loaded, context.config.engine.max_num_seqs)
+    kv = None
+    if built.layout is not None:
+        kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
+    await EngineWorker(context, built.model, built.core, built.items, grammars, kv).serve()
+
+
+async def build(context: Context, reads_last: bool = True) -> Built:
+    """Load the model that the worker serves; `reads_last` is that of `ItemLoader`."""
     config, name = context.config, context.model
     if name is None:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
@@ -39,7 +67,7 @@ async def main(context: Context) -> None:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "consumer")
     elif model.share_embeddings:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
-    item_loader = ItemLoader(blobs, embeddings, to_torch)
+    items = ItemLoader(blobs, embeddings, to_torch, reads_last)
     measure = WeightsProgress(Path(model.path)).measure
 
     def set_step(step: str) -> None:
@@ -48,11 +76,12 @@ async def main(context: Context) -> None:
     set_step("loading the model")
     loaded = await asyncio.to_thread(load, model, config.engine, set_step)
     context.step("building the engine")
-    core = await asyncio.to_thread(build_core, loaded, config.engine, item_loader.share)
-    # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
-    context.step("building the grammar compiler")
-    grammars = new_grammar_compiler(loaded, config.engine.max_num_seqs)
-    await EngineWorker(context, name, core, item_loader, grammars).serve()
+    core = await asyncio.to_thread(build_core, loaded, config.engine, items.share)
+    layout = None
+    if any(edge.mode == "detour" for edge in context.pipelines[name].edges):
+        context.step("hashing the model's files")
+        layout = await asyncio.to_thread(KVLayout.of, model, core.kv_exchange.layout)
+    return Built(name, loaded, core, items, blobs, layout)
 
 
 def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler | None:
@@ -76,16 +105,17 @@ def build_core(
     on_encoded: Callable[[str, Tensor], None] | None = None,
 ) -> EngineCore:
     """Return an engine core for the loaded model; `on_encoded` is that of `ModelRunner`."""
+    runner = ModelRunner(
+        loaded.model,
+        loaded.num_blocks,
+        loaded.block_size,
+        loaded.tower,
+        engine.embedding_cache_mib * 2**20,
+        on_encoded,
+        loaded.adapters,
+    )
     return EngineCore(
-        ModelRunner(
-            loaded.model,
-            loaded.num_blocks,
-            loaded.block_size,
-            loaded.tower,
-            engine.embedding_cache_mib * 2**20,
-            on_encoded,
-            loaded.adapters,
-        ),
+        runner,
         loaded.decode,
         loaded.eos_token_ids,
         pool=BlockPool(
@@ -100,6 +130,7 @@ def build_core(
         new_drafter=lambda: _new_drafter(engine.speculative),
         max_drafting_tokens=engine.speculative.max_step_tokens,
         pooling=loaded.pooling,
+        kv_memory=runner,
     )
 
 

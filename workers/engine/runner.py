@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.models.tower import Tower
-from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.lora import Adapters
@@ -147,6 +148,42 @@ class ModelRunner:
         for keys, values in self._kv_cache:
             keys.index_fill_(0, index, 0)
             values.index_fill_(0, index, 0)
+
+    @property
+    def layout(self) -> list[HashPart]:
+        """Return the packing and the dtype of the KV cache, and the shapes of each layer's block.
+
+        The shapes hold the size of a block, the number of heads and the size of a head.
+        """
+        shapes = [list(cache.shape[1:]) for caches in self._kv_cache for cache in caches]
+        return [self._model.kv_packing, str(self._model.dtype), shapes]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(cache[0].nbytes for caches in self._kv_cache for cache in caches)
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: list[int]) -> list[memoryview]:
+        """Return copies of these blocks: the keys of the first layer, its values, and so on."""
+        index = self._to_device(blocks)
+        return [
+            from_torch(cache.index_select(0, index)).data
+            for caches in self._kv_cache
+            for cache in caches
+        ]
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
+        """Write blocks from the joined parts of `read_blocks`, without the first `skip` blocks."""
+        index, start = self._to_device(blocks), 0
+        num_held = data.nbytes // self.block_bytes
+        for caches in self._kv_cache:
+            for cache in caches:
+                stop = start + num_held * cache[0].nbytes
+                rows = torch.frombuffer(data[start:stop], dtype=cache.dtype)
+                rows = rows.view(num_held, *cache.shape[1:])[skip : skip + len(blocks)]
+                cache.index_copy_(0, index, rows.to(cache.device))
+                start = stop
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[list[SampledToken]]:

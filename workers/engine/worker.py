@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
@@ -25,8 +25,9 @@ from shared.state.token_log import is_final, last_record
 from shared.task_set import TaskSet
 from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.kv_events import encode_batches
-from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
+from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.item_loader import ItemLoader
+from workers.engine.kv_transfer import KVReader
 from workers.engine.log_records import logged_choices, merge_deltas
 from workers.engine.metrics import EngineMetrics, RequestTiming
 from workers.engine.open_request import OpenRequest, RecordPacer
@@ -40,8 +41,6 @@ GRACE_MS = 2000.0
 # Average pause of a request that finds no place among the grammars that wait for their trial.
 GRAMMAR_PAUSE_S = 5.0
 
-Prepared = tuple[list[Item], Grammar | None]
-
 
 @dataclass(eq=False)
 class EngineWorker:
@@ -53,6 +52,8 @@ class EngineWorker:
     _items: ItemLoader
     _grammars: GrammarCompiler | None = None
     """Without it, requests that have a grammar are refused."""
+    _kv: KVReader | None = None
+    """Without it, all prompts are computed here."""
     _preparing: set[str] = field(default_factory=set)
     """Requests that wait for embeddings or a grammar."""
     _ended: set[str] = field(default_factory=set)
@@ -145,24 +146,12 @@ class EngineWorker:
         assert job.log is not None
         header, body, records = task.header, task.body, job.log.records
         try:
-            items, grammar = await self._prepare(task, tensors, job)
+            request = await self._prepare(task, tensors, job)
         except _NotBegun as stopped:
             return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
         assert header.ticket is not None
-        request = EngineRequest(
-            request_id=header.request_id,
-            prompt_token_ids=body.prompt_token_ids,
-            items=items,
-            sampling=header.sampling,
-            logged=logged_choices(records, header.sampling.n),
-            lane=header.lane,
-            tenant=header.ticket.cache_scope,
-            adapter=header.adapter,
-            new_token_mask=None if grammar is None else grammar.new_mask,
-            embedding=header.embedding,
-        )
         accepted_ms = header.ticket.accepted_ms
         timing = RequestTiming.of(accepted_ms, job.received_ms, len(body.prompt_token_ids), records)
         self._context.log.info(
@@ -176,12 +165,14 @@ class EngineWorker:
 
     async def _prepare(
         self, task: Task[EngineBody], tensors: list[TensorData], job: Job
-    ) -> Prepared:
-        """The request's items, once encoders have made their embeddings, and its grammar.
+    ) -> EngineRequest:
+        """The request, once encoders have made its embeddings, with its grammar and its KV blocks.
 
         Raises BlobLost for an item that is lost.
         """
-        request_id, ticket = task.header.request_id, task.header.ticket
+        assert job.log is not None
+        header = task.header
+        request_id, ticket = header.request_id, header.ticket
         assert ticket is not None
 
         async def progress() -> None:
@@ -207,7 +198,22 @@ class EngineWorker:
                 stage = edges[0].target if edges else ""
                 span = StageSpan(stage, "", job.delivery.attempt, began_ms, now_ms)
                 job.path = [*job.path, span]
-            return items, await self._compile(task.header, progress)
+            grammar = await self._compile(header, progress)
+            request = EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=task.body.prompt_token_ids,
+                items=items,
+                sampling=header.sampling,
+                logged=logged_choices(job.log.records, header.sampling.n),
+                lane=header.lane,
+                tenant=ticket.cache_scope,
+                adapter=header.adapter,
+                new_token_mask=None if grammar is None else grammar.new_mask,
+                embedding=header.embedding,
+            )
+            if self._kv is not None and task.body.kv:
+                request = replace(request, received=await self._kv.read(request, task.body.kv))
+            return request
         finally:
             self._preparing.discard(request_id)
             self._adjust_capacity()

@@ -15,6 +15,7 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHead
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
+from workers.renderer.detour import Detours
 from workers.renderer.media.loader import MediaLoader, is_remote
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath
@@ -50,6 +51,8 @@ class RendererWorker:
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._loader = MediaLoader(limits)
         self._render_path = RenderPath(context.bus, blobs, self._config, self._in_thread)
+        models = models_of(context.pipelines, context.stage.name)
+        self._detours = Detours(context, models)
         self._preview_path = PreviewPath(context.bus, self._loader, limits, self._in_thread)
 
     async def load(self) -> None:
@@ -102,6 +105,7 @@ class RendererWorker:
             },
         )
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._detours.run())
             group.create_task(rpc.run(context.shutdown.asked, config.delivery.drain_s))
             group.create_task(loop.run())
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -132,7 +136,8 @@ class RendererWorker:
                 ms=round(self._context.bus.now_ms() - job.received_ms, 1),
             )
             body = EngineBody(rendered.prompt_token_ids, rendered.items)
-            return Forward(body, rendered.tensors)
+            detour = await self._detours.suits(header, body, job)
+            return Forward(body, rendered.tensors, detour)
         finally:
             self._in_flight.discard(header.request_id)
             self._ended.discard(header.request_id)

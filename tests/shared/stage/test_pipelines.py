@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import Config, ModelConfig
+from shared.config import Config, EngineConfig, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.stage import tasks
@@ -33,6 +33,18 @@ def output(name: str, kind: str = "audio") -> dict[str, Any]:
 
 def from_engine(**changes: Any) -> dict[str, Any]:
     return speech(inputs={"tokens": SPEECH["inputs"]["tokens"] | changes})
+
+
+DETOUR: dict[str, Any] = {
+    "role": "engine",
+    "inputs": {"tokens": {"from": "renderer", "function": "rendered", "mode": "detour"}},
+}
+
+
+def detour(carries: str, source: str = "renderer") -> dict[str, Any]:
+    function = "rendered" if carries == "tokens" else "item"
+    edge = {"from": source, "function": function, "mode": "detour"}
+    return {"prefill": DETOUR | {"inputs": {carries: edge}}}
 
 
 FROM_REQUEST = from_engine(**{"from": "request", "mode": "fan_out"})
@@ -80,6 +92,26 @@ REFUSED = [
     ("stages.speech.inputs.tokens.function", "no edge function", from_engine(function="sing")),
     ("stages.speech.inputs.tokens.function", "carries 'prompt'", from_engine(function="prompt")),
     (
+        "stages.prefill.inputs.tokens",
+        "has another detour",
+        {"prefill": DETOUR, "more": DETOUR | {"role": "engine"}},
+    ),
+    ("stages.prefill.inputs.image", "that carries image", detour("image")),
+    ("stages.prefill.inputs.tokens", "one task edge", detour("tokens", source="engine")),
+    (
+        "stages.prefill.inputs.tokens",
+        "no other input and no edge of its own",
+        {
+            "prefill": DETOUR,
+            "speech": SPEECH | {"inputs": {"tokens": {"from": "prefill", "function": "rendered"}}},
+        },
+    ),
+    (
+        "stages.prefill.output",
+        "writes no output",
+        {"prefill": DETOUR | {"output": {"name": "speech", "kind": "audio"}}},
+    ),
+    (
         "stages.engine.inputs",
         "form a cycle",
         {"renderer": {"inputs": {"tokens": {"from": "engine", "function": "rendered"}}}},
@@ -118,3 +150,37 @@ def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
     assert engine is not None
     assert (engine.replicas, engine.sampling_defaults) == (2, {"n": 2})
     assert [edge.target for edge in pipeline.followers_of("engine")] == ["speech"]
+
+
+def test_prefill_workers_are_on_a_detour_from_the_renderer_to_the_engine() -> None:
+    model = ModelConfig("nowhere", prefill="prefill")
+    check_pipelines(Config({"demo": model}), (*ROLES, "prefill"), "pagemill.yaml")
+    pipeline, default = pipeline_of(model), pipeline_of(ModelConfig("nowhere"))
+    detour = pipeline.detour_from("renderer")
+    assert detour is not None
+    assert (detour.target, default.detour_from("renderer")) == ("prefill", None)
+    assert pipeline.onward_edges("prefill") == pipeline.edges_from("renderer", "task")
+    assert pipeline.onward_edges("renderer") == default.onward_edges("renderer")
+    # No request needs it, and what it stores is read by engines.
+    assert pipeline.required_stages == default.required_stages
+    assert pipeline.readers_of("prefill") == {"engine"}
+    assert pipeline.readers_of("renderer") == {"prefill", "engine"}
+    assert pipeline.restart_edges("engine") == default.restart_edges("engine")
+
+
+def test_a_detour_belongs_to_the_part_of_a_pipeline_with_its_source() -> None:
+    stages = msgspec.convert(speech(), dict[str, StageConfig])
+    pipeline = pipeline_of(ModelConfig("nowhere", prefill="prefill", stages=stages))
+    part = pipeline.restricted_to(["text"])
+    assert [stage.name for stage in part.stages] == ["renderer", "prefill", "engine"]
+    assert part.detour_from("renderer") == pipeline.detour_from("renderer")
+
+
+def test_a_detour_needs_the_prefix_cache() -> None:
+    config = Config(
+        {"demo": ModelConfig("nowhere", prefill="prefill")},
+        engine=EngineConfig(prefix_caching=False),
+    )
+    with pytest.raises(ConfigError, match=r"engine\.prefix_caching, which is off") as caught:
+        check_pipelines(config, (*ROLES, "prefill"), "pagemill.yaml")
+    assert caught.value.field == "models.demo.stages.prefill.inputs.tokens"

@@ -13,6 +13,7 @@ from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.kv_events import KVEvents
+from workers.engine.core.kv_exchange import KVExchange, KVMemory
 from workers.engine.core.request_state import Decode, RequestFactory, RequestState
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
@@ -78,8 +79,12 @@ class EngineCore:
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
         pooling: Pooling = LAST_TOKEN,
+        kv_memory: KVMemory | None = None,
     ) -> None:
-        """`encode`, `new_drafter` and `pooling` are those of `RequestFactory`."""
+        """`encode`, `new_drafter` and `pooling` are those of `RequestFactory`.
+
+        With `kv_memory`, blocks are exchanged with other engines.
+        """
         self._runner = runner
         self._factory = RequestFactory(
             *(tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter),
@@ -94,6 +99,7 @@ class EngineCore:
             prefix_caching,
             max_drafting_tokens,
         )
+        self.kv_exchange = KVExchange(pool, self._scheduler.prefix_cache, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
         self._deltas: dict[str, list[ChoiceDelta]] = {}
         """Deltas of this step by request id, returned at its end."""
@@ -148,6 +154,7 @@ class EngineCore:
         stop_events = [
             choice.replay(log.token_ids) for choice, log in zip(state.choices, logged, strict=True)
         ]
+        self.kv_exchange.restore(state.choices[0].sequence)
         self._requests[request.request_id] = state
         for choice, log, stop_event in zip(state.choices, logged, stop_events, strict=True):
             if log.finished:
@@ -273,8 +280,11 @@ class EngineCore:
         if not state.finished:
             return output
         self._remove(state)
-        embedding = state.choices[0].sequence.embedding
-        return replace(output, usage=state.usage, kv_blocks=state.kv_blocks, embedding=embedding)
+        sequence = state.choices[0].sequence
+        kv, embedding = self.kv_exchange.export(sequence), sequence.embedding
+        return replace(
+            output, usage=state.usage, kv_blocks=state.kv_blocks, embedding=embedding, kv=kv
+        )
 
     # -- failures and removal ----------------------------------------------------------------
 

@@ -180,6 +180,24 @@ class PrefixCache:
             if self._pool.register(sequence.block_table[index], hashes[index]):
                 registered.append(index)
         sequence.num_registered_blocks = num_full
+        self._publish_registered(sequence, registered)
+
+    def register_restored(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        """Make blocks findable that another engine has computed and verified.
+
+        They are written, and hold the blocks of the sequence from index `first` on.
+        """
+        hashes = block_hashes(sequence, first + len(blocks), self._pool.block_size)
+        self._publish_registered(
+            sequence,
+            [
+                index
+                for index, block in enumerate(blocks, first)
+                if self._pool.register(block, hashes[index])
+            ],
+        )
+
+    def _publish_registered(self, sequence: Sequence, registered: list[int]) -> None:
         if self._pool.events is not None:
             for first, stop in _consecutive_runs(registered):
                 self._publish_stored(self._pool.events, sequence, first, stop)

@@ -64,6 +64,32 @@ class LoggedChoice:
     finished: bool
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class KVRun:
+    """Keys and values of consecutive full blocks of a prompt, which engines give each other.
+
+    The data may be a view of borrowed memory, which is returned when the run is collected.
+    """
+
+    first: int
+    """Index of the first block in the prompt."""
+    hashes: list[str]
+    data: tuple[memoryview, ...]
+    """Content of all blocks, in parts; see `kv_exchange`."""
+
+
+@dataclass(slots=True)
+class ReceivedKV:
+    """Blocks that came with a request, until the engine has copied them."""
+
+    runs: list[KVRun]
+
+    def take(self) -> list[KVRun]:
+        """Remove and return all runs, so that their memory can be returned."""
+        runs, self.runs = self.runs, []
+        return runs
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A rendered request, ready to be scheduled."""
@@ -83,6 +109,10 @@ class EngineRequest:
     """Creates the token mask of each choice; None if the request has no grammar."""
     embedding: EmbeddingParams | None = None
     """The request ends with its prompt, whose embedding is its only output."""
+    received: ReceivedKV | None = None
+    """Blocks of the prompt that another engine has computed."""
+    export_run_bytes: int = 0
+    """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
         """Return the indexes of the items whose placeholders overlap the tokens [start, stop)."""
@@ -246,3 +276,5 @@ class RequestOutput:
     """Prompt log probabilities; set once, with the first tokens."""
     embedding: bytes = b""
     """Embedding of the prompt, if one is requested; set together with `usage`."""
+    kv: list[KVRun] = field(default_factory=list)
+    """Full blocks of the prompt, if the request exports them; set together with `usage`."""

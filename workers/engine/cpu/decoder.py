@@ -110,6 +110,8 @@ def _unsupported_mlp(mlp: Any, activation: str) -> str | None:
 class NativeModel(DecoderModel):
     """A decoder whose layers and head run in C++."""
 
+    kv_packing = "native"
+
     def __init__(self, family: LanguageAdapter, num_threads: int) -> None:
         """Move the layers' weights out of the family's model; `unsupported_reason` must be None."""
         loaded = library.load()

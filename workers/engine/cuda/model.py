@@ -27,6 +27,8 @@ from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs, 
 class GpuModel(FlatModel):
     """A decoder that runs on a GPU, with a cache as of `FlatModel`."""
 
+    kv_packing = "triton"
+
     def __init__(
         self,
         family: LanguageAdapter,

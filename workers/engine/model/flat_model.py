@@ -47,6 +47,9 @@ class StepInputs(NamedTuple):
 class DecoderModel(ABC):
     """A decoder, as the runner sees it. Plans and caches are opaque to the runner."""
 
+    kv_packing = "torch"
+    """Name of the kernels that write the cache; other kernels compute and arrange it otherwise."""
+
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
         self._embed_tokens: Any = family.model.get_input_embeddings()

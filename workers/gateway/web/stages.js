@@ -2,6 +2,7 @@ import { STAGES } from "./pipeline.js";
 
 // The stages of a request, as GET /v1/requests/{id} reports them: a list with workers and times.
 
+const BESIDE = new Set(["encoder", "prefill"]);
 const ENDED = new Set(["finished", "failed", "cancelled"]);
 
 export const hasEnded = (state) => ENDED.has(state);
@@ -42,8 +43,8 @@ export class Stages {
       const [state, time] = entry === undefined
         ? describeOther(row, request, passed, ended)
         : describe(entry, request, endOf(entry) - entry.began_ms, passed, ended);
-      // Engines may encode images themselves, and then this stage has no entry.
-      row.row.hidden = row.name === "encoder" && entry === undefined;
+      // Engines may encode images and compute prompts themselves: these stages have no entry then.
+      row.row.hidden = BESIDE.has(row.name) && entry === undefined;
       row.row.dataset.state = state;
       row.time.textContent = time;
       row.worker.textContent = entry === undefined ? "" : entry.worker;

@@ -1,0 +1,254 @@
+"""A whole prefill worker: it forwards a task with the blocks of its prompt, or as it came."""
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import structlog
+
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
+from shared.codec import envelope
+from shared.config import BlobsConfig, Config, ModelConfig
+from shared.errors import WorkerFailure
+from shared.protocol import subjects
+from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, RequestTicket, Task
+from shared.stage.runtime import Context
+from shared.state.token_log import end_request
+from tests.engine.core.test_kv_exchange import Engine, request_of
+from tests.tasks import engine_task
+from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.item_loader import ItemLoader
+from workers.engine.kv_transfer import KVLayout, KVReader
+from workers.engine.main import Built
+from workers.engine.prefill import PrefillWorker
+
+LAYOUT = KVLayout(["model"], {None: ""})
+SAMPLING = SamplingParams(max_tokens=7, n=3, temperature=0.5, ignore_eos=True)
+
+
+@dataclass
+class Rig:
+    bus: Bus
+    model: str
+    context: Context
+    worker: PrefillWorker
+    engine: Engine
+    blobs: Blobs
+    inbox: Consumer
+    """The engines' queue."""
+
+    async def put(
+        self, token_ids: list[int], items: list[MultiModalKwargsItem] | None = None
+    ) -> str:
+        return await put(self.bus, self.model, token_ids, items)
+
+    async def next(self) -> Task[EngineBody]:
+        delivery = await asyncio.wait_for(self.inbox.next(), 20)
+        await delivery.ack()
+        return envelope.decode(delivery.data, Task[EngineBody])[0]
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(10):
+            while self.worker._loop.num_claimed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def put(
+    bus: Bus,
+    model: str,
+    token_ids: list[int],
+    items: list[MultiModalKwargsItem] | None = None,
+    name: str = "",
+) -> str:
+    """Publish a prefill worker's task."""
+    name, now_ms = name or f"r-{secrets.token_hex(6)}", bus.now_ms()
+    ticket = RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt", "tenant")
+    task = engine_task(
+        name, token_ids, items or [], SAMPLING, model=model, lane="interactive", ticket=ticket
+    )
+    subject = subjects.stage("prefill", model, "interactive", name)
+    await bus.publish(subject, envelope.encode(task, []), name)
+    return name
+
+
+def new_model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+async def consume(bus: Bus, stage: str, model: str) -> Consumer:
+    return await bus.consume(
+        subjects.STAGES_STREAM,
+        subjects.stage_consumer(stage, model, "interactive"),
+        subjects.stage_filter(stage, model, "interactive"),
+        8,
+        30.0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def prefill_worker(bus: Bus, model: str) -> AsyncIterator[Rig]:
+    name = f"prefill-{secrets.token_hex(4)}"
+    config = Config(
+        {model: ModelConfig("nowhere", prefill="prefill")}, blobs=BlobsConfig(arena_mib=1)
+    )
+    context = Context("prefill", name, model, config, bus, structlog.get_logger())
+    blobs = await context.open_blobs()
+    engine = Engine(seed=4)
+    built = Built(
+        model,
+        None,  # type: ignore[arg-type]
+        engine.core,
+        ItemLoader(blobs, None, lambda tensor: tensor, False),
+        blobs,
+        LAYOUT,
+    )
+    worker = PrefillWorker(context, built)
+    inbox = await consume(bus, "engine", model)
+    await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
+    serving = asyncio.create_task(worker.serve())
+    try:
+        yield Rig(bus, model, context, worker, engine, blobs, inbox)
+    finally:
+        context.shutdown.signal()
+        await serving
+        await inbox.stop()
+        await context.close()
+
+
+@pytest.fixture
+async def rig(bus: Bus) -> AsyncIterator[Rig]:
+    async with prefill_worker(bus, new_model()) as rig:
+        yield rig
+
+
+PROMPT = request_of().prompt_token_ids
+
+
+async def test_the_engine_gets_the_task_with_the_blocks_of_its_prompt(rig: Rig) -> None:
+    await rig.put(PROMPT)
+    task = await rig.next()
+    assert task.header.sampling == SAMPLING
+    assert [span.stage for span in task.header.path] == ["prefill"]
+    assert task.body.prompt_token_ids == PROMPT
+    assert sum(blocks.num_blocks for blocks in task.body.kv) == 10
+    assert task.body.blobs() == [blocks.ref for blocks in task.body.kv]
+    request = request_of(n=3, tenant="tenant")
+    other = Engine(seed=1)
+    received = await KVReader(rig.blobs, LAYOUT, other.core.kv_exchange).read(request, task.body.kv)
+    assert sum(len(run.hashes) for run in received.runs) == 10
+    await rig.until_idle()
+    # They are the engine's now, until it acknowledges its task.
+    for ref in task.body.blobs():
+        rig.blobs.discard(ref)
+    assert rig.worker._load()["held"] == 0
+
+
+async def test_payloads_of_images_are_passed_on(rig: Rig) -> None:
+    """They are not released with the task that they came with."""
+    ref = rig.blobs.put("ab" * 32, [envelope_of_item()], 60)
+    assert ref is not None
+    item = MultiModalKwargsItem("image", "ab" * 32, PlaceholderRange(2, 4), blob=ref)
+    await rig.put(PROMPT, [item])
+    task = await rig.next()
+    assert task.body.kv
+    await rig.until_idle()
+    assert task.body.items == [item]
+    (await rig.blobs.get(ref)).close()
+
+
+def envelope_of_item() -> bytes:
+    from shared.blobs.mm_items import ItemContents
+
+    return b"".join(bytes(part) for part in envelope.encode_parts(ItemContents({}, 4), []))
+
+
+async def test_a_task_that_comes_again_goes_straight_on(bus: Bus) -> None:
+    """A worker has died with it, and nobody knows why."""
+    model = new_model()
+    first = await consume(bus, "prefill", model)
+    name = await put(bus, model, PROMPT)
+    await (await asyncio.wait_for(first.next(), 10)).retry(0)
+    await first.stop()
+    async with prefill_worker(bus, model) as rig:
+        task = await rig.next()
+        assert task.header.request_id == name
+        assert task.body == EngineBody(PROMPT, [])
+        assert rig.engine.core.stats().num_steps == 0
+
+
+async def test_a_prompt_that_cannot_be_computed_goes_straight_on(rig: Rig) -> None:
+    """The engine finds the same fault and reports it."""
+    await rig.put([999])
+    assert (await rig.next()).body == EngineBody([999], [])
+    ref = BlobRef("prefill-gone", bytes(32), 10)
+    lost = MultiModalKwargsItem("image", "cd" * 32, PlaceholderRange(2, 4), blob=ref)
+    await rig.put(PROMPT, [lost])
+    assert (await rig.next()).body == EngineBody(PROMPT, [lost])
+
+
+async def test_blocks_without_room_go_straight_on(rig: Rig) -> None:
+    filler = rig.blobs.put("ef" * 32, [bytes(2**20)], 60)
+    assert filler is not None
+    await rig.put(PROMPT)
+    assert (await rig.next()).body.kv == []
+
+
+async def test_a_request_that_has_ended_is_not_forwarded(rig: Rig) -> None:
+    name = f"r-{secrets.token_hex(6)}"
+    await end_request(rig.bus, name, 1, WorkerFailure("it was ended"), [])
+    await put(rig.bus, rig.model, PROMPT, name=name)
+    other = await rig.put(PROMPT)
+    assert (await rig.next()).header.request_id == other
+
+
+async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
+    runner, began, go_on = rig.engine.runner, asyncio.Event(), threading.Event()
+    run, loop = runner.run, asyncio.get_running_loop()
+
+    def run_slowly(batch: Batch) -> list[list[SampledToken]]:
+        loop.call_soon_threadsafe(began.set)
+        go_on.wait(10)
+        return run(batch)
+
+    runner.run = run_slowly  # type: ignore[method-assign]
+    name = await rig.put(PROMPT)
+    await asyncio.wait_for(began.wait(), 10)
+    await end_request(rig.bus, name, 1, WorkerFailure("it was ended"), [])
+    await rig.bus.notify(subjects.ended(name))
+    await rig.until_idle()
+    go_on.set()
+    other = await rig.put(PROMPT)
+    assert (await rig.next()).header.request_id == other
+
+
+async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
+    held = asyncio.Event()
+
+    async def hold(*task: Any) -> Any:
+        held.set()
+        await asyncio.Event().wait()
+
+    handle = rig.worker._prefill
+    rig.worker._prefill = hold  # type: ignore[method-assign,assignment]
+    assert rig.worker._load()["oldest_s"] == 0
+    await rig.put(PROMPT)
+    await asyncio.wait_for(held.wait(), 10)
+    load = rig.worker._load()
+    assert (load["held"], load["draining"]) == (1, 0)
+    assert load["oldest_s"] > 0
+    (job,) = rig.worker._jobs
+    job.delivery.stored_ms -= 5000
+    assert rig.worker._load()["oldest_s"] > 5
+    rig.worker._prefill = handle  # type: ignore[method-assign]
+    rig.context.shutdown.begin()
+    assert rig.worker._load()["draining"] == 1
+    rig.context.shutdown.hurry.set()

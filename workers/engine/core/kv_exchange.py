@@ -1,0 +1,117 @@
+"""Exchange of KV blocks with other engines: the full blocks of a prompt, found by their hashes.
+
+Only registered blocks are exported. These are verified, so a restored block may be found at once. A
+restored block is a cache entry like any other: the request that it came with finds it when it is
+scheduled, unless it has been evicted by then. The last token of a prompt has to yield logits, so
+its block is neither exported nor restored.
+"""
+
+from collections.abc import Sequence as Values
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.protocol.multimodal import HashPart
+from workers.engine.core.block_hash import block_hashes
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.prefix_cache import PrefixCache
+from workers.engine.core.sequence import EngineRequest, KVRun, Sequence
+from workers.engine.core.step_runner import StepRunner
+
+
+class KVMemory(Protocol):
+    """The content of KV blocks, in the layout of the runner's kernels."""
+
+    @property
+    def layout(self) -> list[HashPart]:
+        """What engines that exchange blocks must agree in, besides the model and its weights."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block over all layers."""
+
+    def read_blocks(self, blocks: list[int]) -> list[memoryview]:
+        """Return a copy of the blocks; the parts in their order are what `write_blocks` takes."""
+
+    def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
+        """Write blocks from `data`, which holds `skip` other blocks before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVExchange:
+    """Exports and restores blocks between two steps."""
+
+    _pool: BlockPool
+    _prefix_cache: PrefixCache
+    _runner: StepRunner
+    _memory: KVMemory | None
+    """None if the runner's blocks cannot be exchanged: then nothing is exported or restored."""
+
+    @property
+    def layout(self) -> list[HashPart]:
+        return [] if self._memory is None else self._memory.layout
+
+    def prompt_hashes(self, request: EngineRequest) -> list[str]:
+        """Return the hashes of the blocks that can be exchanged. Any thread may call this."""
+        return self._hashes_of(Sequence(request, 0, 0, request.prompt_token_ids, 0))
+
+    def num_cached(self, hashes: Values[str]) -> int:
+        """Return the length of the cached prefix of a chain.
+
+        Any thread may call this, and the answer may be old: it saves transfers, no more.
+        """
+        return len(self._pool.find(hashes))
+
+    def export(self, sequence: Sequence) -> list[KVRun]:
+        """Return the blocks of a sequence that has ended, as far as they are registered."""
+        run_bytes = sequence.request.export_run_bytes
+        if self._memory is None or not run_bytes:
+            return []
+        hashes = self._hashes_of(sequence)
+        blocks = self._pool.find(hashes)
+        size = max(1, run_bytes // self._memory.block_bytes)
+        return [
+            KVRun(first, hashes[first:stop], tuple(self._memory.read_blocks(blocks[first:stop])))
+            for first in range(0, len(blocks), size)
+            for stop in (min(first + size, len(blocks)),)
+        ]
+
+    def restore(self, sequence: Sequence) -> None:
+        """Make the blocks that came with a new request findable, as far as blocks are free."""
+        received = sequence.request.received
+        runs = [] if received is None else received.take()
+        if self._memory is None or not runs or not sequence.can_read_prefix_cache:
+            return
+        # Freed blocks that hold unverified tokens would be zeroed later, with what is written now.
+        if unverified := self._prefix_cache.take_unverified_blocks():
+            self._runner.zero_blocks(unverified)
+        hashes = self._hashes_of(sequence)
+        held = self._pool.find(hashes)
+        # Held, so that the chain's end does not evict its beginning.
+        self._pool.share(held)
+        try:
+            for run in runs:
+                self._restore_run(sequence, run, hashes, held)
+        finally:
+            self._pool.release(reversed(held))
+
+    def _restore_run(
+        self, sequence: Sequence, run: KVRun, hashes: list[str], held: list[int]
+    ) -> None:
+        """Append the blocks of a run that follow `held` to it."""
+        assert self._memory is not None
+        stop, skip = run.first + len(run.hashes), len(held) - run.first
+        num_missing = stop - len(held)
+        data = run.data[0] if len(run.data) == 1 else memoryview(b"".join(run.data))
+        fits = data.nbytes == len(run.hashes) * self._memory.block_bytes
+        if skip < 0 or num_missing <= 0 or run.hashes != hashes[run.first : stop] or not fits:
+            return
+        if not self._pool.can_allocate(num_missing):
+            return
+        first, blocks = len(held), self._pool.allocate(num_missing)
+        held += blocks
+        self._memory.write_blocks(blocks, data, skip)
+        self._prefix_cache.register_restored(sequence, first, blocks)
+
+    def _hashes_of(self, sequence: Sequence) -> list[str]:
+        block_size = self._pool.block_size
+        return block_hashes(sequence, (sequence.num_prompt_tokens - 1) // block_size, block_size)

@@ -1,0 +1,196 @@
+"""Prefill worker: an engine that computes prompts and writes no token.
+
+It stands on a detour of its model's pipeline: the task that it gets is an engine's, and it forwards
+that task to the engines, with references to the KV blocks of the prompt. All that it does is a
+cache. Whatever goes wrong, the engine gets the task as it came.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from shared.codec.envelope import TensorData
+from shared.protocol import subjects
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, KVBlob, Task
+from shared.stage.job import Job
+from shared.stage.runtime import Context
+from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
+from workers.engine import kv_transfer
+from workers.engine.core.engine import EngineStats
+from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.main import Built, build
+from workers.engine.step_thread import StepThread
+
+# Tasks in flight: while one prompt is computed, the next is opened, and the last one stored.
+MAX_TASKS = 4
+WATCH_S = 0.5
+# The token is dropped. It proves that the keys and values before it are finite.
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+
+
+async def main(context: Context) -> None:
+    # The engines read the embeddings too, if they have to compute the prompt.
+    await PrefillWorker(context, await build(context, reads_last=False)).serve()
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A prompt in the step thread."""
+
+    job: Job
+    output: "asyncio.Future[RequestOutput | None]"
+    """The last output; None if the request was ended elsewhere."""
+
+    def settle(self, output: RequestOutput | None) -> None:
+        if not self.output.done():
+            self.output.set_result(output)
+
+
+@dataclass(eq=False)
+class PrefillWorker:
+    _context: Context
+    _engine: Built
+    _jobs: set[Job] = field(default_factory=set)
+    _running: dict[str, _Prefill] = field(default_factory=dict)
+    _num_prefilled: int = 0
+
+    def __post_init__(self) -> None:
+        self._stats = self._engine.core.stats()
+        self._loop = WorkerLoop(self._context)
+        loop = asyncio.get_running_loop()
+        self._steps: StepThread[_Prefill] = StepThread(
+            self._engine.core,
+            lambda outputs, stats: loop.call_soon_threadsafe(self._on_step, outputs, stats),
+            lambda error: loop.call_soon_threadsafe(self._loop.crash, error),
+        )
+
+    async def serve(self) -> None:
+        context, model = self._context, self._engine.model
+        self._steps.start()
+        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
+        await self._loop.add_stage([model], MAX_TASKS, EngineBody, self._handle)
+        context.ready([model], self._load)
+        watching = asyncio.create_task(self._watch_steps())
+        await self._loop.run()
+        watching.cancel()
+        self._steps.stop()
+
+    async def _watch_steps(self) -> None:
+        """End the process when a step does not end: this worker would go on claiming tasks."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._steps.step_s > self._context.config.engine.step_timeout_s:
+                self._context.log.error("step_hangs", requests=[*self._running])
+                # Nothing stops a thread. The tasks come to another worker.
+                os._exit(1)
+
+    def _load(self) -> dict[str, float]:
+        now_ms = self._context.bus.now_ms()
+        ages_ms = (now_ms - job.delivery.stored_ms for job in self._jobs)
+        return {
+            "held": len(self._jobs),
+            "oldest_s": max(ages_ms, default=0.0) / 1000,
+            "draining": float(self._context.shutdown.asked.is_set()),
+            "prefilled": self._num_prefilled,
+            "free_blocks": self._stats.num_free_blocks,
+            "blocks": self._stats.num_blocks,
+            "prefix_query_tokens": self._stats.prefix_query_tokens,
+            "prefix_hit_tokens": self._stats.prefix_hit_tokens,
+        }
+
+    async def _handle(self, task: Task[EngineBody], tensors: list[TensorData], job: Job) -> Outcome:
+        as_it_came = Forward(task.body, tensors)
+        if job.delivery.attempt > 1:
+            # A worker has died with it, perhaps of it, or has handed it over already.
+            return as_it_came
+        self._jobs.add(job)
+        try:
+            kv = await self._prefill(task, tensors, job)
+        except Exception:
+            self._context.log.warning(
+                "not_prefilled", request_id=task.header.request_id, exc_info=True
+            )
+            return as_it_came
+        finally:
+            self._jobs.discard(job)
+        if kv is None:
+            return Ended()
+        return Forward(replace(task.body, kv=kv), tensors)
+
+    async def _prefill(
+        self, task: Task[EngineBody], tensors: list[TensorData], job: Job
+    ) -> list[KVBlob] | None:
+        """Compute a prompt and store its blocks; None if the request was ended elsewhere."""
+        header, ticket = task.header, task.header.ticket
+        assert ticket is not None
+        assert self._engine.layout is not None
+
+        async def progress() -> None:
+            if self._context.shutdown.asked.is_set():
+                raise RuntimeError("the worker drains")
+            await job.delivery.progress()
+
+        items = [await self._engine.items.open(item, tensors, progress) for item in task.body.items]
+        output = await self._run(
+            EngineRequest(
+                header.request_id,
+                task.body.prompt_token_ids,
+                items,
+                ONE_TOKEN,
+                lane=header.lane,
+                tenant=ticket.cache_scope,
+                adapter=header.adapter,
+                export_run_bytes=kv_transfer.RUN_BYTES,
+            ),
+            job,
+        )
+        if output is None:
+            return None
+        if output.error is not None:
+            # The engine meets it too, and reports it.
+            raise output.error
+        ttl_s = (ticket.deadline_ms - self._context.bus.now_ms()) / 1000
+        kv = await kv_transfer.store(
+            self._engine.blobs,
+            self._engine.layout,
+            header.adapter,
+            output.kv,
+            max(0.0, ttl_s),
+            job.outputs,
+        )
+        self._num_prefilled += bool(kv)
+        self._context.log.info(
+            "prefilled",
+            request_id=header.request_id,
+            blocks=sum(blocks.num_blocks for blocks in kv),
+            bytes=sum(blocks.ref.num_bytes for blocks in kv),
+            ms=round(self._context.bus.now_ms() - job.received_ms, 1),
+        )
+        return kv
+
+    async def _run(self, request: EngineRequest, job: Job) -> RequestOutput | None:
+        request_id = request.request_id
+        prefill = _Prefill(job, asyncio.get_running_loop().create_future())
+        self._running[request_id] = prefill
+        job.running = True
+        self._steps.add(request, prefill)
+        try:
+            return await prefill.output
+        finally:
+            del self._running[request_id]
+            self._steps.cancel(request_id)
+
+    def _on_step(self, outputs: list[tuple[_Prefill, RequestOutput]], stats: EngineStats) -> None:
+        self._stats = stats
+        for prefill, output in outputs:
+            if output.usage is not None or output.error is not None:
+                prefill.settle(output)
+        # Never by a timer: a step that hangs reports no progress, and loses its tasks.
+        self._context.stage.claims.progressed(prefill.job for prefill in self._running.values())
+
+    def _on_ended(self, subject: str) -> None:
+        if (prefill := self._running.get(subjects.last_token(subject))) is not None:
+            prefill.settle(None)

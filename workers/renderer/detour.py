@@ -1,0 +1,132 @@
+"""Detours: which requests prefill workers get before the engine, and what becomes of their queue
+when they are gone.
+
+A request makes a detour only where it will not wait. Its prompt has to be long, and a prefill
+worker has to be alive and up to date. What still waits when the last of these workers has gone is
+forwarded by renderers, as it is.
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Iterable
+
+from shared.bus.bus import Bus
+from shared.codec.envelope import TensorData
+from shared.config import Config
+from shared.errors import Unavailable
+from shared.protocol.messages import Heartbeat
+from shared.protocol.pipeline import Edge
+from shared.protocol.task_messages import EngineBody, Task, TaskHeader
+from shared.stage.job import Job
+from shared.stage.runtime import VERSION, Context
+from shared.stage.stage import Stage
+from shared.stage.worker_loop import Forward, Outcome, WorkerLoop
+
+MAX_AGE_S = 1.0
+"""A worker whose oldest task is older has work enough."""
+BEATS_TTL_S = 0.5
+"""Validity of the heartbeats that were read last: workers send one every second."""
+MAX_SENT = 4
+"""Limit on requests for each such worker that one renderer sends between two heartbeats."""
+WATCH_S = 1.0
+FORWARDED_AT_ONCE = 8
+
+
+class Detours:
+    """The detours that begin at one renderer's stage, by model."""
+
+    def __init__(self, context: Context, models: Iterable[str]) -> None:
+        self._bus: Bus = context.bus
+        self._config: Config = context.config
+        self._edges: dict[str, Edge] = {}
+        for model in models:
+            edge = context.pipelines[model].detour_from(context.stage.name)
+            if edge is not None:
+                self._edges[model] = edge
+        self._context = context
+        self._beats: list[Heartbeat] = []
+        self._beats_until_s = 0.0
+        self._num_sent = 0
+        """Requests on detours since these heartbeats."""
+
+    async def suits(self, header: TaskHeader, body: EngineBody, job: Job) -> bool:
+        """Return whether the request goes to a prefill worker first.
+
+        Not if its prompt has to be computed by the engine for its own sake, and not if it comes
+        again: a prefill worker may have it already.
+        """
+        edge, sampling = self._edges.get(header.model), header.sampling
+        if edge is None or header.embedding is not None or sampling.prompt_logprobs is not None:
+            return False
+        again = job.delivery.attempt > 1 or header.round > 0
+        if again or sampling.skip_reading_prefix_cache:
+            return False
+        if len(body.prompt_token_ids) < self._config.models[header.model].min_prefill_tokens:
+            return False
+        workers = await self._workers(edge, header.model)
+        num_free = sum(beat.load.get("oldest_s", 0.0) < MAX_AGE_S for beat in workers)
+        # Until the next heartbeat it is not known how much work these make.
+        if self._num_sent >= num_free * MAX_SENT:
+            return False
+        self._num_sent += 1
+        return True
+
+    async def _workers(self, edge: Edge, model: str) -> list[Heartbeat]:
+        """Return the heartbeats of the detour's workers that take tasks."""
+        now_s = time.monotonic()
+        if now_s > self._beats_until_s:
+            self._beats_until_s, self._num_sent = now_s + BEATS_TTL_S, 0
+            try:
+                self._beats = await self._bus.read_heartbeats()
+            except Unavailable:
+                self._beats = []
+        return [
+            beat
+            for beat in self._beats
+            if (beat.stage or beat.role) == edge.target
+            and model in beat.models
+            and not beat.load.get("draining")
+        ]
+
+    async def run(self) -> None:
+        """Forward the tasks of detours that have no workers, until the renderer stops."""
+        stages: dict[str, list[str]] = {}
+        for model, edge in self._edges.items():
+            stages.setdefault(edge.target, []).append(model)
+        async with asyncio.TaskGroup() as group:
+            for stage, models in stages.items():
+                group.create_task(self._forward_abandoned(stage, models))
+
+    async def _forward_abandoned(self, stage: str, models: list[str]) -> None:
+        ours = self._context
+        context = copy.copy(ours)
+        context.stage = Stage(
+            ours.bus,
+            stage,
+            ours.worker,
+            VERSION,
+            ours.config.delivery,
+            ours.metrics,
+            ours.pipelines,
+            ours.stage.blobs,
+        )
+        loop = WorkerLoop(context)
+        await loop.add_stage(models, 0, EngineBody, _forward)
+        watching = asyncio.create_task(self._watch(loop))
+        try:
+            await loop.run()
+        finally:
+            watching.cancel()
+
+    async def _watch(self, loop: WorkerLoop) -> None:
+        """Take tasks of a model only while nobody else would."""
+        while True:
+            for (model, _), consumer in loop.consumers.items():
+                has_workers = bool(await self._workers(self._edges[model], model))
+                consumer.set_capacity(0 if has_workers else FORWARDED_AT_ONCE)
+            await asyncio.sleep(WATCH_S)
+
+
+async def _forward(task: Task[EngineBody], tensors: list[TensorData], job: Job) -> Outcome:
+    return Forward(task.body, tensors)
