@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 Kind = Literal[
-    "body", "query", "path", "method", "service", "worker", "max", "definition", "engine"
+    "body", "query", "path", "method", "service", "worker", "max", "definition", "docker"
 ]
 
 

@@ -169,7 +169,7 @@ async def test_only_the_pools_services_of_the_own_project_are_touched(
     with pytest.raises(
         Unavailable,
         match=r"project 'shop' has no container of service 'engine' to take the definition from:"
-        " `docker compose up --no-start engine` creates one",
+        " `docker compose up --detach engine` creates one",
     ):
         await api.start("engine")
     for service in ("gateway", "bank_engine", ".."):

@@ -75,7 +75,7 @@ class Engine:
 
     async def open(self) -> None:
         """Learn the version of the engine's API."""
-        found = await self._get("/version", _Version)
+        found = await self._get("version", _Version)
         self._prefix = f"/v{found.api_version}"
 
     async def close(self) -> None:

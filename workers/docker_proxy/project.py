@@ -75,7 +75,7 @@ class Project:
                     HTTPStatus.CONFLICT,
                     "definition",
                     f"project {self._name!r} has no container of service {service!r} to take the"
-                    f" definition from: `docker compose up --no-start {service}` creates one",
+                    f" definition from: `docker compose up --detach {service}` creates one",
                 )
             # The one that compose has created last has the newest definition.
             found.sort(key=lambda one: one.created)

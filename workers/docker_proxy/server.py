@@ -66,7 +66,7 @@ class Proxy:
         except ConfigError as error:
             status, refusal = HTTPStatus.CONFLICT, Refusal("definition", error.message)
         except PagemillError as error:
-            status, refusal = HTTPStatus.BAD_GATEWAY, Refusal("engine", error.message)
+            status, refusal = HTTPStatus.BAD_GATEWAY, Refusal("docker", error.message)
         _log.warning("refused", kind=refusal.kind, reason=refusal.message)
         return status, to_json(refusal)
 
