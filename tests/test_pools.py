@@ -87,7 +87,7 @@ def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
             [{"role": "driver"}],
             {},
             "scale.pools[0].role: no role 'driver' that serves a stage; there are"
-            " 'renderer', 'encoder', 'engine'",
+            " 'renderer', 'encoder', 'prefill', 'engine'",
         ),
         ([{"role": "gateway"}], {}, "scale.pools[0].role: no role 'gateway' that serves a stage"),
         (
