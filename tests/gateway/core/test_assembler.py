@@ -176,8 +176,9 @@ async def run(
     shutting_down: asyncio.Event | None = None,
     *,
     numbered: bool = False,
+    sent: list[Message] | None = None,
 ) -> list[Message]:
-    sent: list[Message] = []
+    sent = [] if sent is None else sent
     disconnected: list[bool] = []
 
     async def receive() -> Message:
@@ -202,16 +203,22 @@ async def run(
 
 async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_S", 0.02)
-    going = asyncio.Event()
+    sent: list[Message] = []
+
+    def has_pings(count: int) -> bool:
+        return sum(message.get("body") == sse.PING for message in sent) >= count
+
+    async def until_pinged(count: int) -> None:
+        while not has_pings(count):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
     async def events() -> AsyncIterator[bytes]:
-        await going.wait()
+        await until_pinged(1)
         yield event(b"1", "0")
-        await asyncio.sleep(0.1)
+        await until_pinged(3)
         yield event(b"2", "1")
 
-    asyncio.get_running_loop().call_later(0.1, going.set)
-    start, *bodies = await run(events())
+    start, *bodies = await run(events(), sent=sent)
     assert start["status"] == 200
     written = b"".join(body["body"] for body in bodies)
     assert written.startswith(sse.PING)
