@@ -80,10 +80,12 @@ def _watch_keys(record: Record) -> None:
         end(ref.key, "returned")
 
     @wrap(Stage, "forward")
-    async def forward(original: Any, self: Stage, job: Job, *args: Any) -> None:
+    async def forward(
+        original: Any, self: Stage, job: Job, *args: Any, detour: bool = False
+    ) -> None:
         refs = list(job.outputs)
         try:
-            await original(self, job, *args)
+            await original(self, job, *args, detour=detour)
         finally:
             for ref in refs:
                 if ref not in job.outputs:
