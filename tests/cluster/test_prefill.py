@@ -129,10 +129,10 @@ async def test_engines_use_the_blocks_and_answer_the_same(bus: Bus) -> None:
     await until_detours_are_open(bus)
     requests = requests_of(1, 12)
     answers = await ask_all(bus, requests)
-    ends = [finish_of(records) for records in answers if is_detoured(records)]
-    assert len(ends) >= 4
-    # All but the last block of up to eight tokens.
-    assert all(end.usage.prompt_tokens - end.usage.cached_tokens <= 8 for end in ends)
+    usages = [finish_of(records).usage for records in answers if is_detoured(records)]
+    # An engine computes the last block, of up to eight tokens. On a busy machine it may have had to
+    # compute all, because the blocks came too late.
+    assert sum(usage.prompt_tokens - usage.cached_tokens <= 8 for usage in usages) >= 4
     await assert_alone_the_same(bus, requests, answers)
     await until_all_payloads_are_released(bus)
 

@@ -13,9 +13,9 @@ def ack_before_publish() -> None:
 
     forward = Stage.forward
 
-    async def hasty(self: Stage, job: Job, *args: Any) -> None:
+    async def hasty(self: Stage, job: Job, *args: Any, detour: bool = False) -> None:
         await job.delivery.ack()
-        await forward(self, job, *args)
+        await forward(self, job, *args, detour=detour)
 
     replace_attribute(Stage, "forward", hasty)
 
