@@ -17,7 +17,8 @@ from shared.errors import Unavailable
 
 T = TypeVar("T")
 
-_CREDENTIALS = re.compile("://[^@/,]*@")
+# The scheme may be left out. A password may have an "@", which urllib takes for a part of it.
+_CREDENTIALS = re.compile(r"(^|,|://)\s*[^/,]*@")
 
 # Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
 # default of six minutes.
@@ -160,7 +161,7 @@ async def connect(
 
 def without_credentials(url: str) -> str:
     """Return a URL, or a list of them, without users and passwords, for logs and messages."""
-    return _CREDENTIALS.sub("://", url)
+    return _CREDENTIALS.sub(r"\1", url)
 
 
 def local_address(nc: NatsClient) -> str:
