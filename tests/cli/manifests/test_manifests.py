@@ -225,8 +225,23 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
             "models: {demo: {path: /models/demo}}\n"
             "nats: {url: 'nats://me:secret@a:4222'}\ngateway: {allow_anonymous: true}",
             "nats.url",
-            "it holds a password, which would be in a ConfigMap: leave it out, because pods take"
-            " the URL from a Secret",
+            "it holds a user or a password, which would be in a ConfigMap: leave it out, because"
+            " pods take the URL from a Secret",
+        ),
+        (
+            "models: {demo: {path: /models/demo}}\n"
+            "nats: {url: 'nats://a:4222,nats://me:secret@b:4222'}\n"
+            "gateway: {allow_anonymous: true}",
+            "nats.url",
+            "it holds a user or a password, which would be in a ConfigMap: leave it out, because"
+            " pods take the URL from a Secret",
+        ),
+        (
+            "models: {demo: {path: /models/demo}}\n"
+            "nats: {password_file: /run/password}\ngateway: {allow_anonymous: true}",
+            "nats.password_file",
+            "pods have no file /run/password: leave it out, because they take the URL with its"
+            " password from a Secret",
         ),
         (
             "models: {demo: {path: /models/demo}}",

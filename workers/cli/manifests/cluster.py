@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from posixpath import normpath
-from urllib.parse import urlsplit
 
 from shared.config import Config
 from shared.errors import ConfigError
@@ -107,11 +106,18 @@ def check_for_pods(config: Config) -> None:
         if not PurePosixPath(normpath(path)).is_relative_to(MODELS_PATH):
             message = f"{path} is not below {MODELS_PATH}, where pods have the claim of the models"
             raise ConfigError(f"{key}: {message}", field=key)
-    if config.nats.url is not None and urlsplit(config.nats.url.split(",")[0]).password:
+    # A user without a password is a token.
+    if "@" in (config.nats.url or ""):
         raise ConfigError(
-            "nats.url: it holds a password, which would be in a ConfigMap: leave it out, because"
-            " pods take the URL from a Secret",
+            "nats.url: it holds a user or a password, which would be in a ConfigMap: leave it out,"
+            " because pods take the URL from a Secret",
             field="nats.url",
+        )
+    if config.nats.password_file is not None:
+        raise ConfigError(
+            f"nats.password_file: pods have no file {config.nats.password_file}: leave it out,"
+            " because they take the URL with its password from a Secret",
+            field="nats.password_file",
         )
     gateway = config.gateway
     if not gateway.api_keys and not gateway.allow_anonymous:
