@@ -161,7 +161,9 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", AUTOSCALER, ()): {
-        "scale_wanted{pool}": "Workers that the pool is to have; only the leader reports pools.",
+        "scale_wanted{pool}": (
+            "Workers that the pool is to have; autoscalers that do not lead report 0."
+        ),
         "scale_running{pool}": "Workers of the pool that are ready and do not drain.",
         "scale_starting{pool}": "Workers of the pool that are not ready yet.",
     },

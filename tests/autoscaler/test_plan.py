@@ -1,6 +1,13 @@
 """What an autoscaler tells the actuator, and what an operator's orders change."""
 
-from shared.protocol.messages import ScaleOrders
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shared.errors import Unavailable
+from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.pools import (
     PoolDecision,
     PoolFigures,
@@ -8,8 +15,10 @@ from shared.scaling.pools import (
     ScalingSettings,
     WorkerLoad,
 )
+from shared.stage.runtime import Context
+from tests.autoscaler.conftest import ENGINE, two_pools
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.worker import plan_of, with_orders
+from workers.autoscaler.worker import Autoscaler, plan_of, with_orders
 
 SEEN = PoolFigures(0, 0, 0.0, 3)
 
@@ -39,3 +48,32 @@ def test_an_order_is_the_size_of_its_pool_and_counts_for_more_than_the_budget() 
     assert (ordered.pools["engine"].min, ordered.pools["engine"].max) == (3, 3)
     assert ordered.pools["encoder"] == pools["encoder"]
     assert ordered.budget == 3
+
+
+def autoscaler() -> Autoscaler:
+    context: Any = SimpleNamespace(bus=None, worker="autoscaler-1")
+    return Autoscaler(cast(Context, context), two_pools())
+
+
+async def test_a_request_that_was_heard_is_not_forgotten_when_the_broker_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = autoscaler()
+
+    async def fail(_: object = None) -> None:
+        raise Unavailable("the broker does not answer")
+
+    monkeypatch.setattr(made._reader, "look", fail)
+    made._heard["demo"] = 2
+    with pytest.raises(Unavailable):
+        await made._decide()
+    assert made._heard == Counter(demo=2)
+
+
+def test_one_autoscaler_reports_the_pools() -> None:
+    """The sum over autoscalers would count workers twice."""
+    made = autoscaler()
+    made._lease.plan = ScalePlan("another", {ENGINE: PoolPlan(3)})
+    assert made._planned(ENGINE, "wanted") == 0.0
+    made._lease.is_held = True
+    assert made._planned(ENGINE, "wanted") == 3.0

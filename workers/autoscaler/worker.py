@@ -108,7 +108,11 @@ class Autoscaler:
     async def _decide(self) -> None:
         """Look once, and write the plan, which renews the lead."""
         heard, self._heard = self._heard, Counter()
-        look, orders = await self._reader.look(), await read_orders(self._context.bus)
+        try:
+            look, orders = await self._reader.look(), await read_orders(self._context.bus)
+        except PagemillError:
+            self._heard += heard  # They are still to wake their pools.
+            raise
         plan = replace(self._lease.plan, paused=orders.paused)
         if look is None:
             self._heard += heard
@@ -181,7 +185,7 @@ class Autoscaler:
                 self._context.metrics.set_function(gauge, read, pool=name)
 
     def _planned(self, pool: str, field: str) -> float:
-        plan = self._lease.plan.pools.get(pool)
+        plan = self._lease.plan.pools.get(pool) if self._lease.is_held else None
         return 0.0 if plan is None else float(getattr(plan, field))
 
 
