@@ -65,7 +65,7 @@ class Door:
     async def post(self, body: dict[str, Any], tally: Tally) -> str:
         """Return the text of an answer; a request that the door did not answer is sent again.
 
-        Raises CheckError after PATIENCE_S, or at a response that is no answer.
+        Raises RuntimeError after PATIENCE_S, or at a response that is no answer.
         """
         headers = {"X-Request-Id": f"cluster-{secrets.token_hex(8)}"}
         deadline = time.monotonic() + PATIENCE_S
