@@ -47,21 +47,34 @@ class Actuator(Protocol):
         """
 
 
+def choose_changes(
+    staying: Sequence[int], count: int, drain: Sequence[int], give_up: Sequence[int]
+) -> tuple[list[int], int]:
+    """Return the slots to drain and the number of workers to start, so that `count` stay.
+
+    `staying` are the slots that do not drain yet; the others are those of `Actuator.wanted`.
+    """
+    victims = [slot for slot in give_up if slot in staying]
+    num_extra = len(staying) - len(victims) - count
+    more = [slot for slot in drain if slot in staying and slot not in victims]
+    return victims + more[: max(0, num_extra)], max(0, -num_extra)
+
+
 async def follow_plan(bus: Bus, actuator: Actuator) -> None:
     """Have the actuator do what the autoscaler's plan says, and report it, until cancelled."""
     name, woken = f"actuator-{secrets.token_hex(4)}", asyncio.Event()
     await bus.watch_subjects(subjects.SCALE_PLAN, lambda _: woken.set())
-    acts, told = False, ""
+    told = ""
     while True:
         try:
-            if not acts:
-                # None if no other has reported lately.
-                other = await scale_state.read_report(bus)
-                acts = other is None
-                if other is not None and other.actuator != told:
-                    told = other.actuator
-                    _log.warning("another_actuator", actuator=told, host=other.host)
-            if acts:
+            # None if none has reported lately.
+            last = await scale_state.read_report(bus)
+            if last is not None and last.actuator != name:
+                # This one may have acted before, and was silent for too long.
+                if last.actuator != told:
+                    told = last.actuator
+                    _log.warning("another_actuator", actuator=told, host=last.host)
+            else:
                 await _report(bus, name, actuator)
                 plan = await scale_state.read_plan(bus)
                 if plan is not None and plan.actuator == name and _obey(actuator, plan):

@@ -18,8 +18,9 @@ from shared.config_parsing import parse_config
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
 from workers.autoscaler.kubernetes_api import ScaleApi
-from workers.autoscaler.kubernetes_pools import MAX_SLOTS, KubernetesPools
+from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.presence import Presence
+from workers.autoscaler.remote_pools import MAX_SLOTS
 from workers.pools import Pools, pools_of
 
 CONFIG = """
@@ -123,6 +124,20 @@ async def test_sizes_are_read_and_set(api: ScaleApi, server: tuple[ApiServer, st
     assert len(there.patched) == 2
 
 
+async def test_a_size_that_was_set_is_not_set_again_after_another_has_changed_it(
+    api: ScaleApi, server: tuple[ApiServer, str]
+) -> None:
+    """This actuator may have lost the broker, and another one acts."""
+    there, actuator = server[0], KubernetesPools(api, pools())
+    await actuator.read()
+    actuator.wanted("engine/a", 3)
+    await actuator.read()
+    there.sizes["engine-a"] = 1
+    await actuator.read()
+    assert there.sizes["engine-a"] == 1
+    assert actuator.wanted("engine/a", 3)
+
+
 async def test_a_size_that_has_changed_meanwhile_is_read_first(
     api: ScaleApi, server: tuple[ApiServer, str]
 ) -> None:
@@ -144,6 +159,9 @@ async def test_a_token_that_was_replaced_is_read_again(
         await api.get("engine-a")
     (tmp_path / "token").write_text("two")
     assert (await api.get("engine-a")).present == 0
+    (tmp_path / "token").unlink()
+    with pytest.raises(Unavailable, match="the token of the service account cannot be read"):
+        await api.get("engine-a")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +208,7 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
         actuator.running("engine/a")
     await actuator.read()
     assert actuator.running("engine/a") == []
-    monkeypatch.setattr("workers.autoscaler.kubernetes_pools.REPORT_AGE_S", 0.0)
+    monkeypatch.setattr("workers.autoscaler.remote_pools.REPORT_AGE_S", 0.0)
     await asyncio.sleep(0.01)
     with pytest.raises(Unavailable):
         actuator.running("engine/a")

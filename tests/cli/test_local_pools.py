@@ -130,6 +130,16 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
         await asyncio.sleep(0.2)
         second.cancel()
         assert (await next_report(bus, 2)).actuator == report.actuator
+        # One that was silent for too long leaves the pools to the one that has reported since.
+        other = ActuatorReport("another", "", {ENGINE: []})
+        three = ScalePlan("leader", {ENGINE: PoolPlan(3)}, report.actuator)
+        for number in range(40):
+            await scale_state.write_report(bus, other)
+            if number > 20:  # It has seen the other's report by now.
+                await bus.publish_without_id(subjects.SCALE_PLAN, to_json(three))
+            await asyncio.sleep(0.02)
+        assert living(cluster) == [0, 1]
+        assert await scale_state.read_report(bus) == other
     finally:
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -105,10 +105,18 @@ class ScaleApi:
     async def close(self) -> None:
         await self._client.aclose()
 
+    def _read_token(self) -> str:
+        # The kubelet replaces the token before it expires.
+        try:
+            return self._token.read_text().strip()
+        except OSError as error:
+            raise Unavailable(
+                f"the token of the service account cannot be read: {error}"
+            ) from error
+
     async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:
         path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
-        # The kubelet replaces the token before it expires.
-        headers = {"Authorization": f"Bearer {self._token.read_text().strip()}"}
+        headers = {"Authorization": f"Bearer {self._read_token()}"}
         if json is not None:
             headers["Content-Type"] = "application/merge-patch+json"
         about = f"{method} of deployments/scale {name!r} in namespace {self._namespace!r}"

@@ -153,6 +153,9 @@ class LocalCluster:
                 continue
             try:
                 await follow(bus)
+            except PagemillError as error:
+                _log.warning("no_actuator", reason=error.message)
+                await asyncio.sleep(FIRST_RESTART_S)
             finally:
                 await bus.close()
 

@@ -6,6 +6,7 @@ import structlog
 
 from shared.blobs.server import host_id
 from shared.protocol.messages import WorkerSlot
+from workers.actuator import choose_changes
 from workers.cli.local_cluster import LocalCluster
 from workers.pools import Pools
 
@@ -30,14 +31,9 @@ class LocalPools:
         self, pool: str, count: int, drain: Sequence[int] = (), give_up: Sequence[int] = ()
     ) -> bool:
         staying = [slot.slot for slot in self.running(pool) if not slot.draining]
-        victims = [slot for slot in give_up if slot in staying]
-        num_extra = len(staying) - len(victims) - count
-        victims += [slot for slot in drain if slot in staying and slot not in victims][
-            : max(0, num_extra)
-        ]
+        victims, num_new = choose_changes(staying, count, drain, give_up)
         for slot in victims:
             self._cluster.drain_worker(slot)
-        num_new = max(0, -num_extra)
         for _ in range(num_new):
             self._cluster.add_worker(self._pools[pool].spec)
         if victims or num_new:
