@@ -36,7 +36,8 @@ async def read_current_plan(bus: Bus) -> ScalePlan | None:
     last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
     if last is None or bus.now_ms() - last.stored_ms > 1000 * PLAN_AGE_S:
         return None
-    return decode_scale_plan(last.data)
+    plan = decode_scale_plan(last.data)
+    return plan if plan and plan.leader else None
 
 
 async def read_report(bus: Bus, max_age_s: float = REPORT_AGE_S) -> ActuatorReport | None:

@@ -206,7 +206,7 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[Message] = []
 
     def has_pings(count: int) -> bool:
-        return sum(message.get("body") == sse.PING for message in sent) >= count
+        return [message.get("body") for message in sent].count(sse.PING) >= count
 
     async def until_pinged(count: int) -> None:
         while not has_pings(count):  # noqa: ASYNC110

@@ -185,7 +185,7 @@ async def _missing_pool(context: AppContext, model: str, stage: str | None) -> s
         return None
     try:
         return (await read_pools(context, model)).missing.get(stage)
-    except TimeoutError:
+    except (TimeoutError, Unavailable):
         return None
 
 
