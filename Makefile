@@ -59,12 +59,13 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and
-# print at their end. AFTER_TESTS names targets that wait for the tests, but not for these.
+# print at their end. AFTER_TESTS names targets that wait for the tests and, because they wait
+# themselves for most of their time, have these beside them.
 test: .venv/bytecode  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage
 
 ifdef AFTER_TESTS
-$(AFTER_TESTS): tests
+$(AFTER_TESTS) quiet-check quiet-coverage: tests
 endif
 
 QUIET ?= nice -n 10
@@ -79,7 +80,7 @@ tests: .venv/bytecode
 		$(PURE_TESTS:%=--ignore=%)
 
 coverage: .venv/dev  ## the tests of packages without I/O, and how much of these they run
-	$(BIN)/pytest --timeout 900 --cov --cov-report=term:skip-covered $(PURE_TESTS)
+	$(BIN)/python -m slipcover -m pytest --timeout 900 $(PURE_TESTS)
 
 check: .venv/dev
 	$(BIN)/ruff check .
