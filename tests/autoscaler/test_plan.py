@@ -1,4 +1,4 @@
-"""What an autoscaler tells the actuator, and what an operator's orders change."""
+"""What an autoscaler tells the actuator."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -7,18 +7,12 @@ from typing import Any, cast
 import pytest
 
 from shared.errors import Unavailable
-from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.scaling.pools import (
-    PoolDecision,
-    PoolFigures,
-    PoolSettings,
-    ScalingSettings,
-    WorkerLoad,
-)
+from shared.protocol.messages import PoolPlan, ScalePlan
+from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad
 from shared.stage.runtime import Context
 from tests.autoscaler.conftest import ENGINE, two_pools
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.worker import Autoscaler, plan_of, with_orders
+from workers.autoscaler.worker import Autoscaler, plan_of
 
 SEEN = PoolFigures(0, 0, 0.0, 3)
 
@@ -39,15 +33,6 @@ def test_a_start_that_is_given_up_is_no_victim_and_no_start() -> None:
     workers = Workers(starting={"4": 301.0, "5": 1.0})
     plan = plan_of(PoolDecision(1, 0, 0, ("4",), "demand"), SEEN, workers)
     assert (plan.give_up, plan.drain, plan.starting, plan.starting_s) == ([4], [], 1, 1.0)
-
-
-def test_an_order_is_the_size_of_its_pool_and_counts_for_more_than_the_budget() -> None:
-    pools = {"engine": PoolSettings(max=4), "encoder": PoolSettings(max=4)}
-    settings = ScalingSettings(pools, (("encoder", "engine"),), budget=2)
-    ordered = with_orders(settings, ScaleOrders({"engine": 3, "gone": 1}))
-    assert (ordered.pools["engine"].min, ordered.pools["engine"].max) == (3, 3)
-    assert ordered.pools["encoder"] == pools["encoder"]
-    assert ordered.budget == 3
 
 
 def autoscaler() -> Autoscaler:
