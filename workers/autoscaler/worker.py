@@ -226,9 +226,11 @@ def _is_empty(look: Look, pool: str) -> bool:
 def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
     """Return the plan for the pool's actuator, which has not started all of the workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
+    # An actuator starts what it lacks, whatever that is missing for.
+    wanted = min(decision.wanted, seen.num_running + len(starting) + decision.start)
     loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
     return PoolPlan(
-        wanted=max(0, decision.wanted - len(workers.others)),
+        wanted=max(0, wanted - len(workers.others)),
         drain=sorted(map(int, choose_victims(loads, decision.stop))),
         give_up=sorted(map(int, decision.give_up)),
         reason=decision.reason,
