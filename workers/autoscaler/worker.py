@@ -66,7 +66,7 @@ async def _actuate(
     context: Context, actuator: RemotePools, stack: contextlib.AsyncExitStack
 ) -> None:
     """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
-    await actuator.read()
+    await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
         stack.callback(tasks.start(work).cancel)
@@ -219,8 +219,8 @@ class Autoscaler:
 
 
 def _is_empty(look: Look, pool: str) -> bool:
-    workers = look.workers[pool]
-    return not (workers.ready or workers.starting or workers.others)
+    workers = look.workers.get(pool)
+    return workers is not None and not (workers.ready or workers.starting or workers.others)
 
 
 def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
