@@ -133,7 +133,7 @@ async def check_drain(compose: Compose, door: Door) -> Step:
     expected = await door.long_texts(NUM_ANSWERS, NUM_TOKENS, asyncio.Event())
     begun = asyncio.Event()
     answers = asyncio.create_task(door.long_texts(NUM_ANSWERS, NUM_TOKENS, begun))
-    await begun.wait()
+    await begun_or_ended(begun, answers)
     (engine,) = compose.containers("engine")
     seconds = await asyncio.to_thread(_stop, engine)
     (engine,) = compose.containers("engine")
@@ -147,6 +147,15 @@ async def check_drain(compose: Compose, door: Door) -> Step:
         raise CheckFailed(f"{different} of {len(texts)} texts differ after the engine's stop")
     figures = f"exit code 0 after {seconds:.1f} s, {len(texts)} of {len(texts)} texts equal"
     return Step("drain of an engine", figures)
+
+
+async def begun_or_ended(begun: asyncio.Event, answers: asyncio.Task[list[str]]) -> None:
+    """Wait until all answers have begun. Raises what has ended them before."""
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait({waiting, answers}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not begun.is_set():
+        await answers
 
 
 def check_stop_while_starting(compose: Compose) -> Step:
