@@ -54,8 +54,8 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
                 "setting_differs",
                 key=key,
                 value=own[key],
-                worker=found.worker,
-                its_value=found.settings[key],
+                other_worker=found.worker,
+                other_value=found.settings[key],
             )
     answer = to_json(CommonSettings(worker, own))
 

@@ -50,13 +50,13 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         assert lines == []
         await compare_settings(second, "renderer-1", changed(dtype="bfloat16"), log)
     (line,) = lines
-    assert line.pop("worker") in ("engine-1", "engine-2")
+    assert line.pop("other_worker") in ("engine-1", "engine-2")
     assert line == {
         "event": "setting_differs",
         "log_level": "warning",
         "key": "models.demo.dtype",
         "value": "bfloat16",
-        "its_value": "float32",
+        "other_value": "float32",
     }
     for bus in (first, second):
         await bus.close()
