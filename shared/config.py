@@ -21,7 +21,7 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     one, `pagemill up` starts an embedded server."""
     password_file: str | None = None
     """File with the password of the users that `url` names without one, relative to the
-    configuration file."""
+    configuration file; refused without a `url`."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"

@@ -143,6 +143,12 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
 def _faults_of_sections(config: Config) -> Iterator[Fault]:
     if config.embeddings.storage == "directory" and config.embeddings.path is None:
         yield Fault("embeddings.path", "storage 'directory' needs a path")
+    if config.nats.password_file is not None and config.nats.url is None:
+        yield Fault(
+            "nats.password_file",
+            "it is for the users in nats.url, and there is none: the embedded server has no"
+            " passwords",
+        )
     for section, settings, name, limit_name in (
         ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
         # A token log outlives its request, because only the log records the end.

@@ -32,7 +32,7 @@ class Actuator(Protocol):
     """As in `ActuatorReport`."""
 
     def pools(self) -> Sequence[str]:
-        """Return the names of the pools that it scales."""
+        """Return the names of the pools that it scales, and whose workers it knows."""
 
     def running(self, pool: str) -> list[WorkerSlot]:
         """Return the pool's workers, also those that start or drain."""

@@ -2,7 +2,8 @@
 
 The image `pagemill` is built unless it is there. The cluster has a project name, a port and
 volumes of its own, and is removed at the end. Where no container engine can be started, the test
-is skipped with the reason.
+is skipped with the reason. With `--old IMAGE`, half of the workers, the gateway and the brokers run
+an older image all the time.
 """
 
 import argparse
@@ -39,10 +40,14 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def has_image(image: str) -> bool:
+    known = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
+    return known.returncode == 0
+
+
 def ensure_image(image: str) -> None:
     """Build the image unless it is there. Raises CheckFailed."""
-    known = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
-    if known.returncode != 0:
+    if not has_image(image):
         say(f"there is no image {image}; building it")
         dockerfile = str(FOLDER / "Dockerfile")
         build = ["docker", "build", "--file", dockerfile, "--tag", image, str(FOLDER.parent)]
@@ -64,7 +69,7 @@ def write_config(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
+def running(image: str, old: str | None, keep: bool) -> Iterator[tuple[Compose, int]]:
     """Start the cluster, and yield it with the door's port once all containers are healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -76,13 +81,26 @@ def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
         compose.down()
         try:
             began = time.monotonic()
-            compose.up()
-            compose.wait_healthy(checks.START_S)
+            if old is None:
+                compose.up()
+                compose.wait_healthy(checks.START_S)
+            else:
+                report(start_beside(compose, old, image))
             say(f"{checks.versions(compose)}: healthy after {time.monotonic() - began:.0f} s")
             yield compose, port
         finally:
             if not keep:
                 compose.down()
+
+
+def start_beside(compose: Compose, old: str, new: str) -> checks.Step:
+    """Start one worker of each role with the old image, and then one more with the new image."""
+    for number, image in enumerate((old, new), 1):
+        # Containers that run already stay as they are.
+        compose.env["IMAGE"] = image
+        compose.up(**dict.fromkeys(checks.MIXED_ROLES, number))
+        compose.wait_healthy(checks.START_S)
+    return checks.check_images(compose, {old, new})
 
 
 async def check(compose: Compose, port: int, steps: list[str]) -> None:
@@ -116,6 +134,7 @@ def report(step: checks.Step) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     parser.add_argument("--image", default="pagemill")
+    parser.add_argument("--old", help="an older image, whose workers run beside those of --image")
     parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
     arguments = parser.parse_args()
@@ -128,7 +147,9 @@ def main() -> int:
         return 0
     try:
         ensure_image(arguments.image)
-        with running(arguments.image, arguments.keep) as (compose, port):
+        if arguments.old is not None and not has_image(arguments.old):
+            raise CheckFailed(f"--old: there is no image {arguments.old}")
+        with running(arguments.image, arguments.old, arguments.keep) as (compose, port):
             asyncio.run(check(compose, port, arguments.step or list(STEPS)))
     except (CheckFailed, RuntimeError, subprocess.SubprocessError) as error:
         say(f"failed: {error}")

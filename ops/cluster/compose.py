@@ -74,6 +74,11 @@ class Container:
         return str(self.description["Name"]).lstrip("/")
 
     @property
+    def image(self) -> str:
+        """Name of the image, as the container was created with it."""
+        return str(self.description["Config"]["Image"])
+
+    @property
     def is_healthy(self) -> bool:
         state = self.description["State"]
         return bool(state["Running"]) and state.get("Health", {}).get("Status") == "healthy"

@@ -118,7 +118,10 @@ class Door:
         await asyncio.gather(*running)
 
     async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:
-        """Return `count` sampled answers of so many tokens; `begun` is set when all have begun."""
+        """Return `count` sampled answers of so many tokens; `begun` is set when all have begun.
+
+        Raises RuntimeError for a response that is no answer; `begun` is not set then.
+        """
         waiting = set(range(count))
 
         async def stream(number: int) -> str:
@@ -133,6 +136,9 @@ class Door:
             }
             text = ""
             async with self._client.stream("POST", PATH, json=body) as response:
+                if response.status_code != 200:
+                    reason = (await response.aread()).decode(errors="replace")[:300]
+                    raise RuntimeError(f"answer {number}: {response.status_code} {reason}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         chunk = msgspec.json.decode(line.removeprefix("data: "))

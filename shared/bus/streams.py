@@ -213,11 +213,12 @@ async def check_server(nc: NatsClient, config: NatsConfig) -> None:
     An acknowledged publish must be on disk, which only the server's own settings show. Raises
     ConfigError, which names the missing setting.
     """
-    version = nc.connected_server_version
-    if (version.major, version.minor, version.patch) < MIN_SERVER_VERSION:
-        required = ".".join(map(str, MIN_SERVER_VERSION))
+    connected = nc.connected_server_version
+    version = connected.major, connected.minor, connected.patch
+    if version < MIN_SERVER_VERSION:
+        found, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
         raise ConfigError(
-            f"nats-server {version} is too old: {required} is required", field="nats.url"
+            f"nats-server {found} is too old: {required} is required", field="nats.url"
         )
     if nc.max_payload < MIN_MAX_PAYLOAD:
         raise ConfigError(

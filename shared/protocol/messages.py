@@ -20,6 +20,7 @@ autoscaler → actuator         ScalePlan                    bucket pm_scale    
 actuator → autoscaler         ActuatorReport               bucket pm_scale          JSON
 operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
+worker ⇄ one other worker     (empty) → CommonSettings     pm.settings              JSON
 any client → coordinator      (empty)                      pm.cancel.<id>
 coordinator → workers         (empty)                      pm.ended.<id>
 
@@ -279,6 +280,14 @@ class WorkerMetrics(Versioned, frozen=True):
     series: list[MetricSeries]
 
 
+class CommonSettings(Versioned, frozen=True):
+    """The settings of a worker that all workers need to have in common."""
+
+    worker: str
+    settings: dict[str, Any]
+    """By key, such as `delivery.ack_wait_s`."""
+
+
 decode_job_record = msgspec.json.Decoder(RequestRecord).decode
 decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
 decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
@@ -287,5 +296,6 @@ decode_scale_plan = or_none(msgspec.json.Decoder(ScalePlan).decode)
 decode_actuator_report = or_none(msgspec.json.Decoder(ActuatorReport).decode)
 decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
+decode_common_settings = or_none(msgspec.json.Decoder(CommonSettings).decode)
 decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

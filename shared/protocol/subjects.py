@@ -50,6 +50,8 @@ TOKENS_FILTER = "pm.tokens.>"
 
 # Every worker answers requests on this subject with its metrics; core NATS.
 METRICS = "pm.metrics"
+# One worker answers a request on this subject with the settings that all have in common.
+SETTINGS = "pm.settings"
 # Number of batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
 

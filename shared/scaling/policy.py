@@ -9,8 +9,8 @@ The rules of one pool, in their order:
 4. It shrinks to the most that was wanted in the last `idle_s`, and keeps workers that others still
    fetch payloads from. A pool that then has to grow again keeps its workers twice as long, up to
    MAX_HOLD times; without any demand for `idle_s` it goes to `min` all the same.
-5. A start counts as a worker until `start_timeout_s`. Then it is given up, and the pool does not
-   grow for RETRY_S.
+5. A start counts as a worker until `start_timeout_s`. Then it is given up, and the pool starts no
+   worker for RETRY_S, not even for its `min`.
 6. `min`, `max` and the budget bound the result.
 """
 
@@ -150,12 +150,13 @@ def _bound(
     """Apply the limits of one pool. `most_now` is set while the pool asks for no worker."""
     if wanted < num_pinned:
         wanted, reason = num_pinned, "pinned"
-    if most_now is not None and wanted > most_now:
-        wanted, reason = most_now, "given_up"
     if wanted < pool.min:
         wanted, reason = pool.min, "min"
     if wanted > pool.max:
         wanted, reason = pool.max, "max"
+    if most_now is not None and wanted > most_now:
+        # `min` holds again when the pool may start workers.
+        wanted, reason = max(most_now, pool.min), "given_up"
     return wanted, reason
 
 

@@ -94,9 +94,9 @@ class PoolDecision(Struct, frozen=True):
     """The decision on one pool: its counts and their reason."""
 
     wanted: int
-    """Workers that the pool is to have."""
+    """Workers that the pool is to have, when it may start those that are missing."""
     start: int
-    """Workers to ask for now."""
+    """Workers to ask for now; none for some time after a start was given up."""
     stop: int
     """Workers to drain now, see `choose_victims`."""
     give_up: tuple[str, ...]

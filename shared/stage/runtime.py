@@ -21,6 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.stage import signals
+from shared.stage.common_settings import compare_settings
 from shared.stage.pipelines import pipelines_of
 from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
@@ -273,6 +274,7 @@ async def run(
         _drain_on_signals(context)
         await bus.prepare(config.nats, config.delivery)
         context.start_reports()
+        await compare_settings(bus, worker, config, log)
         await context.open_metrics()
         await main(context)
         await context.drain_blobs()

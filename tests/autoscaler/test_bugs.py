@@ -9,7 +9,7 @@ import pytest
 from ops.chaos.bugs import scaling
 from shared.config import Config
 from shared.protocol import subjects
-from shared.protocol.messages import ScaleOrders, WorkerSlot
+from shared.protocol.messages import WorkerSlot
 from shared.scaling.memory import Memory
 from shared.scaling.policy import decide
 from shared.scaling.pools import PoolDecision
@@ -17,7 +17,6 @@ from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
 from workers.autoscaler import figures
 from workers.autoscaler.figures import Look, Queue, figures_of
 from workers.autoscaler.presence import Presence, Workers
-from workers.autoscaler.worker import with_orders
 from workers.cli.local_cluster import LocalCluster, Process
 from workers.cli.local_pools import LocalPools
 from workers.roles import WorkerSpec
@@ -89,8 +88,7 @@ async def _running(pools: LocalPools) -> list[WorkerSlot]:
 
 def _decide(look: Look, memory: Memory, now_s: float) -> tuple[PoolDecision, Memory]:
     pools = two_pools()
-    settings = with_orders(pools.scaling, ScaleOrders())
-    decisions, memory = decide(settings, figures_of(pools, look, Counter()), memory, now_s)
+    decisions, memory = decide(pools.scaling, figures_of(pools, look, Counter()), memory, now_s)
     return decisions[ENGINE], memory
 
 

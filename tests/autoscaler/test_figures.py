@@ -47,6 +47,13 @@ def test_a_pool_without_one_of_its_queues_has_no_figures() -> None:
     assert found[ENCODER] is not None
 
 
+def test_a_pool_that_the_actuator_knows_nothing_of_has_no_figures() -> None:
+    read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
+    found = figures_of(POOLS, Look(read, {ENCODER: NOBODY}, "kubernetes"), Counter())
+    assert found[ENGINE] is None
+    assert found[ENCODER] is not None
+
+
 def test_requests_that_were_heard_or_are_with_a_renderer_wake_the_pools_of_their_model() -> None:
     read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
     read |= queues("renderer", Queue(2, 1, 0.1), EMPTY)
@@ -79,6 +86,7 @@ async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(
     assert found is not None
     assert found.actuator == "up"
     assert [load.name for load in found.workers[ENGINE].ready] == ["7"]
+    assert ENCODER not in found.workers
     await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat("autoscaler-1"))
     assert await reader.look() is None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -40,6 +41,8 @@ class ApiServer:
         self.answer: Response | None = None
         self.tokens = {TOKEN}
         self.patched: list[dict[str, Any]] = []
+        self.forbidden = ("", "")
+        """Method and Deployment that the service account has no right to."""
 
     async def handle(self, request: Request) -> Response:
         if request.headers.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
@@ -47,6 +50,8 @@ class ApiServer:
         if self.answer is not None:
             return self.answer
         name = request.path_params["name"]
+        if (request.method, name) == self.forbidden:
+            return JSONResponse({"kind": "Status", "code": 403}, 403)
         if name not in self.sizes or request.path_params["namespace"] != "here":
             return JSONResponse({"kind": "Status", "code": 404}, 404)
         if request.method == "PATCH":
@@ -170,11 +175,11 @@ async def test_a_token_that_was_replaced_is_read_again(
         (
             Response(status_code=403),
             ConfigError,
-            "scale.actuator: GET of deployments/scale 'engine-a' in namespace 'here': the"
-            " service account may not do this: it needs the Role of `pagemill manifests"
+            "scale.actuator: get deployments/scale 'engine-a' in namespace 'here': the"
+            " service account has no such right: it needs the Role of `pagemill manifests"
             " --scaling pagemill`",
         ),
-        (Response(status_code=404), ConfigError, "there is no such Deployment"),
+        (Response(status_code=404), Unavailable, "there is no such Deployment"),
         (Response(status_code=500), Unavailable, "HTTP status 500"),
         (Response("<html>"), Unavailable, "no Scale in the answer"),
         (Response('{"metadata": {"resourceVersion": "1"}}'), Unavailable, "no Scale in the answer"),
@@ -214,11 +219,58 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
         actuator.running("engine/a")
 
 
+async def test_a_missing_deployment_concerns_its_own_pool_and_is_told_once_a_minute(
+    api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, actuator = server[0], KubernetesPools(api, pools())
+    del there.sizes["engine-a"]
+    with structlog.testing.capture_logs() as lines:
+        await actuator.check()
+        assert actuator.pools() == ["encoder/a"]
+        with pytest.raises(Unavailable, match="the workers of engine/a were not read lately"):
+            actuator.running("engine/a")
+        actuator.wanted("encoder/a", 2)
+        actuator._tell(await actuator.read())
+        assert there.sizes["encoder-a"] == 2
+        (line,) = [line for line in lines if line["log_level"] == "warning"]
+        assert line["pool"] == "engine/a"
+        assert "'engine-a' in namespace 'here': there is no such Deployment" in line["reason"]
+        monkeypatch.setattr("workers.autoscaler.remote_pools.TELL_S", 0.0)
+        actuator._tell(await actuator.read())
+        assert lines[-1] == line
+    there.sizes["engine-a"] = 0
+    there.pods["engine-a"] = 0
+    assert not await actuator.read()
+    assert actuator.pools() == ["engine/a", "encoder/a"]
+
+
+async def test_a_missing_right_names_the_verb_and_the_pool(
+    api: ScaleApi, server: tuple[ApiServer, str]
+) -> None:
+    there, actuator = server[0], KubernetesPools(api, pools())
+    there.forbidden = ("PATCH", "engine-a")
+    await actuator.check()
+    for pool in actuator.pools():
+        actuator.wanted(pool, 1)
+    failures = await actuator.read()
+    assert there.sizes == {"engine-a": 0, "encoder-a": 1}
+    assert failures.keys() == {"engine/a"}
+    assert "patch deployments/scale 'engine-a'" in failures["engine/a"].message
+    # What was read is known, and the plan may ask again.
+    assert actuator.running("engine/a") == []
+    there.forbidden = ("GET", "encoder-a")
+    with pytest.raises(ConfigError, match=r"^pool encoder/a: scale\.actuator: get ") as refused:
+        await actuator.check()
+    assert refused.value.field == "scale.actuator"
+
+
 async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     api = ScaleApi("http://127.0.0.1:9", "here", tmp_path / "token")
-    with pytest.raises(Unavailable, match="GET of deployments/scale 'engine-a'"):
+    with pytest.raises(Unavailable, match="get deployments/scale 'engine-a'"):
         await api.get("engine-a")
+    with pytest.raises(Unavailable, match="get deployments/scale 'engine-a'"):
+        await KubernetesPools(api, pools()).check()
     await api.close()
 
 

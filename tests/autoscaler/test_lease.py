@@ -1,8 +1,13 @@
 """The lead among autoscalers."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScalePlan
 from shared.state.scale_state import read_plan
@@ -61,3 +66,50 @@ async def test_a_leader_that_did_not_learn_of_its_own_write_goes_on(bus: Bus) ->
     first._sequence = lost
     assert not await first.write(PLAN)
     assert await first.take()
+
+
+async def test_a_lead_is_renewed_with_the_same_plan_unless_it_was_written_just_now(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(bus, "first")
+    assert await first.take()
+    await first.write(PLAN)
+    before = first._sequence
+    assert await first.renew()
+    assert first._sequence == before
+    monkeypatch.setattr("workers.autoscaler.lease.RENEW_S", 0.0)
+    # A write at the same time needs the sequence of the other one.
+    written = await asyncio.gather(first.renew(), first.write(PLAN), first.renew())
+    assert all(written)
+    assert first._sequence == before + 3
+    assert await read_plan(bus) == ScalePlan("first", PLAN.pools)
+
+
+async def test_a_lost_lead_is_not_renewed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.autoscaler.lease.RENEW_S", 0.0)
+    first, second = Lease(bus, "first"), Lease(bus, "second")
+    await first.take()
+    await second.take()
+    second._seen_s = LONG_AGO_S
+    assert await second.take()
+    assert not await first.renew()
+    assert not first.is_held
+    plan = await read_plan(bus)
+    assert plan is not None
+    assert plan.leader == "second"
+
+
+async def test_the_lead_is_not_released_without_a_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.2)
+    server = EmbeddedServer(tmp_path)
+    server.start()
+    own = await Bus.connect(server.url, "test")
+    await own.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    lease = Lease(own, "first")
+    assert await lease.take()
+    server.stop()
+    assert not await lease.release()
+    assert not lease.is_held
+    await own.close()

@@ -1,4 +1,4 @@
-"""What an autoscaler tells the actuator, and what an operator's orders change."""
+"""What an autoscaler tells the actuator."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -7,7 +7,9 @@ from typing import Any, cast
 import pytest
 
 from shared.errors import Unavailable
-from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.protocol.messages import PoolPlan, ScalePlan
+from shared.scaling.memory import Memory
+from shared.scaling.policy import decide
 from shared.scaling.pools import (
     PoolDecision,
     PoolFigures,
@@ -17,8 +19,9 @@ from shared.scaling.pools import (
 )
 from shared.stage.runtime import Context
 from tests.autoscaler.conftest import ENGINE, two_pools
+from workers.actuator import choose_changes
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.worker import Autoscaler, plan_of, with_orders
+from workers.autoscaler.worker import Autoscaler, plan_of
 
 SEEN = PoolFigures(0, 0, 0.0, 3)
 
@@ -41,13 +44,27 @@ def test_a_start_that_is_given_up_is_no_victim_and_no_start() -> None:
     assert (plan.give_up, plan.drain, plan.starting, plan.starting_s) == ([4], [], 1, 1.0)
 
 
-def test_an_order_is_the_size_of_its_pool_and_counts_for_more_than_the_budget() -> None:
-    pools = {"engine": PoolSettings(max=4), "encoder": PoolSettings(max=4)}
-    settings = ScalingSettings(pools, (("encoder", "engine"),), budget=2)
-    ordered = with_orders(settings, ScaleOrders({"engine": 3, "gone": 1}))
-    assert (ordered.pools["engine"].min, ordered.pools["engine"].max) == (3, 3)
-    assert ordered.pools["encoder"] == pools["encoder"]
-    assert ordered.budget == 3
+def test_a_start_that_is_given_up_is_replaced_after_the_pause_also_in_a_pool_with_a_min() -> None:
+    """An actuator starts a worker for each that it lacks, so the plan must not ask for one."""
+    scaling = ScalingSettings({ENGINE: PoolSettings(min=2, max=4, start_timeout_s=300.0)})
+    memory: Memory = {}
+    plans = []
+    for now_s, running, starting in (
+        (1000.0, 1, {"5": 301.0}),
+        (1001.0, 1, {}),
+        (1059.0, 1, {}),
+        (1060.0, 1, {}),
+        (1061.0, 1, {"6": 1.0}),
+    ):
+        seen = PoolFigures(0, 0, 0.0, running, starting)
+        decisions, memory = decide(scaling, {ENGINE: seen}, memory, now_s)
+        plans.append(plan_of(decisions[ENGINE], seen, Workers(starting=starting)))
+    assert [plan.wanted for plan in plans] == [1, 1, 1, 2, 2]
+    assert [plan.give_up for plan in plans] == [[5], [], [], [], []]
+    assert [plan.reason for plan in plans] == [*["given_up"] * 3, "min", "min"]
+    # What `up` and the Docker actuator make of it, and then of the last two plans.
+    assert choose_changes([4, 5], plans[0].wanted, plans[0].drain, plans[0].give_up) == ([5], 0)
+    assert choose_changes([4], plans[3].wanted, [], []) == ([], 1)
 
 
 def autoscaler() -> Autoscaler:

@@ -24,11 +24,14 @@ scale:
 """
 
 
+def write(file: Path, before: str = "", after: str = "") -> Path:
+    file.write_text(CONFIG.replace(before, after))
+    return file
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    file = tmp_path / "pagemill.yaml"
-    file.write_text(CONFIG)
-    return file
+    return write(tmp_path / "pagemill.yaml")
 
 
 @pytest.fixture
@@ -66,6 +69,33 @@ async def test_orders_are_merged_until_they_are_released(
         await scale(*sizes, **told, config=config, nats=broker.url)
         assert await scale_state.read_orders(bus) == expected
     assert "at zero" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("max: 4", "max: 2", "its max is 2"),
+        ("scale:", "scale:\n  budget: 3", "the budget leaves no more"),
+    ],
+)
+async def test_what_holds_of_an_order_is_shown_after_the_configuration_has_changed(
+    config: Path,
+    tmp_path: Path,
+    broker: EmbeddedServer,
+    bus: Bus,
+    led: None,
+    capsys: pytest.CaptureFixture[str],
+    before: str,
+    after: str,
+    reason: str,
+) -> None:
+    await scale("engine=4", config=config, nats=broker.url)
+    assert "hold" not in capsys.readouterr().err
+    await scale(config=write(tmp_path / "new.yaml", before, after), nats=broker.url)
+    shown = capsys.readouterr()
+    assert f"engine/demo is set to 4, and 2 hold: {reason}" in shown.err
+    (row,) = [line for line in shown.out.splitlines() if line.startswith("engine/demo")]
+    assert row.split()[4] == "2"
 
 
 async def test_without_a_leader_the_order_is_stored_and_that_is_said(

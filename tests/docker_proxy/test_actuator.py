@@ -65,8 +65,10 @@ async def test_what_the_engine_refuses_is_asked_for_again(
     await actuator.read()
     docker.refuses = "/create"
     actuator.wanted("engine/a", 2)
-    with pytest.raises(Unavailable, match="no space left on device"):
-        await actuator.read()
+    failures = await actuator.read()
+    assert "no space left on device" in failures.pop("engine/a").message
+    assert not failures
+    assert slots(actuator, "engine/a") == [(1, False)]
     # Not by itself: the plan may be another one by now.
     docker.refuses = None
     await actuator.read()
@@ -85,7 +87,7 @@ async def test_nothing_is_reported_while_the_proxy_is_away(
     await actuator.read()
     monkeypatch.setattr("workers.autoscaler.remote_pools.REPORT_AGE_S", 0.0)
     await asyncio.sleep(0.01)
-    with pytest.raises(Unavailable, match="has not told the workers"):
+    with pytest.raises(Unavailable, match="the workers of engine/a were not read lately"):
         actuator.running("engine/a")
 
 
@@ -95,6 +97,7 @@ async def test_a_proxy_with_another_configuration_ends_the_autoscaler(
     actuator = DockerPools(api, pools())
     actuator._services["engine/a"] = "engine-a"
     with pytest.raises(
-        ConfigError, match=r"no pool of scale\.pools has the service 'engine-a'; there are:"
+        ConfigError,
+        match=r"^pool engine/a: .* no pool of scale\.pools has the service 'engine-a'; there are:",
     ):
-        await actuator.read()
+        await actuator.check()

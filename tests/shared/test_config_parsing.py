@@ -76,6 +76,11 @@ def test_the_environment_overrides_any_field() -> None:
         ),
         (GOOD + "\nembeddings: {storage: directory}", {}, ["embeddings.path", "directory"]),
         (
+            GOOD + "\nnats: {password_file: secret}",
+            {},
+            ["pagemill.yaml", "nats.password_file", "the users in nats.url, and there is none"],
+        ),
+        (
             GOOD + "\nrenderer: {media_networks: [10.0.0.0/8, 10.0.0.0/99]}",
             {},
             ["pagemill.yaml", "renderer.media_networks", "10.0.0.0/99"],

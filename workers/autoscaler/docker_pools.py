@@ -12,7 +12,7 @@ from msgspec import Struct
 from shared.protocol.messages import WorkerSlot
 from workers.actuator import choose_changes
 from workers.autoscaler.docker_api import ProxyApi
-from workers.autoscaler.remote_pools import RemotePools, first_slot
+from workers.autoscaler.remote_pools import RemotePools
 from workers.docker_messages import DockerWorker
 from workers.pools import Pools
 
@@ -39,8 +39,8 @@ class DockerPools(RemotePools):
         """Changes to make at the next look, and then no more: the plan repeats its own."""
 
     def running(self, pool: str) -> list[WorkerSlot]:
-        self._check_seen("the Docker proxy has not told the workers of the pools")
-        first = first_slot(self.pools(), pool)
+        self._check_known(pool)
+        first = self._first_slots[pool]
         return [
             WorkerSlot(first + worker.number, worker.pid, worker.draining, worker.addresses)
             for worker in self._workers[pool]
@@ -58,15 +58,13 @@ class DockerPools(RemotePools):
         self.ask()
         return True
 
-    async def _read(self) -> None:
-        wishes, self._wishes = self._wishes, {}
-        for pool, service in self._services.items():
-            self._workers[pool] = await self._api.workers(service)
-        for pool, wish in wishes.items():
-            await self._change(pool, wish)
+    async def _read(self, pool: str) -> None:
+        self._workers[pool] = await self._api.workers(self._services[pool])
 
-    async def _change(self, pool: str, wish: _Wish) -> None:
-        service, first = self._services[pool], first_slot(self.pools(), pool)
+    async def _change(self, pool: str) -> None:
+        if (wish := self._wishes.pop(pool, None)) is None:
+            return
+        service, first = self._services[pool], self._first_slots[pool]
         victims, num_new = self._changes(pool, wish)
         for slot in victims:
             self._workers[pool] = await self._api.stop(service, slot - first)
@@ -77,6 +75,6 @@ class DockerPools(RemotePools):
             _log.info("pool_changed", pool=pool, service=service, started=num_new, stopped=stopped)
 
     def _changes(self, pool: str, wish: _Wish) -> tuple[list[int], int]:
-        first = first_slot(self.pools(), pool)
+        first = self._first_slots[pool]
         staying = [first + one.number for one in self._workers[pool] if not one.draining]
         return choose_changes(staying, wish.count, wish.drain, wish.give_up)

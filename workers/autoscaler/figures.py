@@ -41,7 +41,7 @@ class Look(Struct, frozen=True):
     queues: Queues
     """By stage, model and lane."""
     workers: Mapping[str, Workers]
-    """By pool."""
+    """By pool, without those that the actuator knows nothing of."""
     actuator: str
 
 
@@ -76,8 +76,8 @@ class Reader:
     def _workers(self, report: ActuatorReport, beats: list[Heartbeat]) -> dict[str, Workers]:
         now_s = asyncio.get_running_loop().time()
         self._presence.forget_all_but(report)
-        pools = self._pools.by_name
-        return {n: self._presence.look(pool, report, beats, now_s) for n, pool in pools.items()}
+        pools = (pool for name, pool in self._pools.by_name.items() if name in report.pools)
+        return {p.name: self._presence.look(p, report, beats, now_s) for p in pools}
 
     async def _read_queues(self) -> Queues:
         depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
@@ -95,7 +95,7 @@ class Reader:
 
 
 def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolFigures | None]:
-    """Return the figures of each pool; None for a pool of whose queues one is missing."""
+    """Return the figures of each pool; None for one without its workers or any of its queues."""
     before = heard + _tasks_before(look.queues, pools.by_name.values())
     return {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
 
@@ -112,7 +112,7 @@ def _tasks_before(queues: Queues, pools: Iterable[Pool]) -> Counter[str]:
 
 def _figures_of(pool: Pool, look: Look, before: Counter[str]) -> PoolFigures | None:
     keys = [(pool.stage, model, lane) for model in pool.models for lane in LANES]
-    if any(key not in look.queues for key in keys):
+    if pool.name not in look.workers or any(key not in look.queues for key in keys):
         return None
     queues = [look.queues[key] for key in keys]
     workers = look.workers[pool.name]

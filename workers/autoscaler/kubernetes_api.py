@@ -19,11 +19,11 @@ from shared.errors import ConfigError, Unavailable
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 5.0
 CONFLICT = 409
+_ABSENT = 404
 _REFUSALS = {
     401: "the API server does not accept the token of the service account",
-    403: "the service account may not do this: it needs the Role of `pagemill manifests"
+    403: "the service account has no such right: it needs the Role of `pagemill manifests"
     " --scaling pagemill`",
-    404: "there is no such Deployment",
 }
 
 Count = Annotated[int, Meta(ge=0)]
@@ -119,7 +119,8 @@ class ScaleApi:
         headers = {"Authorization": f"Bearer {self._read_token()}"}
         if json is not None:
             headers["Content-Type"] = "application/merge-patch+json"
-        about = f"{method} of deployments/scale {name!r} in namespace {self._namespace!r}"
+        # The verb is that of a Role.
+        about = f"{method.lower()} deployments/scale {name!r} in namespace {self._namespace!r}"
         try:
             answer = await self._client.request(method, path, json=json, headers=headers)
         except httpx2.HTTPError as error:
@@ -128,6 +129,10 @@ class ScaleApi:
             return None
         if (reason := _REFUSALS.get(answer.status_code)) is not None:
             raise ConfigError(f"scale.actuator: {about}: {reason}", field="scale.actuator")
+        if answer.status_code == _ABSENT:
+            raise Unavailable(
+                f"{about}: there is no such Deployment: apply what `pagemill manifests` writes"
+            )
         if answer.is_error:
             raise Unavailable(f"{about}: HTTP status {answer.status_code}")
         try:

@@ -9,7 +9,7 @@ import structlog
 
 from shared.protocol.messages import WorkerSlot
 from workers.autoscaler.kubernetes_api import Scale, ScaleApi
-from workers.autoscaler.remote_pools import RemotePools, first_slot
+from workers.autoscaler.remote_pools import RemotePools
 from workers.deployment_names import name_of
 from workers.pools import Pools
 
@@ -28,8 +28,8 @@ class KubernetesPools(RemotePools):
         """Sizes to set at the next look, and then no more: later ones may be another's."""
 
     def running(self, pool: str) -> list[WorkerSlot]:
-        self._check_seen("the API server has not told the sizes of the pools")
-        scale, first = self._scales[pool], first_slot(self.pools(), pool)
+        self._check_known(pool)
+        scale, first = self._scales[pool], self._first_slots[pool]
         present = max(scale.present, scale.wanted)
         return [WorkerSlot(first + n, draining=n >= scale.wanted) for n in range(present)]
 
@@ -43,15 +43,14 @@ class KubernetesPools(RemotePools):
         self.ask()
         return True
 
-    async def _read(self) -> None:
-        """Read the sizes of all pools, and set those that are to be others."""
-        wanted, self._wanted = self._wanted, {}
-        for pool, name in self._names.items():
-            seen = await self._api.get(name)
-            count = wanted.get(pool, seen.wanted)
-            if count != seen.wanted:
-                # None: it has changed meanwhile, and is read again.
-                changed = await self._api.set(name, seen, count)
-                _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
-                seen = changed or seen
-            self._scales[pool] = seen
+    async def _read(self, pool: str) -> None:
+        self._scales[pool] = await self._api.get(self._names[pool])
+
+    async def _change(self, pool: str) -> None:
+        name, seen = self._names[pool], self._scales[pool]
+        count = self._wanted.pop(pool, seen.wanted)
+        if count != seen.wanted:
+            # None: it has changed meanwhile, and is read again.
+            changed = await self._api.set(name, seen, count)
+            _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
+            self._scales[pool] = changed or seen

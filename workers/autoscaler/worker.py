@@ -16,14 +16,9 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.memory import Memory
+from shared.scaling.orders import with_sizes
 from shared.scaling.policy import decide
-from shared.scaling.pools import (
-    PoolDecision,
-    PoolFigures,
-    ScalingSettings,
-    WorkerLoad,
-    choose_victims,
-)
+from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_victims
 from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
 from shared.task_set import TaskSet
@@ -33,7 +28,7 @@ from workers.autoscaler.docker_pools import DockerPools
 from workers.autoscaler.figures import Look, Reader, figures_of
 from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
-from workers.autoscaler.lease import Lease
+from workers.autoscaler.lease import LEASE_S, RENEW_S, Lease
 from workers.autoscaler.presence import Workers
 from workers.autoscaler.remote_pools import RemotePools
 from workers.pools import Pools, pools_of
@@ -71,7 +66,7 @@ async def _actuate(
     context: Context, actuator: RemotePools, stack: contextlib.AsyncExitStack
 ) -> None:
     """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
-    await actuator.read()
+    await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
         stack.callback(tasks.start(work).cancel)
@@ -93,15 +88,33 @@ class Autoscaler:
         context = self._context
         self._register_metrics()
         context.ready([], lambda: {"leads": float(self._lease.is_held)})
+        renewals = asyncio.create_task(self._keep_lead())
         while not context.shutdown.asked.is_set():
             try:
                 if self._lease.is_held or await self._begin():
                     await self._decide()
+                else:
+                    await self._listen(set())
             except PagemillError as error:
                 context.log.warning("scale_failed", code=error.code, reason=error.message)
             await self._pause()
+        await asyncio.wait({renewals}, timeout=LEASE_S)
+        renewals.cancel()
         await self._listen(set())
-        await self._lease.release()
+        if not await self._lease.release():
+            context.log.warning("lead_not_released", reason="the broker does not answer")
+
+    async def _keep_lead(self) -> None:
+        """Renew the lead until the shutdown: a look at a slow broker may take most of LEASE_S."""
+        asked = self._context.shutdown.asked
+        while not asked.is_set():
+            try:
+                async with asyncio.timeout(RENEW_S / 2):
+                    await asked.wait()
+            except TimeoutError:
+                with contextlib.suppress(PagemillError):
+                    if not await self._lease.renew():
+                        self._context.log.warning("lost_the_lead")
 
     async def _begin(self) -> bool:
         """Take the lead if it is free."""
@@ -138,15 +151,13 @@ class Autoscaler:
             plan = self._plan(look, orders, heard)
         if not await self._lease.write(plan):
             self._context.log.warning("lost_the_lead")
-            await self._listen(set())
-            return
-        if look is not None:
+        elif look is not None:
             await self._listen(self._models_at_zero(look))
 
     def _plan(self, look: Look, orders: ScaleOrders, heard: Counter[str]) -> ScalePlan:
         figures = figures_of(self._pools, look, heard)
         now_s = asyncio.get_running_loop().time()
-        settings = with_orders(self._pools.scaling, orders)
+        settings = with_sizes(self._pools.scaling, orders.workers)
         decisions, self._memory = decide(settings, figures, self._memory, now_s)
         before = self._lease.plan.pools
         pools = {name: before[name] for name in self._pools.by_name if name in before}
@@ -208,16 +219,18 @@ class Autoscaler:
 
 
 def _is_empty(look: Look, pool: str) -> bool:
-    workers = look.workers[pool]
-    return not (workers.ready or workers.starting or workers.others)
+    workers = look.workers.get(pool)
+    return workers is not None and not (workers.ready or workers.starting or workers.others)
 
 
 def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
     """Return the plan for the pool's actuator, which has not started all of the workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
+    # An actuator starts what it lacks, whatever that is missing for.
+    wanted = min(decision.wanted, seen.num_running + len(starting) + decision.start)
     loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
     return PoolPlan(
-        wanted=max(0, decision.wanted - len(workers.others)),
+        wanted=max(0, wanted - len(workers.others)),
         drain=sorted(map(int, choose_victims(loads, decision.stop))),
         give_up=sorted(map(int, decision.give_up)),
         reason=decision.reason,
@@ -230,16 +243,3 @@ def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> Pool
         oldest_s=seen.oldest_s,
         pinned=seen.num_pinned,
     )
-
-
-def with_orders(settings: ScalingSettings, orders: ScaleOrders) -> ScalingSettings:
-    """Return the settings, in which a pool that an operator has set is as large as that."""
-    pools = dict(settings.pools)
-    for name, wanted in orders.workers.items():
-        if (pool := pools.get(name)) is not None:
-            pools[name] = replace(pool, min=wanted, max=wanted)
-    budget = settings.budget
-    if budget is not None:
-        # What an operator sets counts for more than the budget of the file.
-        budget = max(budget, sum(pool.min for pool in pools.values()))
-    return ScalingSettings(pools, settings.edges, budget)

@@ -238,7 +238,8 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
         ),
         (
             "models: {demo: {path: /models/demo}}\n"
-            "nats: {password_file: /run/password}\ngateway: {allow_anonymous: true}",
+            "nats: {url: 'nats://a:4222', password_file: /run/password}\n"
+            "gateway: {allow_anonymous: true}",
             "nats.password_file",
             "pods have no file /run/password: leave it out, because they take the URL with its"
             " password from a Secret",

@@ -80,6 +80,19 @@ async def test_a_server_without_the_required_settings_is_refused(
         process.wait()
 
 
+async def test_a_server_that_is_too_old_is_refused(
+    broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.bus.streams.MIN_SERVER_VERSION", (99, 0, 1))
+    bus = await Bus.connect(broker.url, "test")
+    with pytest.raises(
+        ConfigError, match=r"^nats-server \d+\.\d+\.\d+ is too old: 99\.0\.1 is required$"
+    ) as refused:
+        await bus.prepare(NatsConfig(), DeliveryConfig())
+    assert refused.value.field == "nats.url"
+    await bus.close()
+
+
 async def test_unchecked_accepts_a_server_that_hides_its_settings(tmp_path: Path) -> None:
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
     bus = await Bus.connect(url, "test")

@@ -17,6 +17,7 @@ REPLIES: list[Struct] = [
     messages.MediaHead(1, 1),
     messages.MediaPin([messages.PinnedPart("a", "b")]),
     messages.WorkerMetrics("engine", "engine-1", []),
+    messages.CommonSettings("engine-1", {"delivery.ack_wait_s": 10.0}),
     task_messages.ItemResult(BlobRef("engine-1", bytes(32), 1)),
     renderer_rpc.Tokenized(1, 2, [3]),
     renderer_rpc.Detokenized("a", [b"a"]),

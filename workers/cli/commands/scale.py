@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.scaling.orders import with_sizes
 from shared.state import scale_state
 from workers.cli import settings
 from workers.cli.broker import connected
@@ -26,6 +27,9 @@ class _PoolRow(Struct):
     pool: str
     state: str
     set: int | None
+    """What an operator has set."""
+    holds: int | None
+    """What that comes to within the pool's max and the budget."""
     plan: PoolPlan
 
 
@@ -63,7 +67,7 @@ async def scale(
             await scale_state.change_orders(bus, lambda orders: _changed(orders, changes, paused))
         orders = await scale_state.read_orders(bus)
         plan = await scale_state.read_current_plan(bus)
-    _show(plan, orders, as_json=json)
+    _show(plan, orders, pools, as_json=json)
     return 0
 
 
@@ -92,11 +96,13 @@ def _changed(
     return replace(orders, workers=workers, paused=orders.paused if paused is None else paused)
 
 
-def _show(plan: ScalePlan | None, orders: ScaleOrders, *, as_json: bool) -> None:
+def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json: bool) -> None:
     if plan is None:
         raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
+    limited = with_sizes(pools.scaling, orders.workers).pools
+    held = {n: limited[n].max if n in limited else size for n, size in orders.workers.items()}
     rows = [
-        _PoolRow(name, pool.state, orders.workers.get(name), pool)
+        _PoolRow(name, pool.state, orders.workers.get(name), held.get(name), pool)
         for name, pool in plan.pools.items()
     ]
     if as_json:
@@ -105,10 +111,15 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, *, as_json: bool) -> None
         return
     print_line(HEADER)
     for row in rows:
-        seen, is_set = row.plan, "-" if row.set is None else str(row.set)
+        seen, is_set = row.plan, "-" if row.holds is None else str(row.holds)
         print_line(
             f"{row.pool:<24} {row.state:<18} {seen.wanted:>6} {is_set:>4}"
             f" {seen.running:>7} {seen.starting:>8} {seen.draining:>8}"
             f" {seen.pending:>7} {seen.in_flight:>9} {seen.reason}"
         )
+    for row in rows:
+        if row.holds != row.set:
+            limit = pools.by_name[row.pool].settings.max
+            reason = f"its max is {limit}" if row.holds == limit else "the budget leaves no more"
+            print_note(f"{row.pool} is set to {row.set}, and {row.holds} hold: {reason}")
     print_note(f"leader {plan.leader}" + "; paused" * orders.paused)

@@ -1,0 +1,29 @@
+"""Sizes that an operator has set, within the limits of the configuration. Pure."""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from shared.scaling.budget import Claim, divide
+from shared.scaling.pools import ScalingSettings
+
+
+def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSettings:
+    """Return the settings, in which a pool that an operator has set is as large as that.
+
+    A size stays stored when the configuration changes. It counts up to the pool's `max`, and up to
+    what the `min` of the other pools leave of the budget, by priority.
+    """
+    claims = {}
+    for name, pool in settings.pools.items():
+        wanted = min(sizes.get(name, pool.min), pool.max)
+        claims[name] = Claim(replace(pool, min=min(pool.min, wanted)), wanted, wanted)
+    budget = settings.budget
+    if budget is None:
+        budget = sum(claim.wanted for claim in claims.values())
+    held = divide(budget, budget, claims)
+    pools = {
+        name: replace(pool, min=held[name], max=held[name]) if name in sizes else pool
+        for name, pool in settings.pools.items()
+    }
+    return ScalingSettings(pools, settings.edges, settings.budget)

@@ -1,0 +1,89 @@
+"""Settings that all workers of a cluster need to have in common.
+
+A worker that starts asks one of those that run, and logs each setting that differs. It starts all
+the same: while a configuration is changed, old and new workers run beside each other.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from shared.bus.bus import Bus
+from shared.config import Config, ModelConfig
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import CommonSettings, decode_common_settings
+from shared.telemetry.logs import Logger
+
+GROUP = "workers"
+ANSWER_S = 1.0
+
+# Machines have folders of their own, and `pagemill up` alone reads the number of replicas.
+_OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages")
+_OWN_OF_A_STAGE = ("path", "replicas")
+# It is the time of one worker.
+_OWN_OF_DELIVERY = ("drain_s",)
+
+
+def common_settings(config: Config) -> dict[str, Any]:
+    """Return the settings by key, as JSON has them."""
+    settings: dict[str, Any] = msgspec.json.decode(to_json(dict(_settings(config))))
+    return settings
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys that differ. Workers need not know the same models, nor the same settings."""
+    return [key for key in own if key in other and own[key] != other[key]]
+
+
+async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -> None:
+    """Log what differs from a worker that runs, and answer those that start later.
+
+    Raises Unavailable when the broker does not answer.
+    """
+    own = common_settings(config)
+    try:
+        found = decode_common_settings(await bus.request(subjects.SETTINGS, b"", ANSWER_S))
+    except (TimeoutError, Unavailable):
+        found = None  # This is the first worker, or the others are of an older version.
+    if found is not None:
+        for key in differences(own, found.settings):
+            log.warning(
+                "setting_differs",
+                key=key,
+                value=own[key],
+                other_worker=found.worker,
+                other_value=found.settings[key],
+            )
+    answer = to_json(CommonSettings(worker, own))
+
+    async def respond(_: bytes, __: str | None) -> bytes:
+        return answer
+
+    await bus.add_group_responder(subjects.SETTINGS, GROUP, respond)
+
+
+def _settings(config: Config) -> Iterator[tuple[str, Any]]:
+    for name, model in config.models.items():
+        yield from _of_model(f"models.{name}", model)
+    for key, value in _fields(config.delivery, _OWN_OF_DELIVERY).items():
+        yield f"delivery.{key}", value
+    yield "nats.replicas", config.nats.replicas
+    yield "embeddings.storage", config.embeddings.storage
+    yield "scale.pools", msgspec.to_builtins(config.scale.pools)
+    yield "scale.budget", config.scale.budget
+
+
+def _of_model(prefix: str, model: ModelConfig) -> Iterator[tuple[str, Any]]:
+    for key, value in _fields(model, _OWN_OF_A_MODEL).items():
+        yield f"{prefix}.{key}", value
+    yield f"{prefix}.adapters", sorted(model.adapters)
+    stages = {name: _fields(stage, _OWN_OF_A_STAGE) for name, stage in model.stages.items()}
+    yield f"{prefix}.stages", stages
+
+
+def _fields(section: msgspec.Struct, without: tuple[str, ...]) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(section)
+    return {key: value for key, value in fields.items() if key not in without}

@@ -1,0 +1,100 @@
+"""The loop of an autoscaler: the lead while a look takes long, and the end without a broker."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import structlog
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
+from shared.stage.runtime import Context, Shutdown
+from shared.telemetry.metrics import Metrics
+from tests.autoscaler.conftest import two_pools
+from workers.autoscaler.lease import Lease
+from workers.autoscaler.worker import Autoscaler
+
+
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.6)
+    monkeypatch.setattr("workers.autoscaler.worker.LEASE_S", 0.6)
+    for module in ("lease", "worker"):
+        monkeypatch.setattr(f"workers.autoscaler.{module}.RENEW_S", 0.2)
+
+
+def make_autoscaler(bus: Bus) -> tuple[Autoscaler, Shutdown]:
+    shutdown = Shutdown()
+    context: Any = SimpleNamespace(
+        bus=bus,
+        worker="autoscaler-1",
+        shutdown=shutdown,
+        log=structlog.get_logger(),
+        metrics=Metrics("autoscaler", "autoscaler-1"),
+        ready=lambda models, load: None,
+    )
+    return Autoscaler(cast(Context, context), two_pools()), shutdown
+
+
+async def until_it_leads(made: Autoscaler) -> None:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + 30.0
+    while not made._lease.is_held:
+        assert loop.time() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+async def test_a_slow_look_does_not_cost_the_lead(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    made, shutdown = make_autoscaler(bus)
+    looks, answered = asyncio.Event(), asyncio.Event()
+
+    async def look() -> None:
+        looks.set()
+        await answered.wait()
+
+    other = Lease(bus, "autoscaler-2")
+    serving = asyncio.create_task(made.serve())
+    await until_it_leads(made)
+    monkeypatch.setattr(made._reader, "look", look)
+    await looks.wait()
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + 1.5
+    while loop.time() < until_s:
+        assert not await other.take()
+        await asyncio.sleep(0.05)
+    assert made._lease.is_held
+    answered.set()
+    shutdown.begin()
+    await serving
+    # What was renewed is given back.
+    assert await other.take()
+
+
+async def test_an_autoscaler_without_a_broker_ends_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("publishing", "reading", "messaging"):
+        monkeypatch.setattr(f"shared.bus.{module}.BROKER_DEADLINE_S", 1.0)
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    made, shutdown = make_autoscaler(bus)
+    with structlog.testing.capture_logs() as lines:
+        serving = asyncio.create_task(made.serve())
+        await until_it_leads(made)
+        await asyncio.to_thread(server.stop)
+        shutdown.begin()
+        async with asyncio.timeout(30):
+            await serving
+    await bus.close()
+    assert [line["event"] for line in lines if line["log_level"] == "warning"][-1:] == [
+        "lead_not_released"
+    ]

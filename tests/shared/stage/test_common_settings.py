@@ -1,0 +1,62 @@
+"""Settings that all workers of a cluster need to have in common."""
+
+import structlog
+from msgspec.structs import replace
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import Config, DeliveryConfig, GatewayConfig, ModelConfig, NatsConfig
+from shared.config_stages import StageConfig
+from shared.stage.common_settings import common_settings, compare_settings, differences
+
+MODEL = ModelConfig("/models/demo", adapters={"blue": "/models/blue"})
+CONFIG = Config({"demo": MODEL})
+
+
+def changed(**fields: object) -> Config:
+    return replace(CONFIG, models={"demo": replace(MODEL, **fields)})
+
+
+def keys_that_differ(other: Config) -> list[str]:
+    return differences(common_settings(CONFIG), common_settings(other))
+
+
+def test_settings_that_must_agree_are_named() -> None:
+    assert keys_that_differ(CONFIG) == []
+    assert keys_that_differ(changed(tower="encoder")) == ["models.demo.tower"]
+    assert keys_that_differ(changed(adapters={})) == ["models.demo.adapters"]
+    stages = {"encoder": StageConfig(role="own")}
+    assert keys_that_differ(changed(stages=stages)) == ["models.demo.stages"]
+    slower = replace(CONFIG, delivery=DeliveryConfig(ack_wait_s=20.0))
+    assert keys_that_differ(slower) == ["delivery.ack_wait_s"]
+    assert keys_that_differ(replace(CONFIG, nats=NatsConfig(replicas=3))) == ["nats.replicas"]
+
+
+def test_what_each_machine_has_of_its_own_may_differ() -> None:
+    elsewhere = changed(path="/srv/demo", adapters={"blue": "/srv/blue"}, stages={})
+    assert keys_that_differ(elsewhere) == []
+    others = {"demo": MODEL, "other": ModelConfig("/models/other")}
+    assert keys_that_differ(replace(CONFIG, models=others)) == []
+    own = replace(CONFIG, gateway=GatewayConfig(port=1), delivery=DeliveryConfig(drain_s=1.0))
+    assert keys_that_differ(own) == []
+
+
+async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> None:
+    first, second = [await Bus.connect(broker.url, "test") for _ in range(2)]
+    log = structlog.get_logger()
+    with structlog.testing.capture_logs() as lines:
+        await compare_settings(first, "engine-1", CONFIG, log)
+        await compare_settings(first, "engine-2", CONFIG, log)
+        assert lines == []
+        await compare_settings(second, "renderer-1", changed(dtype="bfloat16"), log)
+    (line,) = lines
+    assert line.pop("other_worker") in ("engine-1", "engine-2")
+    assert line == {
+        "event": "setting_differs",
+        "log_level": "warning",
+        "key": "models.demo.dtype",
+        "value": "bfloat16",
+        "other_value": "float32",
+    }
+    for bus in (first, second):
+        await bus.close()
