@@ -10,8 +10,9 @@ Positive = Annotated[int, Meta(ge=1)]
 class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The generator: batches and limits."""
 
-    max_batch: Positive = 8
-    """Limit on the chunks of one batch, which are those of different requests."""
+    max_batch: Positive = 1
+    """Limit on the chunks of one batch, which are of different requests. A table's vocoder takes as
+    long for each chunk of a batch as for one alone, so the first ones would only come later."""
     max_tasks: Positive = 64
     """Limit on tasks in flight, most of which wait for the stage before."""
     step_timeout_s: Annotated[float, Meta(gt=0)] = 120.0

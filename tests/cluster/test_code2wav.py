@@ -70,6 +70,7 @@ models:
         inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
         output: {{name: audio, kind: audio}}
         chunks: {{first: [3, 5], size: 8, left: 2, right: 2}}
+generator: {{max_batch: 8}}
 delivery: {{ack_wait_s: 1.5, drain_s: 5.0, retry_delay_s: 0.1}}
 """
 STAGES = {"coordinator": None, "source": "talker", "generator": "code2wav"}
