@@ -10,14 +10,15 @@ import msgspec
 import pytest
 import structlog
 
+from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.config import Config, DeliveryConfig, ModelConfig
 from shared.config_stages import StageConfig
-from shared.errors import Cancelled
+from shared.errors import Cancelled, ConfigError
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.messages import AttemptRecord, decode_attempt
-from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary
+from shared.protocol.records import AudioChunk, Failure, OutputEnd, OutputSummary
 from shared.protocol.task_messages import FollowBody, TaskHeader
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -31,7 +32,7 @@ from workers.generator.vocoder_thread import VocoderThread
 from workers.generator.worker import GeneratorWorker
 
 OUTPUTS = ["codes", "audio"]
-STAGES = {
+STAGES: dict[str, dict[str, Any]] = {
     "renderer": {"enabled": False},
     "engine": {"enabled": False},
     "talker": {
@@ -53,17 +54,24 @@ def model() -> str:
     return f"m-{secrets.token_hex(4)}"
 
 
+def make_context(bus: Bus, model: str, **changes: Any) -> Context:
+    """The context of a worker, with these changes to its stage."""
+    stages = STAGES | {"code2wav": STAGES["code2wav"] | changes}
+    delivery = DeliveryConfig(ack_wait_s=5.0, drain_s=5.0)
+    config = Config(
+        {model: ModelConfig("nowhere", stages=msgspec.convert(stages, dict[str, StageConfig]))},
+        delivery=delivery,
+    )
+    name, log = f"generator-{secrets.token_hex(4)}", structlog.get_logger()
+    return Context("generator", name, model, config, bus, log, "code2wav")
+
+
 @contextlib.asynccontextmanager
 async def serving(
     bus: Bus, model: str, vocoder: CountingVocoder, thread: VocoderThread
 ) -> AsyncIterator[Context]:
     """Run a worker until the end of the block, in which the test may have stopped it."""
-    stages = msgspec.convert(STAGES, dict[str, StageConfig])
-    delivery = DeliveryConfig(ack_wait_s=5.0, drain_s=5.0)
-    config = Config({model: ModelConfig("nowhere", stages=stages)}, delivery=delivery)
-    name = f"generator-{secrets.token_hex(4)}"
-    log = structlog.get_logger()
-    context = Context("generator", name, model, config, bus, log, "code2wav")
+    context = make_context(bus, model)
     chunks = ChunkSpec(size=1, left=0, right=0)
     running = asyncio.create_task(GeneratorWorker(context, model, chunks, vocoder, thread).serve())
     try:
@@ -148,6 +156,37 @@ async def test_a_worker_that_stops_leaves_the_rest_to_another_one(bus: Bus, mode
     assert end.summary.units == {"samples": 3}
     outcomes = [a.outcome for a in await attempts_of(bus, header) if a is not None]
     assert outcomes == ["open", "requeued", "open"]
+
+
+async def test_codes_that_the_vocoder_does_not_have_end_the_request(bus: Bus, model: str) -> None:
+    vocoder = CountingVocoder()
+    async with serving(bus, model, vocoder, VocoderThread(vocoder, 1)):
+        vocoder.may_go_on.release(10)
+        header = await spoken(bus, model, [5, vocoder.num_codes])
+        await settled(bus, header)
+    (final,) = await read_log(bus, header.request_id)
+    assert isinstance(final, Failure)
+    assert final.error.code == "internal_error"
+    assert final.error.message == "frame 1 has codes outside of 0 to 99"
+    assert vocoder.batches == []
+    letter = subjects.dead("code2wav", header.request_id)
+    assert await bus.read_last(subjects.DEAD_STREAM, letter) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output": None},
+        {"output": {"name": "audio", "kind": "image"}},
+        {"inputs": {"prompt": STAGES["talker"]["inputs"]["prompt"]}, "chunks": None},
+    ],
+)
+async def test_a_stage_that_makes_no_sound_of_codes_is_refused(
+    bus: Bus, model: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="a generator follows an input 'codes', and writes") as e:
+        await worker.main(make_context(bus, model, **changes))
+    assert e.value.field == f"models.{model}.stages.code2wav"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
-from shared.protocol.pipeline import CODES
+from shared.protocol.pipeline import AUDIO, CODES
 from shared.protocol.records import OutputSummary
 from shared.protocol.task_messages import FollowBody, Task
 from shared.stage.inputs import RequestEnded, follow_codes
@@ -44,15 +44,12 @@ async def main(context: Context) -> None:
     if name is None:
         raise ConfigError("a generator serves one model: name it with --model", field="model")
     stage = context.pipelines[name].stage(context.stage.name)
-    if stage is None or stage.chunks is None or stage.output is None:
-        raise ConfigError(
-            f"models.{name}.stages.{context.stage.name}: a generator follows an input {CODES!r} and"
-            " writes an output",
-            field=f"models.{name}.stages.{context.stage.name}",
-        )
+    key = f"models.{name}.stages.{context.stage.name}"
+    if stage is None or stage.chunks is None or stage.output is None or stage.output.kind != AUDIO:
+        message = f"a generator follows an input {CODES!r}, and writes an output of kind {AUDIO!r}"
+        raise ConfigError(f"{key}: {message}", field=key)
     context.step("loading the vocoder")
     folder = Path(stage.path or config.models[name].path)
-    key = f"models.{name}.stages.{stage.name}"
     vocoder = await asyncio.to_thread(load_vocoder, folder, stage.chunks, key)
     thread = VocoderThread(vocoder, config.generator.max_batch)
     await GeneratorWorker(context, name, stage.chunks, vocoder, thread).serve()
