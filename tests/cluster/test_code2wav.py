@@ -71,8 +71,9 @@ models:
         output: {{name: audio, kind: audio}}
         chunks: {{first: [3, 5], size: 8, left: 2, right: 2}}
 generator: {{max_batch: 8}}
-delivery: {{ack_wait_s: 1.5, drain_s: 5.0, retry_delay_s: 0.1}}
+delivery: {{ack_wait_s: 3.0, drain_s: 5.0, retry_delay_s: 0.1}}
 """
+# Heartbeats come every second. By the ack wait of 3 s it is known that a killed worker is dead.
 STAGES = {"coordinator": None, "source": "talker", "generator": "code2wav"}
 FRAMES_A_RECORD = 4
 RECORD_S = 0.02
@@ -158,6 +159,14 @@ class Processes:
             return 0
         self._running[role] = self.start(role)
         return 1
+
+    @contextlib.contextmanager
+    def stopped(self, role: str) -> Iterator[None]:
+        self._running[role].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._running[role].send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for process in self._running.values():
@@ -338,8 +347,8 @@ async def test_a_request_that_is_ended_leaves_nothing_behind(client: Bus, ending
     """The talker has stalled after some chunks, and would not end before its deadline."""
     timeout_s = 2.0 if ending == "deadline_exceeded" else None
     await ask(client, ending, [*codes_of(3, 20), STALL], timeout_s)
-    await until(lambda: has_records(client, ending, 2))
     if ending == "cancelled":
+        await until(partial(has_records, client, ending, 2))
         await cancel(client, ending)
     records = await follow(client, ending)
     assert isinstance(records[-1], OutputEnd)
@@ -367,6 +376,22 @@ async def test_a_request_that_is_cancelled_after_its_codes_have_ended(client: Bu
     assert num_records < 40
     await until_nothing_is_left(client)
     assert len(await audio_of(client, "long")) == num_records
+
+
+async def test_a_generator_that_wakes_behind_the_end_writes_nothing(
+    processes: Processes, client: Bus
+) -> None:
+    await ask(client, "zombie", codes_of(6, 200))
+    await until(partial(has_records, client, "zombie", 2))
+    with processes.stopped("generator"):
+        await cancel(client, "zombie")
+        final = await final_record(client, "zombie")
+    assert isinstance(final, Failure)
+    await until_nothing_is_left(client)
+    *chunks, end = await follow(client, "zombie")
+    assert isinstance(end, OutputEnd)
+    assert end.cut
+    assert await audio_of(client, "zombie") == [*chunks, end]
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,15 @@ async def test_a_worker_that_stops_leaves_the_rest_to_another_one(bus: Bus, mode
     assert outcomes == ["open", "requeued", "open"]
 
 
+async def test_a_speech_without_codes_is_no_sound(bus: Bus, model: str) -> None:
+    vocoder = CountingVocoder()
+    async with serving(bus, model, vocoder, VocoderThread(vocoder, 1)):
+        header = await spoken(bus, model, [])
+        await settled(bus, header)
+    (end,) = await audio_of(bus, header)
+    assert (end.cut, end.summary.units) == (False, {"samples": 0})
+
+
 async def test_codes_that_the_vocoder_does_not_have_end_the_request(bus: Bus, model: str) -> None:
     vocoder = CountingVocoder()
     async with serving(bus, model, vocoder, VocoderThread(vocoder, 1)):

@@ -161,13 +161,15 @@ class GeneratorWorker:
     async def _make_chunks(self, request: _Open) -> bool:
         """Make the chunks whose frames are there, and append each to the log.
 
-        False when this worker stops: the next one goes on behind what is in the log.
+        False when this worker stops, or a suspect has waited for too long: the next one goes on
+        behind what is in the log.
         """
         job, speech = request.job, request.speech
         assert job.log is not None
         assert job.request_id is not None
         while (window := speech.next_window()) is not None:
-            if self._context.shutdown.asked.is_set():
+            # `wait_for` of Python 3.11 may swallow the cancellation of a timeout.
+            if self._context.shutdown.asked.is_set() or request.patience.expired():
                 return False
             request.patience.reschedule(None)
             dry_at_s = request.playback.dry_at_s + request.lag_s
