@@ -78,7 +78,8 @@ class TableVocoder:
         self._window = np.pad(hann, (self._fft - length) // 2)
 
     def carry(self, codes: Codes, position: int) -> int:
-        """The phase at the middle of frame `position`, where the pitch knows no frame before."""
+        """The phase at the middle of frame `position`. From there on the pitch depends on no frame
+        before it."""
         _, pitch_hz = self._voice(codes[None, : position + 1, 0])
         num_steps = position * STEPS_PER_FRAME + STEPS_PER_FRAME // 2
         return int(self._increments(pitch_hz)[0, :num_steps].sum()) * self._step % PHASES
@@ -152,7 +153,7 @@ class TableVocoder:
 
     def _spectra(self, excitation: Floats, steps: slice) -> NDArray[np.complex128]:
         """Spectra of the windows around the centers of steps, [num_chunks, num_steps, bins]."""
-        # Silence comes before the beginning of a speech, and behind its end.
+        # Silence surrounds a speech. Steps that reach a chunk see no other end of its context.
         padded = np.pad(excitation, ((0, 0), (self._fft // 2, self._fft // 2)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, self._fft, axis=1)
         centered = windows[:, self._step // 2 :: self._step][:, steps]
