@@ -14,6 +14,7 @@ from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, ta
 from shared.config import ApiKey, Config, ModelConfig
 from shared.config_scale import PoolConfig
 from shared.config_stages import InputConfig, StageConfig
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec
 
 FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
@@ -33,6 +34,7 @@ NESTED: dict[str, type[Struct]] = {
     "models.NAME.stages.STAGE": StageConfig,
     "models.NAME.stages.STAGE.inputs.KIND": InputConfig,
     "models.NAME.stages.STAGE.output": OutputSpec,
+    "models.NAME.stages.STAGE.chunks": ChunkSpec,
     "gateway.api_keys": ApiKey,
     "scale.pools": PoolConfig,
 }
@@ -111,6 +113,7 @@ def _link(name: str) -> str:
         "StageConfig": "[stage](#modelsnamestagesstage)",
         "InputConfig": "[input](#modelsnamestagesstageinputskind)",
         "OutputSpec": "[output](#modelsnamestagesstageoutput)",
+        "ChunkSpec": "[chunks](#modelsnamestagesstagechunks)",
         "ApiKey": "[key](#gatewayapi_keys)",
         "PoolConfig": "[pool](#scalepools)",
     }[name]

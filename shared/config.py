@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.config_generator import GeneratorConfig
 from shared.config_scale import ScaleConfig
 from shared.config_stages import Positive, StageConfig
 
@@ -334,6 +335,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     encoder: EncoderConfig = EncoderConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     engine: EngineConfig = EngineConfig()
+    generator: GeneratorConfig = GeneratorConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     scale: ScaleConfig = ScaleConfig()

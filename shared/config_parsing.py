@@ -6,7 +6,7 @@ This module reads neither files nor the environment: the caller passes the text 
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from shared.config import Config, ModelConfig
+from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
@@ -39,11 +40,11 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     overrides = _Overrides(env)
     overrides.apply(tree)
-    # Each model is converted on its own first, because msgspec's path omits the keys of a mapping.
-    models = tree.get("models")
-    if isinstance(models, dict):
-        for name, model in models.items():
-            _convert(model, ModelConfig, f"models.{name}", overrides, source)
+    # Models and stages are converted alone first, because msgspec's path omits keys of mappings.
+    for name, model in _entries(tree, "models"):
+        for stage, changes in _entries(model, "stages"):
+            _convert(changes, StageConfig, f"models.{name}.stages.{stage}", overrides, source)
+        _convert(model, ModelConfig, f"models.{name}", overrides, source)
     config = _convert(tree, Config, "", overrides, source)
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
@@ -53,6 +54,12 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
             origin = overrides.variables.get(fault.key, source)
             raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
     return config
+
+
+def _entries(tree: Any, key: str) -> Iterable[tuple[Any, Any]]:
+    """The entries of a mapping that `tree` may have under `key`."""
+    section = tree.get(key) if isinstance(tree, dict) else None
+    return section.items() if isinstance(section, dict) else ()
 
 
 def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", source: str) -> T:

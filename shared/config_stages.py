@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -43,3 +44,5 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """By what they carry, such as `tokens` or `image`."""
     output: OutputSpec | None = None
     """The output that the stage writes."""
+    chunks: ChunkSpec | None = None
+    """How the stage cuts the codes that it follows, for a stage with the input `codes`."""

@@ -162,6 +162,7 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
             "workers/engine/main.py",  # the same value
         },
         "prefill": {"shared/config.py"},  # a value of `models.NAME.prefill`
+        "generator": {"shared/telemetry/catalog.py"},
         "engine": {
             "shared/telemetry/catalog.py",
             "shared/config.py",  # a value of `models.NAME.tower`

@@ -83,6 +83,14 @@ for _spec in (
     RoleSpec("prefill", "workers.engine.prefill", "Prefill", "computes long prompts"),
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
     RoleSpec(
+        "generator",
+        "workers.generator.worker",
+        "Generator",
+        "turns codes into sound",
+        # The one vocoder that there is computes with numpy.
+        uses_torch=False,
+    ),
+    RoleSpec(
         AUTOSCALER,
         "workers.autoscaler.worker",
         "Autoscaler",

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
+from shared.protocol.chunks import ChunkSpec
+
 REQUEST = "request"
 """The source of the edges that begin at the client's request."""
 TEXT = "text"
@@ -35,7 +37,11 @@ ENDS = "ends"
 RESERVED_OUTPUTS = frozenset({ENDS})
 """Names under which a request has other records than those of an output."""
 
-OutputKind = Literal["text", "audio", "image", "video"]
+OutputKind = Literal["text", "codes", "audio", "image", "video"]
+CODES: OutputKind = "codes"
+"""Frames of a codec, of which a later stage makes sound."""
+AUDIO: OutputKind = "audio"
+"""Sound."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
 
 
@@ -59,6 +65,8 @@ class StageSpec(Struct, frozen=True):
     replicas: int = 1
     """Workers that `pagemill up` starts for it."""
     output: OutputSpec | None = None
+    chunks: ChunkSpec | None = None
+    """How the stage cuts the codes that it follows; None for a stage that follows none."""
 
 
 class Edge(Struct, frozen=True):
@@ -322,20 +330,6 @@ def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
-
-
-def graph_lines(pipeline: Pipeline) -> list[str]:
-    """The pipeline as text for `pagemill check`: one line an edge, then one an output."""
-    lines = []
-    for edge in pipeline.edges:
-        arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶", "detour": "··▶"}[edge.mode]
-        gathered = f", gathered by {edge.gathered_by}" if edge.gathered_by else ""
-        mode = edge.mode.replace("_", "-")
-        lines.append(f"{edge.source} {arrow} {edge.target}  ({mode}: {edge.carries}{gathered})")
-    for name, stage in pipeline.outputs.items():
-        assert stage.output is not None
-        lines.append(f"{stage.name} ──▷ output {name} ({stage.output.kind})")
-    return lines
 
 
 def has_embeddings(pipeline: Pipeline) -> bool:

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import PagemillError
+from shared.protocol.pipeline import AUDIO, CODES
 
 
 class StageSpan(Struct, frozen=True, array_like=True):
@@ -134,6 +135,33 @@ class MediaChunk(Struct, frozen=True, tag="media", omit_defaults=True):
     """`media:<sha256>` of a stored file, for large ones."""
 
 
+class CodeChunk(Struct, frozen=True, tag=CODES):
+    """Codec frames of speech, of which a later stage makes sound."""
+
+    index: int
+    attempt: int
+    position: int
+    """Index of the first frame in the speech. The next record continues behind the last one."""
+    frames: list[list[int]]
+    """The codes of each frame, one for each codebook of the codec."""
+
+
+class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):
+    """Consecutive samples of sound, of one channel."""
+
+    index: int
+    attempt: int
+    first_sample: int
+    """Index of the first sample in the sound. The next record continues behind the last one."""
+    num_samples: int
+    sample_rate: int
+    """Samples a second, the same in all records of a log."""
+    pcm: str
+    """Base64 of 16-bit signed integers, least significant byte first."""
+    end_token: int | None = None
+    """Tokens of the text that are spoken by the end of these samples, where the stage knows it."""
+
+
 class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """Last record of an output that has a log of its own."""
 
@@ -144,7 +172,7 @@ class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """The request was ended before the output was complete."""
 
 
-OutputRecord = MediaChunk | OutputEnd
+OutputRecord = MediaChunk | CodeChunk | AudioChunk | OutputEnd
 """Records of the log of an output that is not text."""
 
 

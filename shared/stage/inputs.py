@@ -1,11 +1,18 @@
-"""Inputs of a stage that follows an output of another stage while it grows."""
+"""Inputs of a stage that follows an output of another stage while it grows.
 
-from collections.abc import AsyncIterator
+Each is read from its beginning by every attempt, so a stage needs nothing of the attempt before.
+"""
 
-from shared.bus.bus import Bus
-from shared.protocol.records import TokenChunk
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from shared.bus.bus import STALE_READ_S, Bus
+from shared.protocol.records import AnyRecord, CodeChunk, OutputEnd, TokenChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.state.log_reader import LogReader
+from shared.state.token_log import is_final, last_record
+
+MAX_LOOKS = 20
 
 
 class RequestEnded(Exception):
@@ -18,14 +25,43 @@ async def follow_text(bus: Bus, header: TaskHeader) -> AsyncIterator[TokenChunk]
     The record that ends the request comes only after all outputs, so a stage does not wait for it.
     Raises RequestEnded.
     """
-    assert header.ticket is not None
-    rest_s = max(0.0, (header.ticket.deadline_ms - bus.now_ms()) / 1000)
     open_choices = set(range(header.sampling.n))
     async with LogReader(bus, header.request_id, 0) as reader:
-        async for record in reader.records(at_once=True, timeout_s=rest_s):
+        async for record in _records(reader, bus, header):
             if not isinstance(record, TokenChunk):
                 raise RequestEnded
             yield record
             open_choices -= {d.index for d in record.choices if d.finish_reason is not None}
             if not open_choices:
                 return
+
+
+async def follow_codes(
+    bus: Bus, header: TaskHeader, output: str
+) -> AsyncGenerator[CodeChunk, None]:
+    """Yield the codes of an output from their beginning to their end. Raises RequestEnded."""
+    async with LogReader(bus, header.request_id, 0, output) as reader:
+        async for record in _records(reader, bus, header):
+            if isinstance(record, OutputEnd) and record.cut:
+                await _await_end(bus, header.request_id)
+                raise RequestEnded
+            if isinstance(record, CodeChunk):
+                yield record
+
+
+async def _await_end(bus: Bus, request_id: str) -> None:
+    """Wait for the record that ends a request, which is written after those that cut its outputs.
+
+    Whoever writes them may die in between, so this does not wait for long.
+    """
+    for _ in range(MAX_LOOKS):
+        if is_final(await last_record(bus, request_id)):
+            return
+        await asyncio.sleep(STALE_READ_S)
+
+
+def _records(reader: LogReader, bus: Bus, header: TaskHeader) -> AsyncIterator[AnyRecord]:
+    """All records of a log, which may have some already, as long as the request has time."""
+    assert header.ticket is not None
+    rest_s = max(0.0, (header.ticket.deadline_ms - bus.now_ms()) / 1000)
+    return reader.records(at_once=True, timeout_s=rest_s)

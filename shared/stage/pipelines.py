@@ -6,8 +6,10 @@ from itertools import chain
 from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import (
+    CODES,
     REQUEST,
     TEXT,
     Edge,
@@ -59,8 +61,9 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
         named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
+        chunks = _faults_of_chunks(pipeline)
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        for fault in (*named, *faults(pipeline, roles), *detours):
+        for fault in (*named, *faults(pipeline, roles), *chunks, *detours):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -82,6 +85,20 @@ def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
                 f"stages.{stage.name}",
                 f"the consumer {consumer} has more than {MAX_CONSUMER_LEN} characters: shorten the"
                 " name of the model or of the stage",
+            )
+
+
+def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        followed = pipeline.inputs_of(stage.name).get(CODES)
+        if stage.chunks is not None and followed is None:
+            message = f"only a stage that follows {CODES!r}, in an input of this name, has chunks"
+            yield Fault(f"stages.{stage.name}.chunks", message)
+        source = None if followed is None else pipeline.outputs[followed]
+        if source is not None and source.output is not None and source.output.kind != CODES:
+            yield Fault(
+                f"stages.{stage.name}.inputs.{CODES}",
+                f"the output of {source.name!r} is of kind {source.output.kind!r}, not {CODES!r}",
             )
 
 
@@ -109,6 +126,7 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
 
 def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSpec:
     base = base or StageSpec(name, name)
+    chunks = ChunkSpec() if CODES in (changes.inputs or {}) else base.chunks
     return StageSpec(
         name,
         changes.role or base.role,
@@ -116,4 +134,5 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.sampling_defaults or base.sampling_defaults,
         changes.replicas,
         changes.output or base.output,
+        changes.chunks or chunks,
     )

@@ -1,9 +1,9 @@
 """Token logs: one subject per output of a request, append-only, fenced, readable from any index.
 
 The log of the text is the request's own: TokenChunk records with indexes 0, 1, 2, …, then exactly
-one Finish or Failure, which ends the request. Another output has MediaChunk records and one
-OutputEnd. A writer must know the last message of its log, and the server refuses a writer that
-another one has overtaken.
+one Finish or Failure, which ends the request. Another output has pieces of its kind (MediaChunk,
+CodeChunk, AudioChunk) and one OutputEnd. A writer must know the last message of its log, and the
+server refuses a writer that another one has overtaken.
 
 Anyone who may publish on the bus can put other bytes into a log. Readers skip bytes that are no
 record, and record kinds of a newer version; a writer that finds only bytes that are no record after
@@ -11,6 +11,7 @@ its own last one goes on behind them.
 """
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,9 @@ from shared.protocol.encoding import or_none, to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import (
     AnyRecord,
+    AudioChunk,
     ChoiceDelta,
+    CodeChunk,
     Failure,
     Finish,
     LogRecord,
@@ -176,6 +179,18 @@ class LogWriter:
     async def media(self, mime: str, offset: int, *, data: str = "", media: str = "") -> None:
         """Append a piece of an output that is not text; see MediaChunk for the arguments."""
         chunk = MediaChunk(self._next_index, self._attempt, mime, offset, data, media)
+        await self._append(chunk)
+
+    async def codes(self, position: int, frames: list[list[int]]) -> None:
+        """Append codec frames; `position` is the index of the first one in the speech."""
+        await self._append(CodeChunk(self._next_index, self._attempt, position, frames))
+
+    async def audio(self, first_sample: int, pcm: bytes, sample_rate: int) -> None:
+        """Append samples of one channel, 16 bits each, least significant byte first."""
+        data = base64.b64encode(pcm).decode()
+        chunk = AudioChunk(
+            self._next_index, self._attempt, first_sample, len(pcm) // 2, sample_rate, data
+        )
         await self._append(chunk)
 
     async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:

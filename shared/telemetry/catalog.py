@@ -43,7 +43,7 @@ class MetricSpec:
 
 
 ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coordinator"
-GATEWAY, AUTOSCALER = "gateway", "autoscaler"
+GENERATOR, GATEWAY, AUTOSCALER = "generator", "gateway", "autoscaler"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
 # Descriptions by name, with the labels besides the own ones in braces; grouped by kind, source and
@@ -125,6 +125,24 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("gauge", ENCODER, ()): {
         "encoder_waiting_items": "Images that wait for the vision tower.",
+    },
+    ("histogram", GENERATOR, LONG_S): {
+        "time_to_first_audio_seconds": (
+            "Time from a request's acceptance to its first samples, in seconds."
+        ),
+    },
+    ("histogram", GENERATOR, SIZES): {
+        "generator_batch_chunks": "Chunks in one batch.",
+    },
+    ("counter", GENERATOR, ()): {
+        "audio_seconds_total": "Sound that was made, in seconds of its length.",
+        "audio_gap_seconds_total": (
+            "Time for which clients had played all sound that there was, and more was to come, in"
+            " seconds."
+        ),
+    },
+    ("gauge", GENERATOR, ()): {
+        "generator_waiting_chunks": "Chunks that wait for a batch.",
     },
     ("counter", RENDERER, ()): {
         "rendered_requests_total": "Requests forwarded to engines.",

@@ -119,6 +119,61 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     assert list(tree["models"]) == ["demo"]
 
 
+SPEECH = """
+models:
+  demo:
+    path: model
+    stages:
+      talker:
+        role: engine
+        inputs: {text: {from: engine, function: follow, mode: stream}}
+        output: {name: codes, kind: codes}
+      code2wav:
+        role: generator
+        path: voice
+        inputs: {codes: {from: talker, function: follow, mode: stream}}
+        output: {name: audio, kind: audio}
+        chunks: {first: [5, 10], size: 25}
+"""
+
+
+def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
+    (tmp_path / "pagemill.yaml").write_text(SPEECH)
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
+        "# pipeline of demo",
+        "#   request ──▶ renderer  (task: prompt)",
+        "#   renderer ──▶ engine  (task: tokens)",
+        "#   engine ~~▶ talker  (stream: text)",
+        "#   talker ~~▶ code2wav  (stream: codes)",
+        "#   code2wav in chunks of 5, 10, then 25 frames, with 2 before and 2 behind",
+        "#   engine ──▷ output text (text)",
+        "#   talker ──▷ output codes (codes)",
+        "#   code2wav ──▷ output audio (audio)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "key", "message"),
+    [
+        ("{size: 0}", ".size", "Expected `int` >= 1"),
+        ("{first: [5, 1001]}", ".first[1]", "Expected `int` <= 1000"),
+        ("{left: -1}", ".left", "Expected `int` >= 0"),
+        ("{sizes: 25}", "", "unknown field `sizes`"),
+    ],
+)
+def test_check_refuses_wrong_chunks(tmp_path: Path, chunks: str, key: str, message: str) -> None:
+    config = tmp_path / "pagemill.yaml"
+    config.write_text(SPEECH.replace("{first: [5, 10], size: 25}", chunks))
+    done = run("check", cwd=tmp_path)
+    assert done.returncode != 0
+    said = " ".join(done.stderr.split())
+    assert f"pagemill.yaml: models.demo.stages.code2wav.chunks{key}: " in said
+    assert message in said
+
+
 def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
     (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: model}}")

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from shared.protocol import messages, renderer_rpc, task_messages
+from shared.protocol import messages, records, renderer_rpc, task_messages
 from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import ErrorInfo
 from shared.protocol.requests import GenerateRequest
+from shared.state.token_log import decode_record
 
 ERROR = ErrorInfo("unavailable", "later", None, "server", True)
 REPLIES: list[Struct] = [
@@ -43,6 +44,18 @@ def newer(message: Struct, **more: object) -> bytes:
 def test_a_newer_message_with_another_field_is_read(message: Struct) -> None:
     read = msgspec.json.decode(newer(message, later=[1]), type=type(message))
     assert msgspec.structs.replace(read, version=1) == message
+
+
+RECORDS: list[Struct] = [
+    records.CodeChunk(3, 1, 8, [[1, 2], [3, 4]]),
+    records.AudioChunk(4, 1, 960, 2, 24_000, "AAD9/w==", end_token=7),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_of_a_newer_version_with_another_field_is_read(record: Struct) -> None:
+    fields = msgspec.json.decode(to_json(record))
+    assert decode_record(msgspec.json.encode(fields | {"later": [1]})) == record
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda message: type(message).__name__)

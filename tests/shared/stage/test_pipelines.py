@@ -8,6 +8,7 @@ import pytest
 from shared.config import Config, EngineConfig, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
+from shared.protocol.chunks import ChunkSpec
 from shared.stage import tasks
 from shared.stage.pipelines import check_pipelines, pipeline_of
 
@@ -48,6 +49,20 @@ def detour(carries: str, source: str = "renderer") -> dict[str, Any]:
 
 
 FROM_REQUEST = from_engine(**{"from": "request", "mode": "fan_out"})
+CODES: dict[str, Any] = {
+    "talker": SPEECH | {"output": {"name": "codes", "kind": "codes"}},
+    "code2wav": {
+        "role": "engine",
+        "inputs": {"codes": {"from": "talker", "function": "follow", "mode": "stream"}},
+        "output": {"name": "audio", "kind": "audio"},
+    },
+}
+
+
+def code2wav(**changes: Any) -> dict[str, Any]:
+    return CODES | {"code2wav": CODES["code2wav"] | changes}
+
+
 REFUSED = [
     ("stages.a.b", "no name for a stage", {"a.b": SPEECH}),
     ("stages.request", "no name for a stage", {"request": SPEECH}),
@@ -111,6 +126,12 @@ REFUSED = [
         "writes no output",
         {"prefill": DETOUR | {"output": {"name": "speech", "kind": "audio"}}},
     ),
+    ("stages.speech.chunks", "only a stage that follows 'codes'", speech(chunks={})),
+    (
+        "stages.code2wav.inputs.codes",
+        "of kind 'text', not 'codes'",
+        code2wav(inputs={"codes": {"from": "engine", "function": "follow", "mode": "stream"}}),
+    ),
     (
         "stages.engine.inputs",
         "form a cycle",
@@ -150,6 +171,17 @@ def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
     assert engine is not None
     assert (engine.replicas, engine.sampling_defaults) == (2, {"n": 2})
     assert [edge.target for edge in pipeline.followers_of("engine")] == ["speech"]
+
+
+def test_a_stage_that_follows_codes_cuts_them_into_chunks() -> None:
+    given = {"first": [5, 10], "size": 20, "left": 3, "right": 4}
+    for changes, expected in (({}, ChunkSpec()), ({"chunks": given}, ChunkSpec((5, 10), 20, 3, 4))):
+        model = model_with(code2wav(**changes))
+        check_pipelines(Config({"demo": model}), ROLES, "pagemill.yaml")
+        pipeline = pipeline_of(model)
+        stages = {stage.name: stage.chunks for stage in pipeline.stages}
+        assert stages == {"renderer": None, "engine": None, "talker": None, "code2wav": expected}
+        assert pipeline.inputs_of("code2wav") == {"codes": "codes"}
 
 
 def test_prefill_workers_are_on_a_detour_from_the_renderer_to_the_engine() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import yaml
 from rich.console import Console
 
-from shared.protocol.pipeline import graph_lines
+from shared.protocol.pipeline import Pipeline
 from shared.stage.pipelines import pipelines_of
 from workers.cli import settings
 from workers.cli.options import ConfigFile
@@ -41,7 +41,22 @@ def check(*, config: ConfigFile = None) -> int:
     settings.check_paths(loaded)
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     for name, pipeline in pipelines_of(loaded).items():
-        lines = [f"pipeline of {name}", *(f"  {line}" for line in graph_lines(pipeline))]
+        lines = [f"pipeline of {name}", *(f"  {line}" for line in _graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
     sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(loaded), sort_keys=False))
     return 0
+
+
+def _graph_lines(pipeline: Pipeline) -> list[str]:
+    """The pipeline as text: one line an edge, then those of chunks, then one an output."""
+    lines = []
+    for edge in pipeline.edges:
+        arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶", "detour": "··▶"}[edge.mode]
+        gathered = f", gathered by {edge.gathered_by}" if edge.gathered_by else ""
+        mode = edge.mode.replace("_", "-")
+        lines.append(f"{edge.source} {arrow} {edge.target}  ({mode}: {edge.carries}{gathered})")
+    lines += [f"{s.name} in chunks of {s.chunks}" for s in pipeline.stages if s.chunks is not None]
+    for name, stage in pipeline.outputs.items():
+        assert stage.output is not None
+        lines.append(f"{stage.name} ──▷ output {name} ({stage.output.kind})")
+    return lines

@@ -142,9 +142,11 @@ def worker(
     Parameters
     ----------
     role
-        The kind of worker: coordinator, renderer, encoder, engine, autoscaler or gateway.
+        The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, autoscaler
+        or gateway.
     model
-        The model that an engine or an encoder serves; needed only when several are configured.
+        The model that an engine, an encoder or a generator serves; needed only when several are
+        configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role.

@@ -1,0 +1,19 @@
+"""The part of the configuration about generators, which compute chunks of several requests."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The generator: batches and limits."""
+
+    max_batch: Positive = 1
+    """Limit on the chunks of one batch, which are of different requests. A table's vocoder takes as
+    long for each chunk of a batch as for one alone, so the first ones would only come later."""
+    max_tasks: Positive = 64
+    """Limit on tasks in flight, most of which wait for the stage before."""
+    step_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """A batch that takes longer counts as hung, and the process ends."""

@@ -1,0 +1,28 @@
+"""How a stage cuts the frames that it follows into chunks, which are computed one by one. Pure."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+# A record holds a chunk's output, and must fit into a message of the broker.
+MAX_FRAMES = 1000
+Frames = Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
+Context = Annotated[int, Meta(ge=0, le=MAX_FRAMES)]
+
+
+class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes of a stage's chunks, and the context that each is computed with, in frames. A chunk is
+    computed when its frames and its context are there, whenever that is."""
+
+    first: tuple[Frames, ...] = ()
+    """Sizes of the first chunks. Small ones let the output begin early."""
+    size: Frames = 25
+    """Size of all chunks behind them; the last chunk may be shorter."""
+    left: Context = 2
+    """Frames before a chunk, as far as there are any."""
+    right: Context = 2
+    """Frames behind a chunk, as far as there are any."""
+
+    def __str__(self) -> str:
+        sizes = [*map(str, self.first), f"{'then ' if self.first else ''}{self.size}"]
+        return f"{', '.join(sizes)} frames, with {self.left} before and {self.right} behind"

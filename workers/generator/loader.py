@@ -1,0 +1,117 @@
+"""Reads the files of vocoders. Every error names the file, and what is wrong in it."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import ConfigError
+from shared.protocol.chunks import ChunkSpec
+from workers.generator.core.vocoder import Vocoder
+from workers.generator.table_vocoder import TableVocoder, VoiceTable
+
+TABLE_FILE = "code2wav.safetensors"
+TABLE_FORMAT = "pagemill.code2wav.1"
+MIN_PITCH_HZ = 20.0
+MAX_SAMPLE_RATE = 192_000
+# A step of the vocoder is a quarter of a frame, and its FFT has 6.4 steps.
+FRAME_MULTIPLE = 20
+# As base64 a third longer, this fits into a message of 1 MiB, the broker's default.
+MAX_RECORD_BYTES = 720_000
+
+
+def load_vocoder(folder: Path, spec: ChunkSpec, key: str) -> Vocoder:
+    """Load the vocoder of a folder for chunks as in `spec`; `key` is the stage's in the settings.
+
+    Raises ConfigError.
+    """
+    file = folder / TABLE_FILE
+    try:
+        vocoder = TableVocoder(_read_table(file))
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path: {error.message}", field=f"{key}.path") from error
+    for name in ("left", "right"):
+        if getattr(spec, name) < vocoder.context:
+            raise ConfigError(
+                f"{key}.chunks.{name}: {getattr(spec, name)} is less than {vocoder.context}, the"
+                f" frames that {file} needs on either side of a chunk",
+                field=f"{key}.chunks.{name}",
+            )
+    most = MAX_RECORD_BYTES // (2 * vocoder.samples_per_frame)
+    for name, size in (("first", max(spec.first, default=0)), ("size", spec.size)):
+        if size > most:
+            raise ConfigError(
+                f"{key}.chunks.{name}: {size} frames do not fit into a record, the limit with"
+                f" {file} is {most}",
+                field=f"{key}.chunks.{name}",
+            )
+    return vocoder
+
+
+def _read_table(file: Path) -> VoiceTable:
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            metadata: dict[str, str] = stored.metadata() or {}
+            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: no safetensors file: {error}") from error
+    if metadata.get("format") != TABLE_FORMAT:
+        _refuse(file, "format", f"expected {TABLE_FORMAT!r}, got {metadata.get('format')!r}")
+    sample_rate = _number(file, metadata, "sample_rate")
+    frame_rate = _number(file, metadata, "frame_rate")
+    if sample_rate > MAX_SAMPLE_RATE:
+        _refuse(file, "sample_rate", f"{sample_rate} is over the limit of {MAX_SAMPLE_RATE}")
+    if sample_rate % (FRAME_MULTIPLE * frame_rate) != 0:
+        message = f"a frame must have a multiple of {FRAME_MULTIPLE} samples, at {sample_rate} Hz"
+        _refuse(file, "frame_rate", message)
+    pitch = _array(file, arrays, "pitch", np.float16, (None,))
+    bands = _array(file, arrays, "band_hz", np.float32, (None,))
+    voicing = _array(file, arrays, "voicing", np.float16, pitch.shape)
+    envelope = _array(file, arrays, "envelope", np.float16, (len(pitch), len(bands)))
+    if (np.diff(bands) <= 0).any():
+        _refuse(file, "band_hz", "the bands must ascend")
+    if ((voicing < 0) | (voicing > 1)).any():
+        _refuse(file, "voicing", "all values must be from 0 to 1")
+    if ((pitch != 0) & ((pitch < MIN_PITCH_HZ) | (pitch > sample_rate / 2))).any():
+        message = f"all values must be 0, or from {MIN_PITCH_HZ:g} to {sample_rate / 2:g}"
+        _refuse(file, "pitch", message)
+    return VoiceTable(sample_rate, sample_rate // frame_rate, bands, envelope, pitch, voicing)
+
+
+def _number(file: Path, metadata: dict[str, str], key: str) -> int:
+    value = metadata.get(key, "")
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value) > 0):
+        _refuse(file, key, f"expected a whole number above 0, got {value!r}")
+    return int(value)
+
+
+def _array(
+    file: Path,
+    arrays: dict[str, Any],
+    key: str,
+    dtype: type[np.floating[Any]],
+    shape: tuple[int | None, ...],
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """An array of the file; None in `shape` stands for any length but 0."""
+    array = arrays.get(key)
+    if array is None:
+        _refuse(file, key, "there is no such array")
+    fits = len(array.shape) == len(shape) and all(
+        found == wanted or (wanted is None and found > 0)
+        for found, wanted in zip(array.shape, shape, strict=True)
+    )
+    if array.dtype != dtype or not fits:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        _refuse(
+            file,
+            key,
+            f"expected {np.dtype(dtype)} [{sizes}], got {array.dtype} {list(array.shape)}",
+        )
+    if not np.isfinite(array).all():
+        _refuse(file, key, "all values must be finite")
+    return np.asarray(array, np.float64)
+
+
+def _refuse(file: Path, key: str, message: str) -> NoReturn:
+    raise ConfigError(f"{file}: {key}: {message}")
