@@ -84,6 +84,10 @@ def item_key(tenant: str, processor: Processor) -> object:
 
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
     "prefixes": ("workers/engine/core/prefix_cache.py", block_key),
+    "prefixes that a prefill worker has computed": (
+        "workers/engine/core/prefix_cache.py",
+        block_key,
+    ),
     "embeddings": ("workers/engine/runner.py", image_key),
     "processed pictures": ("workers/renderer/image_cache.py", image_key),
     "items by a client's hash": ("workers/renderer/media/item_registry.py", item_key),

@@ -17,7 +17,7 @@ from workers.cli import settings
 from workers.renderer import worker
 
 
-async def die(*_: Any) -> None:
+async def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -273,7 +273,12 @@ async def test_the_client_retries_a_full_queue(tmp_path: Path) -> None:
 
 async def test_closing_a_stream_cancels_the_request(client: AsyncOpenAI, gateway: Gateway) -> None:
     stream = await client.chat.completions.create(
-        model="demo", messages=HELLO, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
+        model="demo",
+        messages=HELLO,
+        stream=True,
+        max_tokens=900,
+        n=8,
+        extra_body={"ignore_eos": True},
     )
     request_id = stream.response.headers["x-request-id"]
     await anext(stream)
