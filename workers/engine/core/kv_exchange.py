@@ -10,12 +10,16 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from shared.protocol.multimodal import HashPart
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache
 from workers.engine.core.sequence import EngineRequest, KVRun, Sequence
 from workers.engine.core.step_runner import StepRunner
+
+_log = structlog.get_logger()
 
 
 class KVMemory(Protocol):
@@ -91,6 +95,9 @@ class KVExchange:
         try:
             for run in runs:
                 self._restore_run(sequence, run, hashes, held)
+        except Exception:
+            # For example without memory on the device for a copy. The prompt is computed.
+            _log.warning("kv_not_restored", request_id=sequence.request_id, exc_info=True)
         finally:
             self._pool.release(reversed(held))
 
