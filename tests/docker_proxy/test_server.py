@@ -96,6 +96,20 @@ async def test_a_container_that_cannot_join_its_networks_does_not_stay(
     assert docker.states() == {"shop_engine_1": "running"}
 
 
+async def test_a_container_that_never_joined_its_networks_is_not_started(
+    docker: FakeEngine, api: ProxyApi
+) -> None:
+    """The proxy died before it had connected the container, which would reach no broker."""
+    docker.add(1)
+    unfinished = docker.add(2, state="created")
+    unfinished["NetworkSettings"]["Networks"] = {}
+    await api.start("engine")
+    assert docker.states() == {"shop_engine_1": "running", "shop_engine_2": "running"}
+    made = next(one for one in docker.containers.values() if one["Name"] == "/shop_engine_2")
+    assert made["Id"] != unfinished["Id"]
+    assert list(made["NetworkSettings"]["Networks"]) == ["shop_bus"]
+
+
 async def test_a_worker_drains_and_is_removed(docker: FakeEngine, api: ProxyApi) -> None:
     docker.add(1)
     docker.add(2)
