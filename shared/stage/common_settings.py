@@ -26,7 +26,7 @@ MAX_VALUE_LEN = 1000
 # Machines have folders of their own, and `pagemill up` alone reads the number of replicas.
 _OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages")
 _OWN_OF_A_STAGE = ("path", "replicas")
-# It is the time of one worker.
+# Each worker drains by itself.
 _OWN_OF_DELIVERY = ("drain_s",)
 
 

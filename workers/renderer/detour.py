@@ -54,7 +54,7 @@ class Detours:
     async def suits(self, header: TaskHeader, body: EngineBody, job: Job) -> bool:
         """Return whether the request goes to a prefill worker first.
 
-        Not if its prompt has to be computed by the engine for its own sake, and not if it comes
+        A request does not if the engine has to compute its prompt in any case, or if it comes
         again: a prefill worker may have it already.
         """
         edge, sampling = self._edges.get(header.model), header.sampling
