@@ -17,6 +17,7 @@ from tests.fakes import CONTENT_BYTES, FakeRunner
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import BlockStored, KVEvents
+from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import (
     EngineRequest,
     Item,
@@ -205,7 +206,7 @@ def test_blocks_that_cannot_be_written_are_computed(monkeypatch: pytest.MonkeyPa
 
     def fail_once(blocks: list[int], data: memoryview, skip: int) -> None:
         if next(writes) == 2:
-            raise MemoryError("out of memory")
+            raise NotWritten
         write(blocks, data, skip)
 
     monkeypatch.setattr(engine.runner, "write_blocks", fail_once)

@@ -10,8 +10,6 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from shared.protocol.multimodal import HashPart
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.block_pool import BlockPool
@@ -19,7 +17,9 @@ from workers.engine.core.prefix_cache import PrefixCache
 from workers.engine.core.sequence import EngineRequest, KVRun, Sequence
 from workers.engine.core.step_runner import StepRunner
 
-_log = structlog.get_logger()
+
+class NotWritten(Exception):
+    """Raised by a memory that could not write blocks, and has logged why."""
 
 
 class KVMemory(Protocol):
@@ -37,7 +37,10 @@ class KVMemory(Protocol):
         """Return a copy of the blocks; the parts in their order are what `write_blocks` takes."""
 
     def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
-        """Write blocks from `data`, which holds `skip` other blocks before them."""
+        """Write blocks from `data`, which holds `skip` other blocks before them.
+
+        Raises NotWritten.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,8 @@ class KVExchange:
         try:
             for run in runs:
                 self._restore_run(sequence, run, hashes, held)
-        except Exception:
-            # For example without memory on the device for a copy. The prompt is computed.
-            _log.warning("kv_not_restored", request_id=sequence.request_id, exc_info=True)
+        except NotWritten:
+            pass  # The rest of the prompt is computed.
         finally:
             self._pool.release(reversed(held))
 
