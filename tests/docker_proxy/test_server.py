@@ -205,6 +205,22 @@ async def test_a_pool_has_no_more_workers_than_its_max(docker: FakeEngine, api: 
     assert docker.changes == []
 
 
+async def test_workers_that_drain_are_not_replaced_without_end(
+    docker: FakeEngine, api: ProxyApi
+) -> None:
+    docker.add(1, service="encoder")
+    docker.stops.clear()
+    for number in (1, 2, 3):
+        await api.stop("encoder", number)
+        await api.start("encoder")
+    with pytest.raises(Unavailable, match="1 workers and 3 that drain, together twice its max of"):
+        await api.start("encoder")
+    assert len(docker.states("encoder")) == 4
+    docker.stops.set()
+    await until(lambda: len(docker.states("encoder")) == 1)
+    await api.start("encoder")
+
+
 async def test_an_engine_that_ignores_filters_is_not_trusted(
     docker: FakeEngine, api: ProxyApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:

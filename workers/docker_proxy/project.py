@@ -122,13 +122,22 @@ class Project:
 
     def _check_max(self, service: str, found: list[Listed]) -> None:
         pool = self.pools[service]
-        num_workers = sum(self._is_there(one) and not self._drains(one) for one in found)
+        num_draining = sum(self._drains(one) for one in found)
+        num_workers = sum(self._is_there(one) for one in found) - num_draining
         if num_workers >= pool.settings.max:
             raise Refused(
                 HTTPStatus.CONFLICT,
                 "max",
                 f"pool {pool.name} has {num_workers} workers, and scale.pools gives it a max of"
                 f" {pool.settings.max}",
+            )
+        if num_workers + num_draining >= 2 * pool.settings.max:
+            # All may be replaced while they drain, but not again and again.
+            raise Refused(
+                HTTPStatus.CONFLICT,
+                "max",
+                f"pool {pool.name} has {num_workers} workers and {num_draining} that drain,"
+                f" together twice its max of {pool.settings.max}",
             )
 
     async def _remove_unfinished(self, found: list[Listed]) -> list[Listed]:
