@@ -304,10 +304,10 @@ def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _faults_of_detour(pipeline: Pipeline, edge: Edge) -> Iterator[Fault]:
     key, target = f"stages.{edge.target}.inputs.{edge.carries}", pipeline.stage(edge.target)
-    round_about = pipeline.edges_from(edge.source, "task")
+    task_edges = pipeline.edges_from(edge.source, "task")
     if len(pipeline.edges_from(edge.source, "detour")) > 1:
         yield Fault(key, f"{edge.source!r} has another detour")
-    if [other.carries for other in round_about] != [edge.carries]:
+    if [other.carries for other in task_edges] != [edge.carries]:
         message = f"a detour begins at a stage with one task edge, and that carries {edge.carries}"
         yield Fault(key, message)
     has_more = len(pipeline.edges_into(edge.target)) > 1

@@ -16,7 +16,7 @@ def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSe
     """
     claims = {}
     for name, pool in settings.pools.items():
-        wanted = min(sizes.get(name, pool.min), pool.max)
+        wanted = max(0, min(sizes.get(name, pool.min), pool.max))
         claims[name] = Claim(replace(pool, min=min(pool.min, wanted)), wanted, wanted)
     budget = settings.budget
     if budget is None:

@@ -14,16 +14,19 @@ from shared.config import Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.json_limits import json_limit_error
 from shared.protocol.messages import CommonSettings, decode_common_settings
 from shared.telemetry.logs import Logger
 
 GROUP = "workers"
 ANSWER_S = 1.0
+# Limit on a logged value: any client of the broker may answer.
+MAX_VALUE_LEN = 1000
 
 # Machines have folders of their own, and `pagemill up` alone reads the number of replicas.
 _OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages")
 _OWN_OF_A_STAGE = ("path", "replicas")
-# It is the time of one worker.
+# Each worker drains by itself.
 _OWN_OF_DELIVERY = ("drain_s",)
 
 
@@ -55,7 +58,7 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
                 key=key,
                 value=own[key],
                 other_worker=found.worker,
-                other_value=found.settings[key],
+                other_value=_loggable(found.settings[key]),
             )
     answer = to_json(CommonSettings(worker, own))
 
@@ -63,6 +66,15 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
         return answer
 
     await bus.add_group_responder(subjects.SETTINGS, GROUP, respond)
+
+
+def _loggable(value: Any) -> Any:
+    """Return a value as it is, or a long one as a string, which the log cuts off."""
+    # The log's encoder recurses, too.
+    if reason := json_limit_error(value):
+        return reason
+    text = to_json(value).decode()
+    return value if len(text) <= MAX_VALUE_LEN else text
 
 
 def _settings(config: Config) -> Iterator[tuple[str, Any]]:

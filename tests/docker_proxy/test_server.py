@@ -1,6 +1,7 @@
 """The proxy between a client and an engine: what it does, and what it refuses to do."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.docker_proxy.conftest import CONFIG, serve_proxy
 from tests.docker_proxy.fake_engine import BUS, DOOR, PROJECT, FakeEngine
 from workers.autoscaler.docker_api import ProxyApi
 from workers.docker_messages import DockerWorker
+from workers.docker_proxy import server
 from workers.docker_proxy.engine import Engine
 from workers.docker_proxy.project import find_project
 from workers.docker_proxy.server import run
@@ -92,6 +94,20 @@ async def test_a_container_that_cannot_join_its_networks_does_not_stay(
     with pytest.raises(Unavailable, match="status 500 of the Docker engine: no space left"):
         await api.start("engine")
     assert docker.states() == {"shop_engine_1": "running"}
+
+
+async def test_a_container_that_never_joined_its_networks_is_not_started(
+    docker: FakeEngine, api: ProxyApi
+) -> None:
+    """The proxy died before it had connected the container, which would reach no broker."""
+    docker.add(1)
+    unfinished = docker.add(2, state="created")
+    unfinished["NetworkSettings"]["Networks"] = {}
+    await api.start("engine")
+    assert docker.states() == {"shop_engine_1": "running", "shop_engine_2": "running"}
+    made = next(one for one in docker.containers.values() if one["Name"] == "/shop_engine_2")
+    assert made["Id"] != unfinished["Id"]
+    assert list(made["NetworkSettings"]["Networks"]) == ["shop_bus"]
 
 
 async def test_a_worker_drains_and_is_removed(docker: FakeEngine, api: ProxyApi) -> None:
@@ -189,6 +205,22 @@ async def test_a_pool_has_no_more_workers_than_its_max(docker: FakeEngine, api: 
     assert docker.changes == []
 
 
+async def test_workers_that_drain_are_not_replaced_without_end(
+    docker: FakeEngine, api: ProxyApi
+) -> None:
+    docker.add(1, service="encoder")
+    docker.stops.clear()
+    for number in (1, 2, 3):
+        await api.stop("encoder", number)
+        await api.start("encoder")
+    with pytest.raises(Unavailable, match="1 workers and 3 that drain, together twice its max of"):
+        await api.start("encoder")
+    assert len(docker.states("encoder")) == 4
+    docker.stops.set()
+    await until(lambda: len(docker.states("encoder")) == 1)
+    await api.start("encoder")
+
+
 async def test_an_engine_that_ignores_filters_is_not_trusted(
     docker: FakeEngine, api: ProxyApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +274,36 @@ async def test_no_bytes_of_a_client_reach_the_engine(
     assert docker.changes == []
     assert list(docker.states()) == ["shop_engine_1"]
     assert b" 200 " not in answer.split(b"\r\n")[0] or sent.startswith(LIST)
+
+
+async def test_headers_without_an_end_are_refused(docker: FakeEngine, socket: str) -> None:
+    """They would fill the memory of the machine: the proxy has no other limit."""
+    reader, writer = await asyncio.open_unix_connection(socket)
+    writer.write(LIST.encode())
+    line = f"X-Pad: {'x' * 1000}\r\n".encode()
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionError):  # the proxy has closed it before all was sent
+            for _ in range(100):
+                writer.write(line)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            assert (await reader.read(4096)).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_connections_have_a_limit(docker: FakeEngine, socket: str, api: ProxyApi) -> None:
+    """Each one that asks to start a worker waits for those before it."""
+    docker.add(1)
+    idle = [await asyncio.open_unix_connection(socket) for _ in range(server.MAX_CONNECTIONS)]
+    with pytest.raises(Unavailable, match="status 503"):
+        await api.workers("engine")
+    for _, writer in idle:
+        writer.close()
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(Unavailable):
+                assert await numbers(api) == {1: False}
+                return
 
 
 # -- its start ------------------------------------------------------------------------------------

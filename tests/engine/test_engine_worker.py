@@ -6,29 +6,36 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.client import follow
+from shared.codec import envelope
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
-from shared.errors import GrammarNotTried, Overloaded, PagemillError
+from shared.errors import GrammarNotTried, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt
+from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import Failure, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
+from shared.protocol.task_messages import KVBlob, RequestTicket
 from shared.stage.runtime import Context
 from shared.state import dead_letters
+from shared.state.token_log import end_request
 from tests.accepted import consume_requests, next_request
 from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
+from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.core.sequence import Batch, EngineRequest, ReceivedKV, SampledToken
 from workers.engine.item_loader import ItemLoader
 from workers.engine.worker import EngineWorker
 from workers.gateway.http.errors import status_of
@@ -342,3 +349,38 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     await serving
     await context.close()
     await requests.stop()
+
+
+async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: Bus) -> None:
+    model, name = f"m-{secrets.token_hex(4)}", f"r-{secrets.token_hex(6)}"
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    reading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def read(request: EngineRequest, kv: list[KVBlob]) -> ReceivedKV:
+        reading.set()
+        await go_on.wait()
+        return ReceivedKV([])
+
+    worker._kv = SimpleNamespace(read=read)  # type: ignore[assignment]
+    now_ms = bus.now_ms()
+    ticket = RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt")
+    task = engine_task(name, [1] * 8, model=model, lane="interactive", ticket=ticket)
+    kv = [KVBlob(BlobRef("prefill-1", bytes(32), 1), "", 0, 1, b"")]
+    task = replace(task, body=replace(task.body, kv=kv))
+    subject = subjects.stage("engine", model, "interactive", name)
+    await bus.publish(subject, envelope.encode(task, []), name)
+    serving = asyncio.create_task(worker.serve())
+    async with asyncio.timeout(20):
+        await reading.wait()
+        await end_request(bus, name, 1, WorkerFailure("it was ended"), [])
+        await bus.notify(subjects.ended(name))
+        while name not in worker._ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        go_on.set()
+        while worker._loop.num_claimed:
+            assert not worker._requests
+            await asyncio.sleep(0)
+    assert worker._stats.num_steps == 0
+    context.shutdown.asked.set()
+    await serving
+    await context.close()

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +17,16 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, ModelConfig
-from shared.errors import WorkerFailure
+from shared.errors import BlobLost, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.task_messages import EngineBody, RequestTicket, Task
+from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Task
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
 from tests.tasks import engine_task
+from workers.engine import kv_transfer, prefill
 from workers.engine.core.sequence import Batch, SampledToken
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
@@ -193,6 +195,40 @@ async def test_a_prompt_that_cannot_be_computed_goes_straight_on(rig: Rig) -> No
     lost = MultiModalKwargsItem("image", "cd" * 32, PlaceholderRange(2, 4), blob=ref)
     await rig.put(PROMPT, [lost])
     assert (await rig.next()).body == EngineBody(PROMPT, [lost])
+
+
+async def test_an_encoder_is_not_waited_for_as_long_as_the_engine_waits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that wait for no encoder are behind this one."""
+
+    async def wait(key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await progress()
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(prefill, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(rig.worker._engine.items, "_embeddings", SimpleNamespace(wait=wait))
+    item = MultiModalKwargsItem("image", "ab" * 32, PlaceholderRange(2, 4), embedding="cd" * 32)
+    await rig.put(PROMPT, [item])
+    assert (await rig.next()).body == EngineBody(PROMPT, [item])
+
+
+async def test_blocks_that_no_task_names_are_released(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would before they expire."""
+    store = kv_transfer.store
+
+    async def fail_afterwards(*args: Any) -> list[KVBlob]:
+        await store(*args)
+        raise BlobLost("evicted before it was read")
+
+    monkeypatch.setattr(kv_transfer, "store", fail_afterwards)
+    await rig.put(PROMPT)
+    assert (await rig.next()).body.kv == []
+    await rig.until_idle()
+    assert rig.blobs.num_pinned == 0
 
 
 async def test_blocks_without_room_go_straight_on(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from shared.protocol.messages import Heartbeat
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
+from shared.stage.pipelines import pipelines_of
 from shared.stage.runtime import Context
 from tests.tasks import engine_task
 from workers.renderer import detour
@@ -119,6 +120,19 @@ async def test_a_burst_does_not_go_to_one_worker(
     detours = Detours(context_of(bus, model), [model])
     went = [await detours.suits(header_of(model), LONG, FIRST) for _ in range(20)]
     assert went == [True] * 2 * detour.MAX_SENT + [False] * (20 - 2 * detour.MAX_SENT)
+
+
+async def test_requests_of_one_model_leave_room_for_those_of_another(bus: Bus, model: str) -> None:
+    both = [model, f"{model}-other"]
+    context = context_of(bus, model)
+    context.config.models[both[1]] = context.config.models[model]
+    context.pipelines = pipelines_of(context.config)
+    for one in both:
+        await beat(bus, one)
+    detours = Detours(context, both)
+    went = [await detours.suits(header_of(model), LONG, FIRST) for _ in range(8)]
+    assert went == [True] * detour.MAX_SENT + [False] * (8 - detour.MAX_SENT)
+    assert await detours.suits(header_of(both[1]), LONG, FIRST)
 
 
 async def test_without_a_detour_nothing_is_asked(model: str) -> None:

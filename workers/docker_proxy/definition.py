@@ -20,6 +20,7 @@ ONE_OFF = "com.docker.compose.oneoff"
 REPLACE = "com.docker.compose.replace"
 # Docker's short form of a container's id, which is its default host name, and an alias.
 SHORT_LEN = 12
+# Each container has its own.
 _OWN = {"Hostname", "MacAddress"}
 
 

@@ -41,6 +41,11 @@ class Listed(Struct, rename="pascal"):
     network_settings: _Networks = msgspec.field(default_factory=_Networks)
 
     @property
+    def networks(self) -> set[str]:
+        """Names of its networks."""
+        return set(self.network_settings.networks or {})
+
+    @property
     def addresses(self) -> list[str]:
         ends = (self.network_settings.networks or {}).values()
         found = [(end.ipv4, end.ipv6) for end in ends if end is not None]

@@ -15,7 +15,8 @@ from workers.docker_proxy.engine import Engine, Listed
 from workers.docker_proxy.rules import Refused
 from workers.pools import Pool
 
-STOPPED = ("created", "exited")
+CREATED = "created"
+STOPPED = (CREATED, "exited")
 PRESENT = ("running", "restarting", "paused")
 
 _log = structlog.get_logger()
@@ -68,7 +69,7 @@ class Project:
     async def start(self, service: str) -> None:
         """Start a stopped container of the service, or else a further one."""
         async with self._changing:
-            found = await self._list(service)
+            found = await self._remove_unfinished(await self._list(service))
             self._check_max(service, found)
             if not found:
                 raise Refused(
@@ -121,7 +122,8 @@ class Project:
 
     def _check_max(self, service: str, found: list[Listed]) -> None:
         pool = self.pools[service]
-        num_workers = sum(self._is_there(one) and not self._drains(one) for one in found)
+        num_draining = sum(self._drains(one) for one in found)
+        num_workers = sum(self._is_there(one) for one in found) - num_draining
         if num_workers >= pool.settings.max:
             raise Refused(
                 HTTPStatus.CONFLICT,
@@ -129,6 +131,25 @@ class Project:
                 f"pool {pool.name} has {num_workers} workers, and scale.pools gives it a max of"
                 f" {pool.settings.max}",
             )
+        if num_workers + num_draining >= 2 * pool.settings.max:
+            # All may be replaced while they drain, but not again and again.
+            raise Refused(
+                HTTPStatus.CONFLICT,
+                "max",
+                f"pool {pool.name} has {num_workers} workers and {num_draining} that drain,"
+                f" together twice its max of {pool.settings.max}",
+            )
+
+    async def _remove_unfinished(self, found: list[Listed]) -> list[Listed]:
+        """Remove containers that lack networks which others of the service have; return the rest.
+
+        A proxy that has died before it connected a new container leaves it so.
+        """
+        most = max((one.networks for one in found), key=len, default=set())
+        unfinished = [one for one in found if one.state == CREATED and one.networks < most]
+        for one in unfinished:
+            await self._engine.remove(one.id)
+        return [one for one in found if one not in unfinished]
 
     async def _create(self, found: list[Listed]) -> str:
         """Create a container from the definition of the last of these; return its id."""

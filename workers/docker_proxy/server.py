@@ -27,6 +27,8 @@ from workers.pools import pools_of
 # Beyond the time in which a worker drains: for the end of the process itself.
 SPARE_S = 10
 SHUTDOWN_S = 2
+# An autoscaler needs one, and a health check another; further ones are answered with status 503.
+MAX_CONNECTIONS = 64
 
 _log = structlog.get_logger()
 
@@ -94,6 +96,9 @@ def new_server(project: Project, socket: str) -> Server:
     config = uvicorn.Config(
         Proxy(project),
         uds=socket,
+        # Its headers have a limit of 16 KiB, those of uvicorn's other parser have none.
+        http="h11",
+        limit_concurrency=MAX_CONNECTIONS,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,7 +1,7 @@
 """KV blocks as blobs: a prefill worker stores those of a prompt, and an engine reads them.
 
 The blocks are a cache. An engine that cannot read them in time, or finds them damaged or of another
-layout, computes the prompt itself, and tells nobody.
+layout, computes the prompt itself, and asks nobody for them again.
 """
 
 import asyncio
@@ -84,8 +84,8 @@ async def store(
             _log.warning("kv_not_stored", blobs=len(stored), of=len(runs))
             break
         made.append(ref)
-        # Of what readers will see: a blob of this name may have been there, and another batch may
-        # have computed it with other last bits.
+        # The digest is that of the stored bytes, not of `run`: a blob of this name may have been
+        # there before, from another batch, whose keys and values differ in their last bits.
         with await blobs.get(ref) as blob:
             digest = await asyncio.to_thread(_digest, blob.data)
         stored.append(KVBlob(ref, name, run.first, len(run.hashes), digest))
@@ -102,7 +102,7 @@ class KVReader:
         self._acknowledging = TaskSet()
 
     async def read(self, request: EngineRequest, kv: Sequence[KVBlob]) -> ReceivedKV:
-        """Return the blocks that this engine has not cached, up to the first that is not had."""
+        """Return the blocks that this engine has not cached, up to the first unreadable one."""
         hashes = await asyncio.to_thread(self._exchange.prompt_hashes, request)
         num_cached = self._exchange.num_cached(hashes)
         missing = [blocks for blocks in kv if blocks.first + blocks.num_blocks > num_cached]

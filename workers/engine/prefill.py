@@ -7,6 +7,7 @@ cache. Whatever goes wrong, the engine gets the task as it came.
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -24,8 +25,11 @@ from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.main import Built, build
 from workers.engine.step_thread import StepThread
 
-# Tasks in flight: while one prompt is computed, the next is opened, and the last one stored.
+# Tasks in flight, in each lane: while one prompt is computed, the next is opened, and the last one
+# stored.
 MAX_TASKS = 4
+# Time to wait for encoders, after which the engine waits: the tasks behind may need none.
+MAX_WAIT_S = 5.0
 WATCH_S = 0.5
 # The token is dropped. It proves that the keys and values before it are finite.
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -113,6 +117,8 @@ class PrefillWorker:
             self._context.log.warning(
                 "not_prefilled", request_id=task.header.request_id, exc_info=True
             )
+            # The engine does not learn of the blocks that are stored, so it would not release them.
+            await self._context.stage.discard_outputs(job)
             return as_it_came
         finally:
             self._jobs.discard(job)
@@ -128,9 +134,13 @@ class PrefillWorker:
         assert ticket is not None
         assert self._engine.layout is not None
 
+        began_s = time.monotonic()
+
         async def progress() -> None:
             if self._context.shutdown.asked.is_set():
                 raise RuntimeError("the worker drains")
+            if time.monotonic() > began_s + MAX_WAIT_S:
+                raise RuntimeError("the embeddings of an image are late")
             await job.delivery.progress()
 
         items = [await self._engine.items.open(item, tensors, progress) for item in task.body.items]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,12 +20,15 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
+from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.lora import Adapters
 from workers.engine.pooling import check_dimensions, num_pooled_rows, pool
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.verifier import sample_batch
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,11 @@ class ModelRunner:
                 stop = start + num_held * cache[0].nbytes
                 rows = torch.frombuffer(data[start:stop], dtype=cache.dtype)
                 rows = rows.view(num_held, *cache.shape[1:])[skip : skip + len(blocks)]
-                cache.index_copy_(0, index, rows.to(cache.device))
+                try:
+                    cache.index_copy_(0, index, rows.to(cache.device))
+                except RuntimeError as error:  # for example, the GPU has no memory for the rows
+                    _log.warning("kv_not_written", blocks=len(blocks), exc_info=True)
+                    raise NotWritten from error
                 start = stop
 
     @torch.inference_mode()

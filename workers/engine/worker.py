@@ -213,6 +213,8 @@ class EngineWorker:
             )
             if self._kv is not None and task.body.kv:
                 request = replace(request, received=await self._kv.read(request, task.body.kv))
+                # The blocks may have taken seconds.
+                await progress()
             return request
         finally:
             self._preparing.discard(request_id)

@@ -9,6 +9,7 @@ forwarded by renderers, as it is.
 import asyncio
 import copy
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 from shared.bus.bus import Bus
@@ -25,7 +26,7 @@ from shared.stage.worker_loop import Forward, Outcome, WorkerLoop
 
 MAX_AGE_S = 1.0
 """A worker whose oldest task is older has work enough."""
-BEATS_TTL_S = 0.5
+BEATS_TTL_S = 1.0
 """Validity of the heartbeats that were read last: workers send one every second."""
 MAX_SENT = 4
 """Limit on requests for each such worker that one renderer sends between two heartbeats."""
@@ -47,13 +48,13 @@ class Detours:
         self._context = context
         self._beats: list[Heartbeat] = []
         self._beats_until_s = 0.0
-        self._num_sent = 0
-        """Requests on detours since these heartbeats."""
+        self._num_sent: Counter[str] = Counter()
+        """Requests on detours since these heartbeats, by model."""
 
     async def suits(self, header: TaskHeader, body: EngineBody, job: Job) -> bool:
         """Return whether the request goes to a prefill worker first.
 
-        Not if its prompt has to be computed by the engine for its own sake, and not if it comes
+        A request does not if the engine has to compute its prompt in any case, or if it comes
         again: a prefill worker may have it already.
         """
         edge, sampling = self._edges.get(header.model), header.sampling
@@ -67,16 +68,17 @@ class Detours:
         workers = await self._workers(edge, header.model)
         num_free = sum(beat.load.get("oldest_s", 0.0) < MAX_AGE_S for beat in workers)
         # Until the next heartbeat it is not known how much work these make.
-        if self._num_sent >= num_free * MAX_SENT:
+        if self._num_sent[header.model] >= num_free * MAX_SENT:
             return False
-        self._num_sent += 1
+        self._num_sent[header.model] += 1
         return True
 
     async def _workers(self, edge: Edge, model: str) -> list[Heartbeat]:
         """Return the heartbeats of the detour's workers that take tasks."""
         now_s = time.monotonic()
         if now_s > self._beats_until_s:
-            self._beats_until_s, self._num_sent = now_s + BEATS_TTL_S, 0
+            self._beats_until_s = now_s + BEATS_TTL_S
+            self._num_sent.clear()
             try:
                 self._beats = await self._bus.read_heartbeats()
             except Unavailable:

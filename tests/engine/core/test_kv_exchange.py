@@ -3,6 +3,7 @@
 The fake runner verifies every slot of a sequence before each sample, so a wrong block fails.
 """
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from tests.fakes import CONTENT_BYTES, FakeRunner
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import BlockStored, KVEvents
+from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import (
     EngineRequest,
     Item,
@@ -195,6 +197,21 @@ def test_a_resumed_request_restores_its_prompt() -> None:
     resumed = replace(request, logged=[LoggedChoice(expected[:4], False)])
     outputs = Engine(seed=3).run(received(resumed, prefilled(request)))
     assert [t for _, tokens in tokens_of(outputs) for t in tokens] == expected[4:]
+
+
+def test_blocks_that_cannot_be_written_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because a GPU has no memory left for the copy."""
+    request, engine = request_of(), Engine()
+    runs, write, writes = prefilled(request), engine.runner.write_blocks, itertools.count(1)
+
+    def fail_once(blocks: list[int], data: memoryview, skip: int) -> None:
+        if next(writes) == 2:
+            raise NotWritten
+        write(blocks, data, skip)
+
+    monkeypatch.setattr(engine.runner, "write_blocks", fail_once)
+    # The first of the four runs was written.
+    assert engine.num_prefilled(received(request, runs)) == 21 - 6
 
 
 def test_memory_of_received_blocks_is_given_up_at_once() -> None:

@@ -1,9 +1,10 @@
 """Engines that restore the blocks of another answer as if they had computed all of them."""
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,6 +124,25 @@ def test_torch(name: str, dtype: torch.dtype) -> None:
     for case in cases_of(family.tower is not None):
         for params in sampling:
             check_parity(FlatModel(family), tower, replace(case.request, sampling=params))
+
+
+def test_blocks_that_the_device_has_no_memory_for_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FlatModel(adapt(make_model("llama", torch.float64)))
+    request = replace(cases_of(False)[0].request, sampling=GREEDY)
+    runs = Engine(model, None).prefill(request)
+    expected, engine = Engine(model, None).answer(request), Engine(model, None)
+    write, writes = torch.Tensor.index_copy_, itertools.count(1)
+
+    def fail_once(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        if next(writes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return write(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", fail_once)
+    assert engine.answer(replace(request, received=ReceivedKV(runs))) == expected
+    assert engine.num_found == 0
 
 
 @needs_kernels

@@ -44,7 +44,7 @@ def test_orders_are_cut_by_priority() -> None:
     assert sizes(settings, {"low": 4, "high": 4}) == {"low": (1, 1), "high": (4, 4)}
 
 
-@given(scaling_settings(), st.dictionaries(st.sampled_from(NAMES), st.integers(0, 40)))
+@given(scaling_settings(), st.dictionaries(st.sampled_from(NAMES), st.integers(-3, 40)))
 def test_no_order_exceeds_max_or_the_budget(
     settings: ScalingSettings, orders: dict[str, int]
 ) -> None:
@@ -54,4 +54,4 @@ def test_no_order_exceeds_max_or_the_budget(
         assert name in orders or pool == settings.pools[name]
     if settings.budget is None:
         for name, size in orders.items():
-            assert ordered.pools[name].min == min(size, settings.pools[name].max)
+            assert ordered.pools[name].min == max(0, min(size, settings.pools[name].max))

@@ -1,5 +1,8 @@
 """Settings that all workers of a cluster need to have in common."""
 
+import json
+
+import pytest
 import structlog
 from msgspec.structs import replace
 
@@ -7,6 +10,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config, DeliveryConfig, GatewayConfig, ModelConfig, NatsConfig
 from shared.config_stages import StageConfig
+from shared.protocol import subjects
 from shared.stage.common_settings import common_settings, compare_settings, differences
 
 MODEL = ModelConfig("/models/demo", adapters={"blue": "/models/blue"})
@@ -60,3 +64,29 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
     }
     for bus in (first, second):
         await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"),
+    [
+        (b"[" * 600 + b"]" * 600, "Expected at most 22 levels of nesting"),
+        (b"[" + b",".join([b"1"] * 5000) + b"]", "[" + ",".join(["1"] * 5000) + "]"),
+    ],
+)
+async def test_a_worker_starts_whatever_is_answered(
+    broker: EmbeddedServer, value: bytes, logged: str
+) -> None:
+    """Any client of the broker may answer."""
+    liar, bus = [await Bus.connect(broker.url, "test") for _ in range(2)]
+    answer = b'{"worker":"liar","settings":{"delivery.ack_wait_s":' + value + b"}}"
+
+    async def lie(_: bytes, __: str | None) -> bytes:
+        return answer
+
+    await liar.add_group_responder(subjects.SETTINGS, "liars", lie)
+    with structlog.testing.capture_logs() as lines:
+        await compare_settings(bus, "engine-1", CONFIG, structlog.get_logger())
+    assert [line["other_value"] for line in lines] == [logged]
+    json.dumps(lines)
+    for one in (liar, bus):
+        await one.close()

@@ -18,6 +18,10 @@ from workers.engine.core.sequence import EngineRequest, KVRun, Sequence
 from workers.engine.core.step_runner import StepRunner
 
 
+class NotWritten(Exception):
+    """Raised by a memory that could not write blocks, and has logged why."""
+
+
 class KVMemory(Protocol):
     """The content of KV blocks, in the layout of the runner's kernels."""
 
@@ -33,7 +37,10 @@ class KVMemory(Protocol):
         """Return a copy of the blocks; the parts in their order are what `write_blocks` takes."""
 
     def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
-        """Write blocks from `data`, which holds `skip` other blocks before them."""
+        """Write blocks from `data`, which holds `skip` other blocks before them.
+
+        Raises NotWritten.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class KVExchange:
         try:
             for run in runs:
                 self._restore_run(sequence, run, hashes, held)
+        except NotWritten:
+            pass  # The rest of the prompt is computed.
         finally:
             self._pool.release(reversed(held))
 
