@@ -65,7 +65,7 @@ def warped_distances(rows: Floats, templates: Sequence[Floats]) -> NDArray[np.fl
         ended = lengths == diagonal - num_rows + 2
         cost[ended] = here[num_rows, ended]
         before, last = last, here
-    return cost / (num_rows + lengths)
+    return np.asarray(cost / (num_rows + lengths), np.float64)
 
 
 class Listener:

@@ -8,6 +8,7 @@ import wave
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 # espeak-ng writes 22,050 samples a second; a frame of 20 ms is a whole number of them.
 RECORDED_RATE = 22050
@@ -16,7 +17,7 @@ WORDS_A_MINUTE = 170
 SILENCE = 0.003
 LEAD_S, TAIL_S = 0.02, 0.04
 
-Wave = np.ndarray[tuple[int], np.dtype[np.float32]]
+Wave = NDArray[np.float32]
 
 
 def espeak_version() -> str:
@@ -33,9 +34,8 @@ def record(text: str) -> Wave:
         with wave.open(str(file)) as recording:
             assert recording.getframerate() == RECORDED_RATE
             pcm = recording.readframes(recording.getnframes())
-    samples = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
+    samples = np.asarray(np.frombuffer(pcm, "<i2") / 32768, np.float32)
     loud = np.flatnonzero(np.abs(samples) > SILENCE)
     first = max(0, int(loud[0]) - round(LEAD_S * RECORDED_RATE))
     last = int(loud[-1]) + round(TAIL_S * RECORDED_RATE)
-    trimmed: Wave = samples[first:last]
-    return trimmed
+    return samples[first:last]

@@ -57,7 +57,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(width: int, layers: int) -> Qwen2ForCausalLM:
-    ends = {"eos_token_id": END_ID, "pad_token_id": PAD_ID}
     config = Qwen2Config(
         vocab_size=END_ID + 1,
         hidden_size=width,
@@ -70,10 +69,10 @@ def build_model(width: int, layers: int) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
-        code_offset=CODE_OFFSET,
-        num_codes=NUM_CODES,
-        **ends,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
     )
+    config.update({"code_offset": CODE_OFFSET, "num_codes": NUM_CODES})
     model = Qwen2ForCausalLM(config)
     # Layers this narrow need a larger start than transformers' 0.02.
     for name, weight in model.named_parameters():
@@ -81,7 +80,9 @@ def build_model(width: int, layers: int) -> Qwen2ForCausalLM:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = 0.5 if residual else 1.0
             nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=MOST_CODES, **ends)
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=MOST_CODES, eos_token_id=END_ID, pad_token_id=PAD_ID
+    )
     return model
 
 

@@ -57,7 +57,8 @@ class Trainer:
         self.settings = settings
         self.rows = rows
         self.model = build_model(settings.width, settings.layers)
-        hidden, others = [], []
+        hidden: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             is_hidden = parameter.dim() > 1 and "embed" not in name
             (hidden if is_hidden else others).append(parameter)
@@ -102,7 +103,7 @@ class Trainer:
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         loss = self.loss(batch)
         self.model.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
