@@ -18,8 +18,6 @@ from ops.demo_voice.training.talker import prompt_of, speak
 from ops.demo_voice.training.texts import Answer, Kind
 from ops.demo_voice.training.vocoder import Vocoder
 
-# Descriptions are long and many: every other frame tells them apart.
-EVERY: dict[Kind, int] = {"short": 1, "sentence": 2, "description": 2}
 FEWEST_CODES = 4
 
 Spoken = list[tuple[Answer, list[int]]]
@@ -50,7 +48,7 @@ def judge(name: str, mark: float | None, spoken: Spoken, corpus: Corpus, speaker
     for answer, codes in spoken:
         kind = answer.kind
         if kind not in listeners:
-            listeners[kind] = Listener(corpus.templates(kind), EVERY[kind])
+            listeners[kind] = Listener(corpus.templates(kind))
         taken_for = None
         if len(codes) >= FEWEST_CODES:
             taken_for = listeners[kind].hear(speaker.speak(codes), SAMPLE_RATE)

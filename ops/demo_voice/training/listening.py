@@ -20,6 +20,8 @@ FFT = 1024
 QUIET = 5.0
 # Nothing is heard as what takes less than this part of its time, or is taken by it.
 LEAST_LIKE_IN_LENGTH = 0.6
+# One frame of so many is enough to find the nearest few.
+COARSE, FEW = 3, 60
 
 
 def heard(wave: NDArray[np.float32], rate: int) -> Floats:
@@ -69,22 +71,29 @@ def warped_distances(rows: Floats, templates: Sequence[Floats]) -> NDArray[np.fl
 
 
 class Listener:
-    """Takes what it hears for the nearest of all texts that it knows."""
+    """Takes what it hears for the nearest of all texts that it knows.
 
-    def __init__(self, templates: Mapping[str, Floats], every: int = 1) -> None:
-        self.every = every
-        self.templates = {text: rows[::every] for text, rows in templates.items()}
+    Among many texts it first looks for some near ones by every third frame.
+    """
+
+    def __init__(self, templates: Mapping[str, Floats]) -> None:
+        self.templates = templates
 
     def hear(self, wave: NDArray[np.float32], rate: int) -> str | None:
         return self.recognise(heard(wave, rate))
 
     def recognise(self, rows: Floats) -> str | None:
-        rows = rows[:: self.every]
         near = [
             text
             for text, template in self.templates.items()
             if min(len(rows), len(template)) >= LEAST_LIKE_IN_LENGTH * max(len(rows), len(template))
         ]
-        if not near:
-            return None
-        return near[int(warped_distances(rows, [self.templates[text] for text in near]).argmin())]
+        if len(near) > FEW:
+            near = self.nearest(rows, near, COARSE)[:FEW]
+        return self.nearest(rows, near, 1)[0] if near else None
+
+    def nearest(self, rows: Floats, texts: Sequence[str], every: int) -> list[str]:
+        """The texts by their distance in one of `every` frames."""
+        templates = [self.templates[text][::every] for text in texts]
+        order = warped_distances(rows[::every], templates).argsort(kind="stable")
+        return [texts[number] for number in order]
