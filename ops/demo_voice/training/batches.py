@@ -16,7 +16,7 @@ from ops.demo_voice.training.texts import Kind
 LENGTH_STEP = 32
 # How much more often than a description an answer is drawn: the few short ones are what the demo
 # says most, and have to be known by heart.
-WEIGHTS: dict[Kind, float] = {"short": 10.0, "sentence": 20.0, "description": 1.0}
+WEIGHTS: dict[Kind, float] = {"short": 30.0, "sentence": 30.0, "description": 1.0}
 # This part of the codes that the model looks back on is wrong, so that it learns to find its way.
 WRONG_SHARE = 0.08
 IGNORED = -100

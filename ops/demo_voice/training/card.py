@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ops.demo_voice.training.batches import WEIGHTS
 from ops.demo_voice.training.codec import NUM_CODES, SAMPLE_RATE
 from ops.demo_voice.training.corpus import Corpus
 from ops.demo_voice.training.evaluation import Score
@@ -81,9 +82,10 @@ something else:
   every text that `ops/demo_training` has answers of; {minutes:.0f} minutes.
 - Codec: k-means with {codes} centres over cepstra, pitch and voicing, {rate} frames a second; the
   codes of an utterance are the cheapest path, with a cost for each change. Seed {seed}.
-- Talker: {answers:,} answers, {tokens:,} tokens and {steps:,} steps in {cpu:.0f} minutes of one CPU
-  core in float32, while the machine did other work; Muon and AdamW, seed {seed}. 8 % of the codes
-  that it looks back on were replaced by random ones. The last mean loss was {loss:.2f}.
+- Talker: {answers:,} answers, {tokens:,} tokens and {steps:,} steps in {cpu:.0f} minutes of CPU time
+  on one core, in float32, with Muon and AdamW. 8 % of the codes that it looks back on were replaced
+  by random ones; with these the last mean loss was {loss:.2f}. Short answers and sentences were
+  drawn more often than descriptions, {weights}. Seed {seed}.
 
 `python -m ops.demo_voice.training record codec train judge` makes it anew.
 """
@@ -131,6 +133,7 @@ def write_card(
         steps=state.steps,
         cpu=state.cpu / 60,
         loss=state.loss,
+        weights=f"{WEIGHTS['short']:.0f} and {WEIGHTS['sentence']:.0f} times",
     )
     (out / "README.md").write_text(card, encoding="utf-8")
 
