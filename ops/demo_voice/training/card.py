@@ -82,10 +82,10 @@ something else:
   every text that `ops/demo_training` has answers of; {minutes:.0f} minutes.
 - Codec: k-means with {codes} centres over cepstra, pitch and voicing, {rate} frames a second; the
   codes of an utterance are the cheapest path, with a cost for each change. Seed {seed}.
-- Talker: {answers:,} answers, {tokens:,} tokens and {steps:,} steps in {cpu:.0f} minutes of CPU time
-  on one core, in float32, with Muon and AdamW. 8 % of the codes that it looks back on were replaced
-  by random ones; with these the last mean loss was {loss:.2f}. Short answers and sentences were
-  drawn more often than descriptions, {weights}. Seed {seed}.
+- Talker: {answers:,} answers, {tokens:,} tokens and {steps:,} steps in {cpu:.0f} minutes of CPU
+  time on one core, in float32, with Muon and AdamW. 8 % of the codes that it looks back on were
+  replaced by random ones; with these the last mean loss was {loss:.2f}. Short answers and sentences
+  were drawn more often than descriptions, {weights}. Seed {seed}.
 
 `python -m ops.demo_voice.training record codec train judge` makes it anew.
 """
