@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ops.demo_voice.training.batches import WEIGHTS
+from ops.demo_voice.training.batches import WEIGHTS, WRONG_SHARE
 from ops.demo_voice.training.codec import NUM_CODES, SAMPLE_RATE
-from ops.demo_voice.training.corpus import Corpus
+from ops.demo_voice.training.corpus import FRAMES_COUNT, Corpus
 from ops.demo_voice.training.evaluation import Score
 from ops.demo_voice.training.features import FRAME_RATE, NUM_BANDS
 from ops.demo_voice.training.recording import ESPEAK_VOICE, WORDS_A_MINUTE
@@ -30,8 +30,8 @@ A voice for the [demo model](../demo_model/README.md): it speaks what that model
 texts, so that speech can be tried, tested and shown without a download and without a GPU. It is of
 no other use: of other texts it makes sounds without meaning.
 
-- `talker/`: a Qwen2 of {parameters:.2f} million parameters, {layers} layers of {width}, weights in
-  float16. It turns a text into codes, {rate} a second.
+- `talker/`: a Qwen2 of {parameters:.2f} million parameters, {layers} layers of {width}, weights
+  in float16. It turns a text into codes, {rate} for a second of speech.
 - `code2wav.safetensors`: what each of the {codes} codes sounds like. It is a table for a vocoder of
   pulses and noise, not a network.
 - `training/`: the programs that made both. The samples that they were made of are not kept.
@@ -39,10 +39,11 @@ no other use: of other texts it makes sounds without meaning.
 ## Talker
 
 Its tokenizer is the demo model's, with the codes behind it: `<|code_0|>` is token {offset},
-`<|code_{last_code}|>` is {last}; then come `{voice}` and `{end}`. `code_offset` and `num_codes` are
-in `config.json` too. The prompt is the text, without special tokens, then `{voice}`; the chat
-template makes it of the last message. The answer is codes, then `{end}`, which ends it. Decode
-greedily, with at most {most} codes; other ways of sampling were not tried.
+`<|code_{last_code}|>` is {last}; then come `{voice}` and `{end}`.
+`config.json` has `code_offset` and `num_codes`. The prompt is the text, without special tokens,
+then `{voice}`; the chat template makes it of the last message. The answer is codes, then
+`{end}`. Decode greedily, with at most {most} codes; other ways of sampling were not
+tried.
 
 ## Table
 
@@ -53,17 +54,19 @@ greedily, with at most {most} codes; other ways of sampling were not tried.
 | `voicing` | float16, {codes} | the share of the power that is pulses; the rest is noise |
 | `band_hz` | float32, {bands} | the middle of each band |
 
-A code stands for the middle of its frame of {frame} samples, at {samples:,} samples a second. Noise
-of variance 1, or pulses of the same power, filtered by the envelope has the power of the speech;
-full scale is 1.
+A code stands for the middle of its frame of {frame} samples, at {samples:,} samples a second.
+Noise of variance 1, or pulses of the same power, filtered by the envelope has the power of the
+speech; full scale is 1.
 
 ## Evaluation
 
 Greedy codes by transformers in float32, samples by the plain vocoder in `training/vocoder.py`. A
 text counts as understood where its own recording is the nearest of all recordings of its kind, by
-time warping over cepstra that neither codec nor talker uses. There are {short} short answers
-(single words and characters), {sentences} sentences and {descriptions} descriptions; {held_out} of
-the descriptions were held out from codec and talker. At most {cases} of a kind were judged.
+time warping over cepstra that neither codec nor talker uses. The judge is a program: no person
+has rated the voice. There are {short} short answers (single words and characters), {sentences}
+sentences and {descriptions} descriptions, and at most {cases} of a kind were judged. The short
+answers and the sentences are all trained on, and known by heart. {held_out} descriptions were
+held out from codec and talker; they are new combinations of words that other descriptions have.
 
 | what was judged | understood | share | goal |
 | --- | --- | --- | --- |
@@ -78,14 +81,16 @@ something else:
 
 ## Training
 
-- Recordings: espeak-ng {espeak}, voice `{espeak_voice}`, {speed} words a minute, of
-  every text that `ops/demo_training` has answers of; {minutes:.0f} minutes.
-- Codec: k-means with {codes} centres over cepstra, pitch and voicing, {rate} frames a second; the
-  codes of an utterance are the cheapest path, with a cost for each change. Seed {seed}.
+- Recordings: espeak-ng {espeak}, voice `{espeak_voice}`, {speed} words a minute, of every answer
+  in the data of `ops/demo_training`; {minutes:.0f} minutes.
+- Codec: k-means with {codes} centres over cepstra, pitch and voicing; frames of short answers
+  count {often} times. The codes of an utterance are the cheapest path, with a cost for each
+  change. Seed {seed}.
 - Talker: {answers:,} answers, {tokens:,} tokens and {steps:,} steps in {cpu:.0f} minutes of CPU
-  time on one core, in float32, with Muon and AdamW. 8 % of the codes that it looks back on were
-  replaced by random ones; with these the last mean loss was {loss:.2f}. Short answers and sentences
-  were drawn more often than descriptions, {weights}. Seed {seed}.
+  time on one core, in float32, with Muon and AdamW. {wrong:.0%} of the codes that it looks back
+  on were replaced by random ones; the last mean loss was {loss:.2f}. A short answer was drawn
+  {short_weight:.0f} times as often as a description, a sentence {sentence_weight:.0f} times. Seed
+  {seed}.
 
 `python -m ops.demo_voice.training record codec train judge` makes it anew.
 """
@@ -133,7 +138,10 @@ def write_card(
         steps=state.steps,
         cpu=state.cpu / 60,
         loss=state.loss,
-        weights=f"{WEIGHTS['short']:.0f} and {WEIGHTS['sentence']:.0f} times",
+        wrong=WRONG_SHARE,
+        short_weight=WEIGHTS["short"],
+        sentence_weight=WEIGHTS["sentence"],
+        often=FRAMES_COUNT["short"],
     )
     (out / "README.md").write_text(card, encoding="utf-8")
 
@@ -145,5 +153,6 @@ def row_of(score: Score) -> str:
 
 def mistakes_of(score: Score) -> str:
     told = [f"{text} ({taken_for or 'nothing'})" for text, taken_for in score.wrong]
-    more = f" and {len(told) - 8} more" if len(told) > 8 else ""
-    return f"- {score.name}: {', '.join(told[:8])}{more}" if told else ""
+    more = f", the first 8 of {len(told)}" if len(told) > 8 else ""
+    lines = [f"- {score.name}{more}:", *(f"  - {one}" for one in told[:8])]
+    return "\n".join(lines) if told else ""
