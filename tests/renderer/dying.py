@@ -22,6 +22,6 @@ async def die(*_: Any, **__: Any) -> None:
 
 
 if __name__ == "__main__":
-    Stage.forward = die  # type: ignore[assignment, method-assign]
+    Stage.forward = die  # type: ignore[method-assign]
     config = settings.load_config(Path(sys.argv[1]))
     sys.exit(uvloop.run(runtime.run("renderer", worker.main, config, sys.argv[2], None, None)))
