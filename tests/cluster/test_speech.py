@@ -8,6 +8,7 @@ also when the workers are killed in the middle of a speech.
 
 import asyncio
 import base64
+import contextlib
 import io
 import os
 import signal
@@ -127,6 +128,20 @@ class Processes:
         self._running[name].send_signal(signal.SIGKILL)
         self._running[name].wait()
         self.start(name)
+
+    def drain(self, name: str) -> None:
+        """Have the process of a stage end in order, and start another."""
+        self._running[name].terminate()
+        assert self._running[name].wait(5) == 0
+        self.start(name)
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        self._running[name].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._running[name].send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for process in self._running.values():
@@ -328,6 +343,26 @@ async def has(bus: Bus, request_id: str, output: str, number: int) -> bool:
     return await num_records(bus, request_id, output) >= number
 
 
+async def test_a_talker_that_drains_hands_back_what_waits_for_its_text(
+    processes: Processes, bus: Bus, talker: PlainTalker
+) -> None:
+    request = GenerateRequest("demo", prompt="What can you do?", outputs=["text", "audio"])
+    waiting = asyncio.create_task(speak(bus, request, "drained"))
+    await until(partial(has, bus, "drained", "text", 1))
+    with processes.stopped("engine"):
+        await until(partial(is_opening, bus))
+        processes.drain("talker")
+    spoken = await waiting
+    chunks = [record for record in spoken.records if isinstance(record, TokenChunk)]
+    text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
+    check_speech(processes.folder, talker, text, spoken)
+    await until_nothing_is_left(bus)
+
+
+async def is_opening(bus: Bus) -> bool:
+    return any(b.stage == "talker" and b.load["opening"] for b in await bus.read_heartbeats())
+
+
 async def test_a_speech_that_is_cancelled_leaves_nothing_behind(bus: Bus) -> None:
     asked = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
     await until(partial(has, bus, "cancelled", "codes", 2))
@@ -463,6 +498,7 @@ async def test_the_command_line_saves_what_is_said(
     file = tmp_path / "out.wav"
     said = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
     assert said.returncode == 0, said.stderr
+    assert said.stdout == ""
     codes, _ = talker.speak(TEXTS[0], MAX_CODES)
     assert read_wav(file) == samples_of(processes.folder, codes)
     assert f"{len(codes) / 50:.1f} s of sound" in said.stderr

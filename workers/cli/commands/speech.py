@@ -58,7 +58,7 @@ async def say(
         records = client.ask(bus, request, request_id)
         saved = while_saving(bus, records, request_id, audio, output)
         try:
-            return await print_records(saved, as_json=json)
+            return await print_records(saved, as_json=json, has_text=False)
         except asyncio.CancelledError:
             await client.cancel(bus, request_id)
             print_note("\ncancelled")
