@@ -1,5 +1,6 @@
 """Small random talkers: a Qwen2 whose prompt is a text with a voice, and whose answer is codes."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ class PlainTalker:
         model: Any = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self._model = model.eval()
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.speak = cache(self._speak)
 
     @torch.no_grad()
-    def speak(self, text: str, max_codes: int, voice: str = VOICES[0]) -> tuple[list[int], str]:
+    def _speak(self, text: str, max_codes: int, voice: str = VOICES[0]) -> tuple[list[int], str]:
         """The greedy codes of a text, and why they end. No other tokens are allowed."""
         prompt = self._tokenizer.encode(text, add_special_tokens=False)
         token_ids = [*prompt, self._tokenizer.convert_tokens_to_ids(f"<|voice_{voice}|>")]

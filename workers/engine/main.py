@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 import torch
 from llguidance.hf import from_tokenizer
+from msgspec.structs import replace
 from torch import Tensor
 
 from shared.blobs.store import Blobs
@@ -82,9 +83,11 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     set_step("loading the model")
     loaded = await asyncio.to_thread(load, model, config.engine, set_step)
     context.step("building the engine")
-    core = await asyncio.to_thread(build_core, loaded, config.engine, items.share)
-    layout = None
     is_own = model is not config.models[name]
+    # Routers that read KV events ask for prompts of the model itself.
+    engine = replace(config.engine, kv_events=False) if is_own else config.engine
+    core = await asyncio.to_thread(build_core, loaded, engine, items.share)
+    layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
         layout = await asyncio.to_thread(KVLayout.of, model, core.kv_exchange.layout)
