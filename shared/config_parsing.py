@@ -49,6 +49,9 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
+        for stage, changes in model.stages.items():
+            key = f"models.{name}.stages.{stage}.sampling_defaults"
+            _convert(changes.sampling_defaults, SamplingParams, key, overrides, source)
     for check in (_faults_of_models, _faults_of_sections, _faults_of_gateway):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)

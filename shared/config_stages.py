@@ -8,6 +8,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
+Voice = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,3 +47,6 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The output that the stage writes."""
     chunks: ChunkSpec | None = None
     """How the stage cuts the codes that it follows, for a stage with the input `codes`."""
+    voices: list[Voice] = []
+    """Names of the voices of a stage that speaks; the first one is the default. The model has a
+    token `<|voice_NAME|>` for each."""

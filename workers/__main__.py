@@ -16,6 +16,7 @@ COMMANDS = (
     "workers.cli.commands.models:pull",
     "workers.cli.commands.models:models",
     "workers.cli.commands.requests:ask",
+    "workers.cli.commands.speech:say",
     "workers.cli.commands.chat:chat",
     "workers.cli.commands.preview:render",
     "workers.cli.commands.preview:tokenize",

@@ -17,12 +17,12 @@ token log; every other output has a log beside it. This module is pure: it names
 functions, and knows neither workers nor the bus.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.protocol.chunks import ChunkSpec
 
@@ -67,6 +67,8 @@ class StageSpec(Struct, frozen=True):
     output: OutputSpec | None = None
     chunks: ChunkSpec | None = None
     """How the stage cuts the codes that it follows; None for a stage that follows none."""
+    voices: list[str] = []
+    """The voices that the stage speaks with; the first one is the default."""
 
 
 class Edge(Struct, frozen=True):
@@ -149,10 +151,50 @@ class Pipeline(Struct, frozen=True, dict=True):
         """The outputs of a request that names none: its text, or all outputs without one."""
         return [TEXT] if TEXT in self.outputs else list(self.outputs)
 
+    @property
+    def voices(self) -> list[str]:
+        """The voices of the stage that speaks; none without such a stage."""
+        return next((stage.voices for stage in self.stages if stage.voices), [])
+
+    def part_for(self, outputs: Collection[str], *, text_given: bool = False) -> "Pipeline":
+        """The part that runs for a request with these outputs.
+
+        A request that names none wants its text, or, where it gives the text itself, all outputs
+        that are made of it.
+        """
+        whole = self.with_text_given if text_given else self
+        return whole.restricted_to(outputs or whole.default_outputs)
+
+    @cached_property
+    def with_text_given(self) -> "Pipeline":
+        """The pipeline of requests that give their text themselves, so that no stage writes it.
+
+        The stages that follow the text, with an edge function for it, take it from the request. The
+        outputs that cannot be made so are missing.
+        """
+        writer = self.outputs.get(TEXT)
+        if writer is None:
+            return Pipeline((), ())
+        whole = Pipeline(
+            self.stages,
+            tuple(
+                replace(edge, source=REQUEST, mode="task")
+                if edge.source == writer.name and edge.mode == "stream" and _takes_text(edge)
+                else edge
+                for edge in self.edges
+            ),
+        )
+        made = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
+        return whole._only(whole._leading_to(made))
+
     def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
         """The part of the pipeline that leads to `outputs`."""
         if self.outputs.keys() <= set(outputs):
             return self
+        return self._only(self._leading_to(outputs))
+
+    def _leading_to(self, outputs: Collection[str]) -> set[str]:
+        """The names of the stages without which these outputs are not written, and of detours."""
         wanted = {self.outputs[name].name for name in outputs}
         todo = list(wanted)
         while todo:
@@ -163,7 +205,9 @@ class Pipeline(Struct, frozen=True, dict=True):
             todo += needed - wanted - {REQUEST}
             wanted |= needed - {REQUEST}
         detours = (edge for edge in self.edges if edge.mode == "detour")
-        wanted |= {edge.target for edge in detours if edge.source in wanted}
+        return wanted | {edge.target for edge in detours if edge.source in wanted}
+
+    def _only(self, wanted: set[str]) -> "Pipeline":
         return Pipeline(
             tuple(stage for stage in self.stages if stage.name in wanted),
             tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
@@ -202,24 +246,28 @@ class EdgeFunction(NamedTuple):
 
     carries: str
     make: Callable[[Any], Struct]
+    takes_text: bool
+    """Whether it also makes the task of the text that a request gives."""
 
 
-_edge_functions: dict[str, EdgeFunction] = {}
+EDGE_FUNCTIONS: dict[str, EdgeFunction] = {}
+"""The registered edge functions, by name."""
 
 
 Make = Callable[[Any], Any]
 
 
-def edge_function(name: str, carries: str) -> Callable[[Make], Make]:
+def edge_function(name: str, carries: str, *, takes_text: bool = False) -> Callable[[Make], Make]:
     """Register a function under `name` for edges that carry `carries`.
 
     Its argument is the Prompt of the request for an edge from REQUEST, the result of the source for
     a task edge, the input names and outputs to follow for a stream edge, and an item for a fan-out
-    edge. It returns the body of the target's task.
+    edge. It returns the body of the target's task. With `takes_text`, the function of a stream edge
+    takes a Prompt as well: that of a request that gives the text itself.
     """
 
     def register(make: Make) -> Make:
-        _edge_functions[name] = EdgeFunction(carries, make)
+        EDGE_FUNCTIONS[name] = EdgeFunction(carries, make, takes_text)
         return make
 
     return register
@@ -227,7 +275,11 @@ def edge_function(name: str, carries: str) -> Callable[[Make], Make]:
 
 def function_of(edge: Edge) -> Make:
     """The registered function of an edge. Raises KeyError for a name that nobody registered."""
-    return _edge_functions[edge.function].make
+    return EDGE_FUNCTIONS[edge.function].make
+
+
+def _takes_text(edge: Edge) -> bool:
+    return EDGE_FUNCTIONS[edge.function].takes_text
 
 
 class Fault(NamedTuple):
@@ -235,101 +287,6 @@ class Fault(NamedTuple):
 
     key: str
     message: str
-
-
-def faults(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
-    """Everything that is wrong with a pipeline, in words for an operator.
-
-    `roles` are the names of roles that serve stages.
-    """
-    yield from _faults_of_stages(pipeline, roles)
-    yield from _faults_of_edges(pipeline)
-    for edge in pipeline.edges:
-        if edge.mode == "detour":
-            yield from _faults_of_detour(pipeline, edge)
-    yield from _faults_of_graph(pipeline)
-
-
-def _faults_of_stages(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
-    writers: dict[str, str] = {}
-    for stage in pipeline.stages:
-        key = f"stages.{stage.name}"
-        if stage.role not in roles:
-            yield Fault(f"{key}.role", f"no role {stage.role!r}; there are {_listed(roles)}")
-        if not any(edge.target == stage.name for edge in pipeline.edges):
-            yield Fault(f"{key}.inputs", "the stage has no input, so it would never run")
-        if stage.output is None:
-            continue
-        name, kind = stage.output.name, stage.output.kind
-        if name in RESERVED_OUTPUTS:
-            yield Fault(f"{key}.output", f"{name!r} is a reserved name")
-        if (name == TEXT) != (kind == "text"):
-            yield Fault(f"{key}.output", f"only the output {TEXT!r} is of kind 'text'")
-        if name in writers:
-            yield Fault(f"{key}.output", f"stage {writers[name]!r} writes output {name!r} already")
-        writers[name] = stage.name
-    if not writers:
-        yield Fault("stages", "no stage has an output, so no request would have an answer")
-
-
-def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
-    for stage in pipeline.stages:
-        if sum(edge.mode == "task" for edge in pipeline.edges_into(stage.name)) > 1:
-            message = "a stage has at most one task edge; its other inputs are streams"
-            yield Fault(f"stages.{stage.name}.inputs", message)
-    for edge in pipeline.edges:
-        key = f"stages.{edge.target}.inputs.{edge.carries}"
-        source = pipeline.stage(edge.source)
-        if edge.source != REQUEST and source is None:
-            known = [REQUEST, *(stage.name for stage in pipeline.stages)]
-            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(known)}")
-        elif edge.mode == "stream" and (source is None or source.output is None):
-            yield Fault(key, f"{edge.source!r} has no output that a stream edge could follow")
-        if edge.source == REQUEST and edge.mode != "task":
-            yield Fault(key, "an edge from the request is a task edge")
-        if edge.gathered_by is not None and pipeline.stage(edge.gathered_by) is None:
-            yield Fault(key, f"no stage {edge.gathered_by!r} that would gather the results")
-        function = _edge_functions.get(edge.function)
-        if function is None:
-            yield Fault(
-                f"{key}.function",
-                f"no edge function {edge.function!r}; there are {_listed(_edge_functions)}",
-            )
-        elif function.carries not in (ANY, edge.carries):
-            yield Fault(
-                f"{key}.function",
-                f"{edge.function!r} carries {function.carries!r}, not {edge.carries!r}",
-            )
-
-
-def _faults_of_detour(pipeline: Pipeline, edge: Edge) -> Iterator[Fault]:
-    key, target = f"stages.{edge.target}.inputs.{edge.carries}", pipeline.stage(edge.target)
-    task_edges = pipeline.edges_from(edge.source, "task")
-    if len(pipeline.edges_from(edge.source, "detour")) > 1:
-        yield Fault(key, f"{edge.source!r} has another detour")
-    if [other.carries for other in task_edges] != [edge.carries]:
-        message = f"a detour begins at a stage with one task edge, and that carries {edge.carries}"
-        yield Fault(key, message)
-    has_more = len(pipeline.edges_into(edge.target)) > 1
-    if has_more or any(other.source == edge.target for other in pipeline.edges):
-        yield Fault(key, "a stage on a detour has no other input and no edge of its own")
-    if target is not None and target.output is not None:
-        yield Fault(f"stages.{edge.target}.output", "a stage on a detour writes no output")
-
-
-def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
-    names = {stage.name for stage in pipeline.stages}
-    # A source that is no stage is another fault, and no cycle.
-    sources = {name: {e.source for e in pipeline.edges_into(name)} & names for name in names}
-    try:
-        TopologicalSorter(sources).prepare()
-    except CycleError as error:
-        stuck = sorted(set(error.args[1]))
-        yield Fault(f"stages.{stuck[0]}.inputs", f"the stages {_listed(stuck)} form a cycle")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
 
 
 def has_embeddings(pipeline: Pipeline) -> bool:

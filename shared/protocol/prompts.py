@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
@@ -11,10 +12,12 @@ from shared.protocol.requests import GenerateRequest, Message, Prompt
 
 
 def prompt_of(request: GenerateRequest) -> Prompt:
-    """Return the request's prompt.
+    """Return the request's prompt, or the text that it gives.
 
     Raises InvalidRequest if there is not exactly one, or for a field that does not go with it.
     """
+    if request.given_text is not None:
+        return _given_text(request, request.given_text)
     forms = {
         "messages": request.messages,
         "prompt": request.prompt,
@@ -32,6 +35,20 @@ def prompt_of(request: GenerateRequest) -> Prompt:
     return replace(
         _shared_fields(request), token_ids=request.prompt_token_ids, features=request.features
     )
+
+
+_OF_A_PROMPT = (
+    *("messages", "prompt", "prompt_token_ids", "features", "tools", "template_kwargs"),
+    *("add_special_tokens", "sampling_params", "adapter", "embedding"),
+)
+"""Fields about how a text is written."""
+
+
+def _given_text(request: GenerateRequest, text: str) -> Prompt:
+    for field in _OF_A_PROMPT:
+        if getattr(request, field) not in (None, UNSET, [], {}):
+            raise InvalidRequest(f"{field} cannot be combined with given_text", field=field)
+    return Prompt(text=text)
 
 
 def prompt_to_tokenize(request: TokenizeRequest) -> Prompt:

@@ -83,6 +83,8 @@ class OutputSummary(Struct, frozen=True, omit_defaults=True):
     """Amounts by name, such as `samples` or `steps`."""
     path: list[StageSpan] = []
     """The stages that led to the output, its own last."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """Why an output of codes has ended; `length` for a speech that is cut at its stage's limit."""
 
 
 class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):

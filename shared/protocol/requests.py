@@ -169,6 +169,11 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Salt of the caches: an entry made with one salt is not found with another, or without."""
     outputs: Annotated[list[str], Meta(max_length=8)] = []
     """Names of the requested outputs of the model; by default its text."""
+    given_text: Annotated[str, Meta(min_length=1)] | None = None
+    """In the place of a prompt, the text itself: no stage writes it, and the other outputs are made
+    of it as it is. Only with outputs that are made of the text."""
+    voice: str | None = None
+    """Name of the voice that speaks the text; by default the model's first one."""
     embedding: EmbeddingParams | None = None
     """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 

@@ -61,6 +61,10 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """The outputs that the request has, which decide the stages that run; empty for text alone."""
     embedding: EmbeddingParams | None = None
     """The request is answered by an embedding of its prompt, without tokens."""
+    text_given: bool = False
+    """The request gives its text itself: it starts at the stages that follow a text."""
+    voice: str | None = None
+    """The voice that speaks the text; None where no stage of the request speaks."""
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = 1
@@ -135,6 +139,13 @@ class FollowBody(TaskBody, frozen=True):
     """For a stage that follows outputs of other stages: what each carries → the output's name."""
 
     inputs: dict[str, str]
+
+
+class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
+    """For a stage that speaks a text."""
+
+    text: str | None = None
+    """None for the request's own text, which another stage writes."""
 
 
 class ItemResult(Versioned, frozen=True):

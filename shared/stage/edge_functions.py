@@ -2,9 +2,9 @@
 
 from msgspec import Struct
 
-from shared.protocol.pipeline import ANY, edge_function
+from shared.protocol.pipeline import ANY, TEXT, edge_function
 from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import FollowBody, RenderBody
+from shared.protocol.task_messages import FollowBody, RenderBody, SpeechBody
 
 
 @edge_function("prompt", carries="prompt")
@@ -22,3 +22,9 @@ def _as_it_is(body: Struct) -> Struct:
 @edge_function("follow", carries=ANY)
 def _follow(inputs: dict[str, str]) -> FollowBody:
     return FollowBody(inputs)
+
+
+@edge_function("speech", carries=TEXT, takes_text=True)
+def _speak(source: dict[str, str] | Prompt) -> SpeechBody:
+    """The text to speak: that of an output, as soon as it is whole, or that of the request."""
+    return SpeechBody(source.text) if isinstance(source, Prompt) else SpeechBody()

@@ -17,8 +17,8 @@ from shared.protocol.pipeline import (
     OutputSpec,
     Pipeline,
     StageSpec,
-    faults,
 )
+from shared.protocol.pipeline_faults import faults
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
 from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 
@@ -135,4 +135,5 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.replicas,
         changes.output or base.output,
         changes.chunks or chunks,
+        changes.voices or base.voices,
     )

@@ -117,7 +117,7 @@ class Stage:
         pipeline = self.pipelines.get(subjects.model_of_stage(job.delivery.subject))
         if pipeline is None or job.header is None:
             return pipeline
-        return pipeline.restricted_to(job.header.outputs or pipeline.default_outputs)
+        return pipeline.part_for(job.header.outputs, text_given=job.header.text_given)
 
     async def _settle_ended(self, job: Job, log: LogWriter) -> None:
         """Settle a job whose output or request has ended before this delivery."""

@@ -120,6 +120,6 @@ async def publish_item(
 
 async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> None:
     """Publish the tasks of the stages that take the request itself."""
-    part = pipeline.restricted_to(header.outputs or pipeline.default_outputs)
+    part = pipeline.part_for(header.outputs, text_given=header.text_given)
     for edge in part.edges_from(REQUEST, "task"):
         await publish(bus, edge, header, prompt)

@@ -21,15 +21,22 @@ from workers.cli.terminal import errors, harmless, print_json, write_text
 EXIT_INTERRUPTED = 130
 
 
-async def print_records(records: AsyncIterator[LogRecord], *, as_json: bool) -> int:
+async def print_records(
+    records: AsyncIterator[LogRecord], *, as_json: bool, has_text: bool = True
+) -> int:
     """Print records and return the exit code: 0 for an answer, 1 for an error.
+
+    An answer without text ends without a line break.
 
     Raises CancelledError on Ctrl-C.
     """
     record = None
     with _cancelled_by_signals():
         async for record in records:
-            print_json(record) if as_json else _print_text(record)
+            if as_json:
+                print_json(record)
+            elif has_text or isinstance(record, Failure):
+                _print_text(record)
     return 0 if isinstance(record, Finish) else 1
 
 

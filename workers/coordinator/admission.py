@@ -49,6 +49,8 @@ class Admitted(NamedTuple):
     prompt: Prompt
     outputs: list[str]
     """Empty for a request whose text is its only output."""
+    voice: str | None
+    """The voice that speaks, where a stage of the request does."""
 
 
 def admit(
@@ -94,7 +96,10 @@ def admit(
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
     if request.embedding is not None:
         resolved = _sampling_of_embedding(request, given, pipeline)
-    return Admitted(request, resolved, prompt_of(request), _outputs_of(request, pipeline))
+    part = _part_of(request, pipeline)
+    outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
+    voice = _voice_of(request, part, resolved)
+    return Admitted(request, resolved, prompt_of(request), outputs, voice)
 
 
 def _sampling_of_embedding(
@@ -112,20 +117,43 @@ def _sampling_of_embedding(
     return SamplingParams()
 
 
-def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:
-    """The outputs of all stages that run for a request; empty if that is its text alone.
+def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
+    """The part of the pipeline that runs for a request.
 
-    Raises InvalidRequest for an output that the model does not have.
+    Raises InvalidRequest for an output that the model does not have, or does not make of a text
+    that is given.
     """
+    is_given = request.given_text is not None
+    available = pipeline.with_text_given.outputs if is_given else pipeline.outputs
+    if is_given and not available:
+        raise InvalidRequest(
+            f"given_text: {request.model} makes no output of a text", field="given_text"
+        )
     for number, name in enumerate(request.outputs):
-        if name not in pipeline.outputs:
-            there_are = ", ".join(pipeline.outputs)
+        if name not in available:
+            there_are = ", ".join(available)
+            made = " that is made of a given text" if is_given else ""
             raise InvalidRequest(
-                f"{request.model} has no output {name!r}; available: {there_are}",
+                f"{request.model} has no output {name!r}{made}; available: {there_are}",
                 field=f"outputs[{number}]",
             )
-    part = pipeline.restricted_to(request.outputs or pipeline.default_outputs)
-    return [] if list(part.outputs) == [TEXT] else list(part.outputs)
+    return pipeline.part_for(request.outputs, text_given=is_given)
+
+
+def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams) -> str | None:
+    """The voice of a request. Raises InvalidRequest for one that its stages do not have."""
+    voices = part.voices
+    if request.voice is not None and request.voice not in voices:
+        there_are = ", ".join(voices) or "none for these outputs"
+        raise InvalidRequest(
+            f"{request.model} has no voice {request.voice!r}; available: {there_are}", field="voice"
+        )
+    if voices and sampling.n > 1:
+        raise InvalidRequest(
+            f"n: {sampling.n} answers cannot be spoken at once, the limit is 1",
+            field="sampling_params.n",
+        )
+    return request.voice or next(iter(voices), None)
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:

@@ -106,6 +106,8 @@ class Coordinator:
             adapter=request.adapter,
             outputs=admitted.outputs,
             embedding=request.embedding,
+            text_given=request.given_text is not None,
+            voice=admitted.voice,
             version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
         await self._publish_first(job, job.header, admitted)

@@ -41,6 +41,8 @@ class LoadedModel:
     block_size: int
     adapters: Adapters
     pooling: Pooling = LAST_TOKEN
+    codes: range | None = None
+    """The tokens that are codes of a codec, in their order; None for a model that has none."""
 
     def encode_part(self, text: str) -> list[int]:
         """Encode text without adding special tokens."""
@@ -110,7 +112,17 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         block_size=block_size,
         adapters=adapters,
         pooling=pooling,
+        codes=_codes_of(config, decoder.vocab_size),
     )
+
+
+def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:
+    """The code tokens that `code_offset` and `num_codes` of a talker's config.json name."""
+    offset, num_codes = getattr(config, "code_offset", None), getattr(config, "num_codes", None)
+    if not (isinstance(offset, int) and isinstance(num_codes, int)):
+        return None
+    codes = range(offset, offset + num_codes)
+    return codes if len(codes) > 0 and offset >= 0 and codes.stop <= vocab_size else None
 
 
 @torch.inference_mode()

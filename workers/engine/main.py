@@ -8,15 +8,18 @@ from pathlib import Path
 import structlog
 import torch
 from llguidance.hf import from_tokenizer
+from msgspec.structs import replace
 from torch import Tensor
 
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
-from shared.config import EngineConfig, SpeculativeConfig
+from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError
+from shared.protocol.pipeline import StageSpec
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
+from workers.engine.code_output import stage_output
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
@@ -26,6 +29,7 @@ from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
+from workers.engine.stage_output import StageOutput
 from workers.engine.worker import EngineWorker
 
 
@@ -44,13 +48,16 @@ class Built:
 
 async def main(context: Context) -> None:
     built = await build(context)
-    # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
-    context.step("building the grammar compiler")
-    grammars = new_grammar_compiler(built.loaded, context.config.engine.max_num_seqs)
+    output = _output_of(context, built)
+    grammars = None
+    if output.is_answer:
+        # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
+        context.step("building the grammar compiler")
+        grammars = new_grammar_compiler(built.loaded, context.config.engine.max_num_seqs)
     kv = None
     if built.layout is not None:
         kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
-    await EngineWorker(context, built.model, built.core, built.items, grammars, kv).serve()
+    await EngineWorker(context, built.model, built.core, built.items, grammars, kv, output).serve()
 
 
 async def build(context: Context, reads_last: bool = True) -> Built:
@@ -60,7 +67,7 @@ async def build(context: Context, reads_last: bool = True) -> Built:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    model = config.models[name]
+    model = _model_of(context, name)
     blobs = await context.open_blobs()
     embeddings = None
     if model.tower == "encoder":
@@ -76,12 +83,32 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     set_step("loading the model")
     loaded = await asyncio.to_thread(load, model, config.engine, set_step)
     context.step("building the engine")
-    core = await asyncio.to_thread(build_core, loaded, config.engine, items.share)
+    is_own = model is not config.models[name]
+    # Routers that read KV events ask for prompts of the model itself.
+    engine = replace(config.engine, kv_events=False) if is_own else config.engine
+    core = await asyncio.to_thread(build_core, loaded, engine, items.share)
     layout = None
-    if any(edge.mode == "detour" for edge in context.pipelines[name].edges):
+    if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
         layout = await asyncio.to_thread(KVLayout.of, model, core.kv_exchange.layout)
     return Built(name, loaded, core, items, blobs, layout)
+
+
+def _output_of(context: Context, built: Built) -> StageOutput:
+    key = f"models.{built.model}.stages.{context.stage.name}"
+    return stage_output(context.bus, _stage_of(context, built.model), built.loaded, key)
+
+
+def _stage_of(context: Context, model: str) -> StageSpec | None:
+    return context.pipelines[model].stage(context.stage.name)
+
+
+def _model_of(context: Context, name: str) -> ModelConfig:
+    """The model to load: that of the configuration, or the one that the stage has of its own."""
+    model, stage = context.config.models[name], _stage_of(context, name)
+    if stage is None or stage.path is None:
+        return model
+    return ModelConfig(stage.path, dtype=model.dtype)
 
 
 def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler | None:

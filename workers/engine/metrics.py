@@ -44,9 +44,19 @@ class EngineMetrics:
     """Records the metrics, at a cost of a few additions per step and two lookups per token."""
 
     def __init__(
-        self, metrics: Metrics, stats: EngineStats, at_ms: Callable[[float], float]
+        self,
+        metrics: Metrics,
+        stats: EngineStats,
+        at_ms: Callable[[float], float],
+        *,
+        counts_requests: bool = True,
     ) -> None:
-        """`at_ms` converts seconds of the monotonic clock to milliseconds of the broker's clock."""
+        """`at_ms` converts seconds of the monotonic clock to milliseconds of the broker's clock.
+
+        `counts_requests` is false for a stage that does not answer requests: their times and ends
+        are recorded by another one.
+        """
+        self._counts_requests = counts_requests
         self._metrics = metrics
         self._stats = stats
         self._at_ms = at_ms
@@ -130,13 +140,15 @@ class EngineMetrics:
     def _record_first_token(self, timing: RequestTiming, ended_s: float) -> None:
         timing.prefilled = True
         self._prompt_tokens.add(timing.num_prompt_tokens)
-        if not timing.resumed:
+        if self._counts_requests and not timing.resumed:
             first_ms = self._at_ms(ended_s)
             self._first_token.observe(_seconds_between(timing.accepted_ms, first_ms))
             self._engine_first_token.observe(_seconds_between(timing.arrived_ms, first_ms))
 
     def on_finished(self, timing: RequestTiming, ended_ms: float) -> None:
         """Record a request whose final log record is stored and reports success."""
+        if not self._counts_requests:
+            return
         self._metrics.counter("request_success_total", finished_reason=timing.finished_reason).add()
         self._latency.observe(_seconds_between(timing.accepted_ms, ended_ms))
 

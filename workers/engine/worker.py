@@ -10,12 +10,14 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.protocol import subjects
-from shared.protocol.records import OutputSummary, StageSpan
-from shared.protocol.task_messages import EngineBody, Task, TaskHeader
+from shared.protocol.records import StageSpan
+from shared.protocol.task_messages import Task, TaskHeader
+from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
@@ -28,10 +30,10 @@ from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
-from workers.engine.log_records import logged_choices, merge_deltas
 from workers.engine.metrics import EngineMetrics, RequestTiming
 from workers.engine.open_request import OpenRequest, RecordPacer
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
+from workers.engine.stage_output import StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
 
 WATCH_S = 0.5
@@ -54,8 +56,9 @@ class EngineWorker:
     """Without it, requests that have a grammar are refused."""
     _kv: KVReader | None = None
     """Without it, all prompts are computed here."""
+    _output: StageOutput = field(default_factory=TextOutput)
     _preparing: set[str] = field(default_factory=set)
-    """Requests that wait for embeddings or a grammar."""
+    """Requests that wait for embeddings, a grammar, or the text that they speak."""
     _ended: set[str] = field(default_factory=set)
     """Those of `_preparing` that were ended elsewhere."""
     _requests: dict[str, OpenRequest] = field(default_factory=dict)
@@ -66,7 +69,10 @@ class EngineWorker:
         self._stage = context.stage
         self._stats = core.stats()
         self._metrics = EngineMetrics(
-            context.metrics.of(self._model), self._stats, context.bus.to_broker_ms
+            context.metrics.of(self._model),
+            self._stats,
+            context.bus.to_broker_ms,
+            counts_requests=self._output.is_answer,
         )
         self._kv_events = core.kv_events
         self._kv_log = KVLogWriter(context.bus, context.worker)
@@ -90,7 +96,8 @@ class EngineWorker:
             self._publish_kv_events()
             self._background.start(self._kv_log.run())
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
-        await self._loop.add_stage([self._model], self._max_num_seqs, EngineBody, self._handle)
+        body = self._output.body
+        await self._loop.add_stage([self._model], self._max_num_seqs, body, self._handle)
         context.ready([self._model], self._load)
         self._background.start(self._watch_steps())
         # A crash of the step thread ends the process: running requests come to another worker after
@@ -142,9 +149,9 @@ class EngineWorker:
 
     # -- requests in ------------------------------------------------------------------------
 
-    async def _handle(self, task: Task[EngineBody], tensors: list[TensorData], job: Job) -> Outcome:
+    async def _handle(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
         assert job.log is not None
-        header, body, records = task.header, task.body, job.log.records
+        header, records = task.header, job.log.records
         try:
             request = await self._prepare(task, tensors, job)
         except _NotBegun as stopped:
@@ -153,26 +160,25 @@ class EngineWorker:
             return Requeue(SUSPECT_PAUSE_S)
         assert header.ticket is not None
         accepted_ms = header.ticket.accepted_ms
-        timing = RequestTiming.of(accepted_ms, job.received_ms, len(body.prompt_token_ids), records)
+        num_tokens = len(request.prompt_token_ids)
+        timing = RequestTiming.of(accepted_ms, job.received_ms, num_tokens, records)
         self._context.log.info(
             "began",
             request_id=header.request_id,
             attempt=job.delivery.attempt,
-            prompt_tokens=len(body.prompt_token_ids),
+            prompt_tokens=num_tokens,
             resumed_records=len(records),
         )
         return await self._run(OpenRequest(job, header, timing), request)
 
-    async def _prepare(
-        self, task: Task[EngineBody], tensors: list[TensorData], job: Job
-    ) -> EngineRequest:
-        """The request, once encoders have made its embeddings, with its grammar and its KV blocks.
+    async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> EngineRequest:
+        """The request with its prompt, once encoders have made its embeddings, with its grammar and
+        its KV blocks.
 
         Raises BlobLost for an item that is lost.
         """
         assert job.log is not None
-        header = task.header
-        request_id, ticket = header.request_id, header.ticket
+        request_id, ticket = task.header.request_id, task.header.ticket
         assert ticket is not None
 
         async def progress() -> None:
@@ -190,6 +196,8 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
+            task = await self._output.render(task, progress)
+            header = task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
             if any(item.embedding is not None for item in task.body.items):
                 now_ms = self._context.bus.now_ms()
@@ -204,7 +212,7 @@ class EngineWorker:
                 prompt_token_ids=task.body.prompt_token_ids,
                 items=items,
                 sampling=header.sampling,
-                logged=logged_choices(job.log.records, header.sampling.n),
+                logged=self._output.logged(job.log.records, header.sampling.n),
                 lane=header.lane,
                 tenant=ticket.cache_scope,
                 adapter=header.adapter,
@@ -216,6 +224,8 @@ class EngineWorker:
                 # The blocks may have taken seconds.
                 await progress()
             return request
+        except RequestEnded as ended:
+            raise _NotBegun(Ended()) from ended
         finally:
             self._preparing.discard(request_id)
             self._adjust_capacity()
@@ -287,9 +297,7 @@ class EngineWorker:
         job = opened.job
         assert job.log is not None
         while outputs := await opened.next_outputs():
-            choices = merge_deltas(outputs)
-            if choices:
-                await job.log.tokens(choices, outputs[0].prompt_logprobs)
+            if await self._output.append(job.log, outputs):
                 # This request did not kill the workers that had it before.
                 job.suspect = False
             last = outputs[-1]
@@ -298,7 +306,7 @@ class EngineWorker:
             if last.error is not None:
                 raise last.error
             if last.usage is not None:
-                summary = OutputSummary(last.usage, last.kv_blocks)
+                summary = self._output.summary(last)
                 return Done(summary, lambda: self._on_finished(opened))
         return Ended()
 

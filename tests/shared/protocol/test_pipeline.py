@@ -5,16 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import ModelConfig
-from shared.protocol.pipeline import (
-    REQUEST,
-    TEXT,
-    Edge,
-    EdgeMode,
-    OutputSpec,
-    Pipeline,
-    StageSpec,
-    faults,
-)
+from shared.protocol.pipeline import REQUEST, TEXT, Edge, EdgeMode, OutputSpec, Pipeline, StageSpec
+from shared.protocol.pipeline_faults import faults
 from shared.stage import tasks
 from shared.stage.pipelines import pipeline_of
 
@@ -106,3 +98,24 @@ def test_the_default_pipelines_have_no_fault(tower: str) -> None:
 
 def test_a_pipeline_with_several_outputs_has_no_fault() -> None:
     assert list(faults(SPOKEN, ROLES)) == []
+
+
+def test_a_text_that_is_given_takes_the_place_of_the_stages_that_write_it() -> None:
+    speech = Edge("engine", "talker", TEXT, "speech", "stream")
+    edges = tuple(speech if edge.target == "talker" else edge for edge in SPOKEN.edges)
+    spoken = Pipeline(SPOKEN.stages, edges)
+    for outputs in ([], ["audio"], ["codes", "audio"]):
+        part = spoken.part_for(outputs, text_given=True)
+        assert [stage.name for stage in part.stages] == ["talker", "vocoder"]
+        assert part.edges_from(REQUEST, "task") == [Edge(REQUEST, "talker", TEXT, "speech")]
+        assert part.followers_of("talker") == [edges[-1]]
+    assert [stage.name for stage in spoken.part_for(["codes"], text_given=True).stages] == [
+        "talker"
+    ]
+    assert spoken.part_for(["audio"]) is not spoken.part_for(["audio"], text_given=True)
+
+
+def test_no_output_is_made_of_a_given_text_by_an_edge_function_that_takes_none() -> None:
+    assert SPOKEN.with_text_given == Pipeline((), ())
+    without_text = Pipeline(SPOKEN.stages[:2], SPOKEN.edges[:2])
+    assert without_text.with_text_given == Pipeline((), ())

@@ -2,19 +2,24 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
+from msgspec.structs import replace
 
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Cancelled, NotFound
+from shared.protocol.pipeline import TEXT
 from shared.state import request_status
 from shared.state.request_status import RequestStatus
+from workers.cli import settings
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
+from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, load
+from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import format_time, print_json, print_line, print_note, print_rows
 
 # A request that was published a moment ago is known as soon as a coordinator has read it.
@@ -39,6 +44,9 @@ async def ask(
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
     durable: bool = False,
+    speak: bool = False,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav"),
+    voice: str | None = None,
     request_id: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -63,18 +71,30 @@ async def ask(
         Print the records of the token log, one JSON object per line.
     durable
         Let the request continue when Ctrl-C ends this command.
+    speak
+        Have the answer spoken as well, and write the sound to a WAV file.
+    output
+        The WAV file.
+    voice
+        Name of one of the model's voices; by default the first one.
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
-    url, model = find_url_and_model(config, nats, model)
+    loaded = load(config)
+    url, model = nats or settings.nats_url(loaded), model or next(iter(loaded.models))
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in options.items() if value is not None}
     request = build_request(model, question, image or [], sampling, timeout_s, adapter)
+    if speak:
+        audio = find_audio(loaded, model)
+        request = replace(request, outputs=[TEXT, audio], voice=voice)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
         # The records do not have it, and it is needed to follow, find or cancel the request.
         print_note(f"request {request_id}")
         records = client.ask(bus, request, request_id, sampling=sampling)
+        if speak:
+            records = while_saving(bus, records, request_id, audio, output)
         try:
             return await print_records(records, as_json=json)
         except asyncio.CancelledError:

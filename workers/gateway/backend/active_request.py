@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
@@ -170,7 +170,7 @@ class ActiveRequest:
         return format_event_id(position) if self.has_event_ids else ""
 
 
-async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield records as they arrive, each with the number of its log. Raises what a log raises.
 
     No log is read ahead by more than one record. A caller that stops early leaves no reader behind.

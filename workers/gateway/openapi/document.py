@@ -27,6 +27,7 @@ from workers.gateway.routes import (
     render,
     requests,
     scores,
+    speech,
     tokenize,
 )
 
@@ -41,8 +42,9 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, requests.ROUTES, render.ROUTES),
-    *(generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
+    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES, requests.ROUTES),
+    *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
+    *(health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
 

@@ -1,0 +1,527 @@
+"""From text to speech by real processes: an engine that writes codes, and a generator behind it.
+
+    request ──▶ renderer ──▶ engine ~~text~~▶ talker ~~codes~~▶ code2wav
+
+Texts, codes and samples equal those of a plain loop over transformers and of the vocoder alone,
+also when the workers are killed in the middle of a speech.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import os
+import signal
+import time
+import wave
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.errors import ConfigError
+from shared.protocol import subjects
+from shared.protocol.chunks import ChunkSpec
+from shared.protocol.records import (
+    AudioChunk,
+    CodeChunk,
+    Failure,
+    Finish,
+    LogRecord,
+    OutputEnd,
+    OutputRecord,
+    TokenChunk,
+)
+from shared.protocol.requests import GenerateRequest
+from shared.protocol.sampling import SamplingParams
+from shared.state.token_log import decode_record
+from tests import preloaded, talkers
+from tests.generator import voices
+from tests.talkers import PlainTalker
+from workers.cli import settings
+from workers.engine.runner import ModelRunner
+from workers.generator.loader import load_vocoder
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "ops" / "demo_model"
+MAX_CODES = 60
+CONFIG = f"""
+models:
+  demo:
+    path: {DEMO_MODEL}
+    dtype: float64
+    sampling_defaults: {{temperature: 0.0, max_tokens: 16}}
+    stages:
+      talker:
+        role: engine
+        path: talker
+        inputs: {{text: {{from: engine, function: speech, mode: stream}}}}
+        output: {{name: codes, kind: codes}}
+        sampling_defaults: {{temperature: 0.0, max_tokens: {MAX_CODES}}}
+        voices: [alloy, echo]
+      code2wav:
+        role: generator
+        path: voice
+        inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
+        output: {{name: audio, kind: audio}}
+        chunks: {{first: [3, 5], size: 8, left: 2, right: 2}}
+  mute:
+    path: {DEMO_MODEL}
+engine: {{kv_cache_mib: 64}}
+gateway: {{port: 0}}
+delivery: {{ack_wait_s: 2.0, drain_s: 5.0, retry_delay_s: 0.1}}
+"""
+# Stage → role and model. Workers of the model `mute` are not needed.
+WORKERS = {
+    "coordinator": ("coordinator", None),
+    "renderer": ("renderer", None),
+    "engine": ("engine", "demo"),
+    "talker": ("engine", "demo"),
+    "code2wav": ("generator", "demo"),
+    "gateway": ("gateway", None),
+}
+STEP_S = 0.02
+"""How long a step takes here at least, so that a worker can be killed in the middle of a speech."""
+TEXTS = [f"three {color} circles" for color in ("red", "blue", "green")]
+
+
+def register_roles() -> None:
+    run = ModelRunner.run
+
+    def slowly(self: ModelRunner, batch: Any) -> Any:
+        time.sleep(STEP_S)
+        return run(self, batch)
+
+    # This process alone is a fork that runs an engine.
+    ModelRunner.run = slowly  # type: ignore[method-assign]
+
+
+class Processes:
+    """One process of each stage."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self._running: dict[str, preloaded.ForkedCommand] = {}
+
+    def start(self, name: str) -> None:
+        role, model = WORKERS[name]
+        arguments = ["worker", role, *([] if role == name else ["--stage", name])]
+        arguments += [] if model is None else ["--model", model]
+        arguments += ["--config", str(self.folder / "pagemill.yaml"), "--nats", self.url]
+        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: __name__}
+        with (self.folder / "workers.log").open("ab") as stderr:
+            self._running[name] = preloaded.start(arguments, env=env, stderr=stderr)
+
+    def kill(self, name: str) -> None:
+        """Kill the process of a stage, and start another."""
+        self._running[name].send_signal(signal.SIGKILL)
+        self._running[name].wait()
+        self.start(name)
+
+    def drain(self, name: str) -> None:
+        """Have the process of a stage end in order, and start another."""
+        self._running[name].terminate()
+        assert self._running[name].wait(5) == 0
+        self.start(name)
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        self._running[name].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._running[name].send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("speech")
+    (folder / "pagemill.yaml").write_text(CONFIG)
+    voices.write(folder / "voice")
+    talkers.write(folder / "talker")
+    server = EmbeddedServer(folder / "nats")
+    server.start()
+    running = Processes(folder, server.url)
+    try:
+        for name in WORKERS:
+            running.start(name)
+        yield running
+    finally:
+        running.stop()
+        server.stop()
+
+
+@pytest.fixture
+async def bus(processes: Processes) -> AsyncIterator[Bus]:
+    connected = await Bus.connect(processes.url, "test")
+    async with asyncio.timeout(150):
+        while {b.stage or b.role for b in await connected.read_heartbeats()} < set(WORKERS):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    yield connected
+    await connected.close()
+
+
+@pytest.fixture(scope="module")
+def talker(processes: Processes) -> PlainTalker:
+    return PlainTalker(processes.folder / "talker")
+
+
+# -- requests and what they have made -------------------------------------------------------------
+
+
+class Spoken(NamedTuple):
+    records: list[LogRecord]
+    codes: list[OutputRecord]
+    audio: list[OutputRecord]
+
+    @property
+    def finish(self) -> Finish:
+        assert isinstance(self.records[-1], Finish), self.records[-1]
+        return self.records[-1]
+
+
+def given(text: str, **more: Any) -> GenerateRequest:
+    return GenerateRequest("demo", given_text=text, outputs=["audio"], **more)
+
+
+async def speak(bus: Bus, request: GenerateRequest, request_id: str) -> Spoken:
+    async def output(name: str) -> list[OutputRecord]:
+        return [record async for record in client.follow_output(bus, request_id, name)]
+
+    async def own() -> list[LogRecord]:
+        return [record async for record in client.ask(bus, request, request_id)]
+
+    return Spoken(*await asyncio.gather(own(), output("codes"), output("audio")))
+
+
+def check_speech(
+    folder: Path, talker: PlainTalker, text: str, spoken: Spoken, voice: str = "alloy"
+) -> None:
+    """Check that codes and samples are those of the talker and of the vocoder alone, each once."""
+    codes, reason = talker.speak(text, MAX_CODES, voice)
+    *chunks, end = spoken.codes
+    assert isinstance(end, OutputEnd)
+    found: list[int] = []
+    for chunk in chunks:
+        assert isinstance(chunk, CodeChunk)
+        assert chunk.position == len(found)
+        found += [code for (code,) in chunk.frames]
+    assert found == codes
+    assert not end.cut
+    assert end.summary.units == {"frames": len(codes)}
+    assert end.summary.finish_reason == reason
+    assert wav_samples(spoken.audio) == samples_of(folder, codes)
+    summary = spoken.finish.outputs["audio"]
+    assert summary.units == {"samples": len(codes) * voices.SAMPLES_PER_FRAME}
+
+
+def wav_samples(records: list[OutputRecord]) -> bytes:
+    *chunks, end = records
+    assert isinstance(end, OutputEnd)
+    assert not end.cut
+    made = b""
+    for chunk in chunks:
+        assert isinstance(chunk, AudioChunk)
+        assert chunk.first_sample == len(made) // 2
+        made += base64.b64decode(chunk.pcm)
+    return made
+
+
+def samples_of(folder: Path, codes: list[int]) -> bytes:
+    vocoder = load_vocoder(folder / "voice", ChunkSpec(), "the stage")
+    if not codes:
+        return b""
+    return voices.whole(vocoder, np.array(codes, np.int32)[:, None]).astype("<i2").tobytes()
+
+
+async def until(look: Callable[[], Awaitable[Any]], limit_s: float = 30.0) -> Any:
+    """Wait until what `look` returns is true, and return it."""
+    async with asyncio.timeout(limit_s):
+        while not (found := await look()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def num_records(bus: Bus, request_id: str, output: str) -> int:
+    return len(await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, output)))
+
+
+async def until_nothing_is_left(bus: Bus) -> None:
+    streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.CANCELS_STREAM]
+
+    async def is_empty() -> bool:
+        num_queued = sum([(await bus.stream_size(stream))[0] for stream in streams])
+        beats = await bus.read_heartbeats()
+        return not num_queued and not any(beat.load.get("held") for beat in beats)
+
+    await until(is_empty)
+
+
+# -- the tests ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def plain_text(prompt: list[int], num_tokens: int) -> list[int]:
+    model: Any = AutoModelForImageTextToText.from_pretrained(DEMO_MODEL, dtype=torch.float64)
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+async def test_text_codes_and_samples_are_those_of_plain_loops(
+    processes: Processes, bus: Bus, talker: PlainTalker
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    prompt = tokenizer("What can you do?")["input_ids"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    request = GenerateRequest(
+        "demo", prompt_token_ids=prompt, sampling_params=sampling, outputs=["text", "audio"]
+    )
+    asked = zip(TEXTS, ["alloy", "echo", None], strict=True)
+    alone = {text: given(text, voice=voice) for text, voice in asked}
+    found, *others = await asyncio.gather(
+        speak(bus, request, "answer"),
+        *(speak(bus, one, f"text{number}") for number, one in enumerate(alone.values())),
+    )
+    chunks = [record for record in found.records if isinstance(record, TokenChunk)]
+    token_ids = [t for chunk in chunks for delta in chunk.choices for t in delta.token_ids]
+    assert token_ids == plain_text(prompt, 12)
+    text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
+    check_speech(processes.folder, talker, text, found)
+    stages = {span.stage for span in found.finish.path}
+    assert stages == {"coordinator", "renderer", "engine", "talker", "code2wav"}
+    assert found.finish.usage.completion_tokens == 12
+    for (text, one), spoken in zip(alone.items(), others, strict=True):
+        check_speech(processes.folder, talker, text, spoken, one.voice or "alloy")
+        # A text that is given needs neither a renderer nor an engine that writes one.
+        stages = {span.stage for span in spoken.finish.path}
+        assert stages == {"coordinator", "talker", "code2wav"}
+        assert len(spoken.records) == 1
+    reasons = {talker.speak(text, MAX_CODES)[1] for text in TEXTS}
+    assert reasons == {"stop", "length"}, "the tests have speeches of both kinds"
+    await until_nothing_is_left(bus)
+
+
+async def test_every_stage_is_killed_in_the_middle_of_a_speech(
+    processes: Processes, bus: Bus, talker: PlainTalker
+) -> None:
+    """Both the talker, twice, and the vocoder; the request's text is one that no engine wrote."""
+    text = next(text for text in TEXTS if len(talker.speak(text, MAX_CODES)[0]) > 40)
+    speaking = asyncio.create_task(speak(bus, given(text), "killed"))
+    for number in (2, 5):
+        await until(partial(has, bus, "killed", "codes", number))
+        processes.kill("talker")
+    await until(partial(has, bus, "killed", "audio", 3))
+    processes.kill("code2wav")
+    spoken = await speaking
+    check_speech(processes.folder, talker, text, spoken)
+    attempts = [record.attempt for record in spoken.codes]
+    assert len(set(attempts)) == 3
+    assert attempts == sorted(attempts)
+    assert len({record.attempt for record in spoken.audio}) == 2
+    await until_nothing_is_left(bus)
+
+
+async def has(bus: Bus, request_id: str, output: str, number: int) -> bool:
+    return await num_records(bus, request_id, output) >= number
+
+
+async def test_a_talker_that_drains_hands_back_what_waits_for_its_text(
+    processes: Processes, bus: Bus, talker: PlainTalker
+) -> None:
+    request = GenerateRequest("demo", prompt="What can you do?", outputs=["text", "audio"])
+    waiting = asyncio.create_task(speak(bus, request, "drained"))
+    await until(partial(has, bus, "drained", "text", 1))
+    with processes.stopped("engine"):
+        await until(partial(is_opening, bus))
+        processes.drain("talker")
+    spoken = await waiting
+    chunks = [record for record in spoken.records if isinstance(record, TokenChunk)]
+    text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
+    check_speech(processes.folder, talker, text, spoken)
+    await until_nothing_is_left(bus)
+
+
+async def is_opening(bus: Bus) -> bool:
+    return any(b.stage == "talker" and b.load["opening"] for b in await bus.read_heartbeats())
+
+
+async def test_a_speech_that_is_cancelled_leaves_nothing_behind(bus: Bus) -> None:
+    asked = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
+    await until(partial(has, bus, "cancelled", "codes", 2))
+    await client.cancel(bus, "cancelled")
+    spoken = await asked
+    final = spoken.records[-1]
+    assert isinstance(final, Failure)
+    assert final.error.code == "cancelled"
+    for end in (spoken.codes[-1], spoken.audio[-1]):
+        assert isinstance(end, OutputEnd)
+        assert end.cut
+    await until_nothing_is_left(bus)
+
+
+async def failure(bus: Bus, request: GenerateRequest) -> Failure:
+    records = [record async for record in client.ask(bus, request, client.new_request_id())]
+    assert isinstance(records[-1], Failure)
+    return records[-1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "message"),
+    [
+        (given("A red star. " * 60), "given_text", "stage talker speaks at most 195 at one time"),
+        (given("A", voice="nobody"), "voice", "available: alloy, echo"),
+        (GenerateRequest("demo", given_text="A", outputs=["text"]), "outputs[0]", "codes, audio"),
+        (given("A", prompt="B"), "prompt", "cannot be combined with given_text"),
+        (
+            GenerateRequest(
+                "demo", prompt="B", sampling_params=SamplingParams(n=2), outputs=["audio"]
+            ),
+            "sampling_params.n",
+            "the limit is 1",
+        ),
+        (GenerateRequest("demo", prompt="B", voice="alloy"), "voice", "none for these outputs"),
+    ],
+)
+async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
+    bus: Bus, request_: GenerateRequest, field: str, message: str
+) -> None:
+    error = (await failure(bus, request_)).error
+    assert error.field == field
+    assert message in error.message
+    assert error.fault == "client"
+
+
+# -- over HTTP, and from the command line ---------------------------------------------------------
+
+
+@pytest.fixture
+async def url(bus: Bus) -> str:
+    found = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+    assert found[0] is not None
+    return found[0]
+
+
+async def test_the_official_client_speaks(
+    processes: Processes, url: str, talker: PlainTalker
+) -> None:
+    text = TEXTS[1]
+    right = samples_of(processes.folder, talker.speak(text, MAX_CODES, "echo")[0])
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        form: Any = {"model": "demo", "input": text, "voice": "echo"}
+        speaking = api.audio.speech.with_streaming_response
+        async with speaking.create(**form, response_format="pcm") as response:
+            pieces = [piece async for piece in response.iter_bytes()]
+            assert response.headers["content-type"] == "audio/pcm"
+            assert response.headers["pagemill-request-id"].startswith("req-")
+        assert b"".join(pieces) == right
+        assert len(pieces) > 2, "the bytes come as they are made"
+        whole = await api.audio.speech.create(**form, response_format="wav")
+    with wave.open(io.BytesIO(whole.content)) as sound:
+        assert sound.getparams()[:3] == (1, 2, 24_000)
+        assert sound.readframes(len(right)) == right
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "status"),
+    [
+        ({"voice": "nobody"}, "voice", 400),
+        ({"response_format": "mp3"}, "response_format", 400),
+        ({"stream_format": "sse"}, "stream_format", 400),
+        ({"model": "mute"}, "model", 400),
+        ({"model": "none"}, "model", 404),
+        ({"speed": 1.5}, "speed", 400),
+        ({"input": ""}, "input", 400),
+        ({"input": "A red star. " * 60}, "input", 400),
+    ],
+)
+async def test_what_the_endpoint_cannot_speak_is_refused_by_the_field(
+    url: str, changed: dict[str, Any], field: str, status: int
+) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        form: Any = {"model": "demo", "input": "A", "voice": "alloy", "response_format": "wav"}
+        with pytest.raises(openai.APIStatusError) as refused:
+            await api.audio.speech.create(**form | changed)
+    assert refused.value.status_code == status
+    assert refused.value.param == field
+
+
+async def test_a_client_that_leaves_cancels_its_speech(bus: Bus, url: str) -> None:
+    body = {"model": "demo", "input": TEXTS[0]}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+        http.stream("POST", f"{url}/v1/audio/speech", json=body) as response,
+    ):
+        request_id = response.headers["pagemill-request-id"]
+        await anext(response.aiter_raw())
+
+    async def last() -> Any:
+        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+        return stored and decode_record(stored.data)
+
+    final = await until(last)
+    assert isinstance(final, Failure)
+    assert final.error.code == "cancelled"
+    await until_nothing_is_left(bus)
+
+
+async def test_the_voices_are_listed(url: str) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        found = (await http.get(f"{url}/v1/audio/voices")).json()
+    assert [(voice["id"], voice["model"]) for voice in found["data"]] == [
+        ("alloy", "demo"),
+        ("echo", "demo"),
+    ]
+
+
+async def test_the_command_line_saves_what_is_said(
+    processes: Processes, bus: Bus, talker: PlainTalker, tmp_path: Path
+) -> None:
+    options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
+    file = tmp_path / "out.wav"
+    said = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == ""
+    codes, _ = talker.speak(TEXTS[0], MAX_CODES)
+    assert read_wav(file) == samples_of(processes.folder, codes)
+    assert f"{len(codes) / 50:.1f} s of sound" in said.stderr
+    asked = await asyncio.to_thread(
+        preloaded.run, "ask", "What can you do?", "--speak", "-o", str(file), *options
+    )
+    assert asked.returncode == 0, asked.stderr
+    codes, _ = talker.speak(asked.stdout.removesuffix("\n"), MAX_CODES)
+    assert read_wav(file) == samples_of(processes.folder, codes)
+    refused = await asyncio.to_thread(preloaded.run, "say", "A", "--model", "mute", *options)
+    assert refused.returncode == 1
+    assert "mute has no output of sound" in refused.stderr
+
+
+def read_wav(file: Path) -> bytes:
+    with wave.open(str(file)) as sound:
+        assert sound.getparams()[:3] == (1, 2, 24_000)
+        data: bytes = sound.readframes(sound.getnframes())
+        return data
+
+
+def test_defaults_of_a_stage_are_checked(tmp_path: Path) -> None:
+    config = tmp_path / "pagemill.yaml"
+    config.write_text(CONFIG.replace(f"max_tokens: {MAX_CODES}", "max_tokenz: 3"))
+    with pytest.raises(ConfigError, match=r"stages\.talker\.sampling_defaults: .*max_tokenz"):
+        settings.load_config(config)

@@ -1,0 +1,128 @@
+"""What an engine writes for its stage: the settings that it refuses, and the logs of codes."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from shared.errors import ConfigError
+from shared.protocol.pipeline import OutputSpec, StageSpec
+from shared.protocol.records import ChoiceDelta, CodeChunk, OutputEnd, OutputSummary, Usage
+from workers.engine.code_output import CodeOutput, stage_output
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.loader import LoadedModel
+from workers.engine.stage_output import TextOutput
+
+VOICE = {"<|voice_alloy|>": [95]}
+LOADED = LoadedModel(
+    model=cast(Any, None),
+    tower=None,
+    tokenizer=None,
+    eos_token_ids=frozenset([96]),
+    max_model_len=50,
+    vocab_size=97,
+    num_blocks=1,
+    block_size=8,
+    adapters=cast(Any, {}),
+    codes=range(80, 90),
+)
+TALKER = StageSpec(
+    "talker",
+    "engine",
+    sampling_defaults={"temperature": 0.0, "max_tokens": 40},
+    output=OutputSpec("codes", "codes"),
+    voices=["alloy"],
+)
+
+
+class _Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return VOICE.get(text, [1, 2])
+
+
+def loaded(**changes: Any) -> LoadedModel:
+    return replace(LOADED, **{"tokenizer": _Tokenizer()} | changes)
+
+
+def code_output() -> CodeOutput:
+    output = stage_output(cast(Any, None), TALKER, loaded(), "the stage")
+    assert isinstance(output, CodeOutput)
+    return output
+
+
+def test_a_stage_without_codes_writes_text() -> None:
+    for stage in (None, StageSpec("engine", "engine", output=OutputSpec("text", "text"))):
+        assert isinstance(stage_output(cast(Any, None), stage, loaded(), "key"), TextOutput)
+
+
+def test_a_talker_samples_codes_and_the_end_alone() -> None:
+    output = code_output()
+    assert output.sampling.allowed_token_ids == [*range(80, 90), 96]
+    assert output.sampling.temperature == 0.0
+    assert output.max_prompt_tokens == 10
+    assert output.voices == {"alloy": 95}
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "key"),
+    [
+        ({"codes": None}, {}, "path"),
+        ({"codes": range(4001)}, {}, "path"),
+        ({"eos_token_ids": frozenset()}, {}, "path"),
+        ({"max_model_len": 40}, {}, "sampling_defaults"),
+        ({}, {"voices": ["echo"]}, "voices"),
+    ],
+)
+def test_a_model_that_cannot_speak_is_refused(
+    changes: dict[str, Any], stage: dict[str, Any], key: str
+) -> None:
+    spec = StageSpec(
+        **{
+            "name": "talker",
+            "role": "engine",
+            "output": TALKER.output,
+            "sampling_defaults": TALKER.sampling_defaults,
+            "voices": ["alloy"],
+        }
+        | stage
+    )
+    with pytest.raises(ConfigError) as refused:
+        stage_output(cast(Any, None), spec, loaded(**changes), "the stage")
+    assert refused.value.field == f"the stage.{key}"
+
+
+class _Log:
+    def __init__(self) -> None:
+        self.codes_of: dict[int, list[list[int]]] = {}
+
+    async def codes(self, position: int, frames: list[list[int]]) -> None:
+        self.codes_of[position] = frames
+
+
+def step(position: int, token_ids: list[int], **end: Any) -> RequestOutput:
+    return RequestOutput("r", [ChoiceDelta(0, position, token_ids, "", **end)])
+
+
+async def test_the_tokens_of_several_steps_are_one_record_and_the_end_is_no_frame() -> None:
+    output, log = code_output(), _Log()
+    steps = [step(3, [80]), step(4, [89]), step(5, [96], finish_reason="stop")]
+    assert await output.append(cast(Any, log), steps)
+    assert log.codes_of == {3: [[0], [9]]}
+    assert await output.append(cast(Any, log), steps[-1:])
+    assert log.codes_of == {3: [[0], [9]]}
+
+
+@pytest.mark.parametrize(("reason", "num_frames"), [("stop", 5), ("length", 6)])
+def test_the_summary_counts_frames(reason: Any, num_frames: int) -> None:
+    last = replace(step(5, [96], finish_reason=reason), usage=Usage(3, 6), kv_blocks=2)
+    assert code_output().summary(last) == OutputSummary(
+        kv_blocks=2, units={"frames": num_frames}, finish_reason=reason
+    )
+
+
+def test_logged_frames_are_the_tokens_that_were_sampled() -> None:
+    output = code_output()
+    assert output.logged([], 1) == []
+    records = [CodeChunk(0, 1, 0, [[0], [9]]), CodeChunk(1, 1, 2, [[3]])]
+    assert output.logged(records, 1) == [LoggedChoice([80, 89, 83], finished=False)]
+    assert output.logged([*records, OutputEnd(2, 1, OutputSummary())], 1)

@@ -1,0 +1,65 @@
+"""`pagemill say`: a text becomes speech."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shared import client
+from shared.protocol.requests import GenerateRequest
+from workers.cli import settings
+from workers.cli.ask import EXIT_INTERRUPTED, print_records
+from workers.cli.broker import connected
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
+from workers.cli.sound import find_audio, while_saving
+from workers.cli.terminal import print_note
+
+
+async def say(
+    text: str,
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav"),
+    voice: str | None = None,
+    model: ModelName = None,
+    timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
+    json: bool = False,
+    request_id: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Have a text spoken as it is, and write the sound to a WAV file. Ctrl-C cancels the request.
+
+    Parameters
+    ----------
+    text
+        The text to speak.
+    output
+        The WAV file.
+    voice
+        Name of one of the model's voices; by default the first one.
+    timeout_s
+        Maximum seconds from acceptance to the end of the speech; by default as configured.
+    json
+        Print the records of the request's own log, one JSON object per line.
+    request_id
+        Id of the request; with the id of an earlier request, the command saves its sound.
+    """
+    loaded = load(config)
+    model = model or next(iter(loaded.models))
+    audio = find_audio(loaded, model, text_given=True)
+    request = GenerateRequest(
+        model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s
+    )
+    request_id = request_id or client.new_request_id()
+    async with connected(nats or settings.nats_url(loaded), "say") as bus:
+        print_note(f"request {request_id}")
+        records = client.ask(bus, request, request_id)
+        saved = while_saving(bus, records, request_id, audio, output)
+        try:
+            return await print_records(saved, as_json=json, has_text=False)
+        except asyncio.CancelledError:
+            await client.cancel(bus, request_id)
+            print_note("\ncancelled")
+            return EXIT_INTERRUPTED

@@ -1,0 +1,75 @@
+"""Sound of a request, as a file."""
+
+import asyncio
+import base64
+import contextlib
+import wave
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.errors import InvalidRequest
+from shared.protocol.pipeline import AUDIO
+from shared.protocol.records import AudioChunk, Finish, LogRecord
+from shared.stage.pipelines import pipeline_of
+from workers.cli.terminal import print_note
+
+
+def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
+    """Return the name of a model's output of sound. Raises InvalidRequest for a model without one.
+
+    With `text_given`, the output is made of a text that the request gives.
+    """
+    if model in config.models:
+        pipeline = pipeline_of(config.models[model])
+        part = pipeline.with_text_given if text_given else pipeline
+        for name, stage in part.outputs.items():
+            if stage.output is not None and stage.output.kind == AUDIO:
+                return name
+    raise InvalidRequest(f"{model} has no output of sound; see `pagemill check`", field="model")
+
+
+async def while_saving(
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
+) -> AsyncIterator[LogRecord]:
+    """Yield the records of a request, and write its sound to a WAV file as it comes.
+
+    A request that fails leaves the sound up to there.
+    """
+    saving = asyncio.create_task(_save(bus, request_id, output, file))
+    try:
+        async for record in records:
+            yield record
+            if isinstance(record, Finish):
+                seconds = await saving
+                print_note(f"{file}: {seconds:.1f} s of sound")
+                if any(summary.finish_reason == "length" for summary in record.outputs.values()):
+                    print_note("the speech is cut: it reached the limit of its stage")
+    finally:
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
+
+
+def _open(file: Path) -> wave.Wave_write:
+    try:
+        return wave.open(str(file), "wb")
+    except OSError as error:
+        raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error
+
+
+async def _save(bus: Bus, request_id: str, output: str, file: Path) -> float:
+    """Return the duration of the sound in seconds."""
+    num_samples, sample_rate = 0, 1
+    with contextlib.ExitStack() as opened:
+        sound = None
+        async for record in client.follow_output(bus, request_id, output):
+            if not isinstance(record, AudioChunk):
+                continue
+            if sound is None:
+                sound = opened.enter_context(_open(file))
+                sound.setparams((1, 2, record.sample_rate, 0, "NONE", ""))
+            sound.writeframes(base64.b64decode(record.pcm))
+            num_samples, sample_rate = num_samples + record.num_samples, record.sample_rate
+    return num_samples / sample_rate

@@ -1,0 +1,145 @@
+"""Codes of a speech: the output of an engine that speaks a text."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+from msgspec.structs import replace
+
+from shared.bus.bus import Bus
+from shared.errors import ConfigError, ContextTooLong
+from shared.protocol.pipeline import CODES, StageSpec
+from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, SpeechBody, Task, TaskBody, TaskHeader
+from shared.stage.inputs import follow_text
+from shared.state.token_log import LogWriter
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.loader import LoadedModel
+from workers.engine.log_records import merge_deltas
+from workers.engine.stage_output import Progress, StageOutput, TextOutput
+
+# How often a request that waits for its text reports that it is not forgotten.
+PROGRESS_S = 1.0
+# As many as a request may allow. A codec has a thousand codes or two.
+MAX_CODES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class CodeOutput:
+    """The codes of a speech: the prompt is a whole text and a voice, and each token is a frame."""
+
+    bus: Bus
+    stage: str
+    sampling: SamplingParams
+    """That of the stage, for all requests. It allows codes and the end alone."""
+    codes: range
+    """The tokens that are codes."""
+    max_prompt_tokens: int
+    encode: Callable[[str], list[int]]
+    voices: dict[str, int]
+    """The token of each voice, which is the last of a prompt."""
+    body: ClassVar[type[TaskBody]] = SpeechBody
+    is_answer: ClassVar[bool] = False
+
+    async def render(self, task: Task[SpeechBody], progress: Progress) -> Task[EngineBody]:
+        """Raises RequestEnded, and ContextTooLong for a text that is too long."""
+        header, text = task.header, task.body.text
+        if text is None:
+            text = await _whole_text(self.bus, header, progress)
+        token_ids = self.encode(text)
+        voice = self.voices.get(header.voice or "")
+        limit = self.max_prompt_tokens - bool(self.voices)
+        if len(token_ids) > limit:
+            raise ContextTooLong(
+                f"the text has {len(token_ids)} tokens, and stage {self.stage} speaks at most"
+                f" {limit} at one time",
+                field="outputs" if task.body.text is None else "given_text",
+            )
+        prompt = EngineBody([*token_ids, *([] if voice is None else [voice])], [])
+        return Task(replace(header, sampling=self.sampling, adapter=None), prompt)
+
+    def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+        if not records:
+            return []
+        frames = (f for record in records if isinstance(record, CodeChunk) for f in record.frames)
+        return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
+
+    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+        for delta in merge_deltas(outputs):
+            found = (token_id for token_id in delta.token_ids if token_id in self.codes)
+            frames = [[self.codes.index(token_id)] for token_id in found]
+            if frames:
+                await log.codes(delta.position, frames)
+        return any(output.choices for output in outputs)
+
+    def summary(self, last: RequestOutput) -> OutputSummary:
+        assert last.usage is not None
+        reason = last.choices[-1].finish_reason
+        # The token of the end is no frame.
+        num_frames = last.usage.completion_tokens - (reason == "stop")
+        return OutputSummary(
+            kv_blocks=last.kv_blocks, units={"frames": num_frames}, finish_reason=reason
+        )
+
+
+def stage_output(bus: Bus, stage: StageSpec | None, loaded: LoadedModel, key: str) -> StageOutput:
+    """What an engine with this model writes for a stage; `key` is the stage's in the settings.
+
+    Raises ConfigError.
+    """
+    if stage is None or stage.output is None or stage.output.kind != CODES:
+        return TextOutput()
+    codes = loaded.codes
+    if codes is None or len(codes) > MAX_CODES or not loaded.eos_token_ids:
+        raise ConfigError(
+            f"{key}.path: a model that speaks has code_offset and num_codes in its config.json, for"
+            f" 1 to {MAX_CODES} of its {loaded.vocab_size} tokens, and an end token",
+            field=f"{key}.path",
+        )
+    sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
+    max_tokens = sampling.max_tokens or 1
+    if max_tokens >= loaded.max_model_len:
+        raise ConfigError(
+            f"{key}.sampling_defaults: max_tokens {max_tokens} leaves no room for a text in the"
+            f" context of {loaded.max_model_len}",
+            field=f"{key}.sampling_defaults",
+        )
+    allowed = [*codes, *sorted(loaded.eos_token_ids)]
+    return CodeOutput(
+        bus,
+        stage.name,
+        replace(sampling, n=1, detokenize=False, allowed_token_ids=allowed),
+        codes,
+        loaded.max_model_len - max_tokens,
+        loaded.encode_part,
+        {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
+    )
+
+
+def _token_of(voice: str, loaded: LoadedModel, key: str) -> int:
+    token_ids = loaded.encode_part(f"<|voice_{voice}|>")
+    if len(token_ids) != 1:
+        raise ConfigError(f"{key}: the model has no token <|voice_{voice}|>", field=key)
+    return token_ids[0]
+
+
+async def _whole_text(bus: Bus, header: TaskHeader, progress: Progress) -> str:
+    """Wait for the end of a request's text. Raises RequestEnded."""
+    reading = asyncio.create_task(_read_text(bus, header))
+    try:
+        while not (await asyncio.wait({reading}, timeout=PROGRESS_S))[0]:
+            await progress()
+        return reading.result()
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _read_text(bus: Bus, header: TaskHeader) -> str:
+    parts = []
+    async for chunk in follow_text(bus, header):
+        parts += [delta.text for delta in chunk.choices]
+    return "".join(parts)

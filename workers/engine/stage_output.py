@@ -1,0 +1,61 @@
+"""What an engine writes for its stage: text here, or the codes of a speech in `code_output`.
+
+The rest of an engine is the same for both. They differ in how a task becomes a prompt, and in the
+records of the log.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from shared.protocol.records import AnyRecord, OutputSummary
+from shared.protocol.task_messages import EngineBody, Task, TaskBody
+from shared.state.token_log import LogWriter
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.log_records import logged_choices, merge_deltas
+
+Progress = Callable[[], Awaitable[None]]
+
+
+class StageOutput(Protocol):
+    """What depends on the output of the engine's stage."""
+
+    @property
+    def body(self) -> type[TaskBody]:
+        """The body of the stage's tasks."""
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the output is the request's text, so that its times are those of the request."""
+
+    async def render(self, task: Task[Any], progress: Progress) -> Task[EngineBody]:
+        """The task with its prompt. `progress` is awaited now and then, and may end the waiting."""
+
+    def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+        """The tokens of each choice that are in a log; no choices for an empty log."""
+
+    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+        """Append the tokens of some steps; returns whether there were any."""
+
+    def summary(self, last: RequestOutput) -> OutputSummary: ...
+
+
+class TextOutput:
+    """The text of a request, which comes with its prompt rendered."""
+
+    body = EngineBody
+    is_answer = True
+
+    async def render(self, task: Task[EngineBody], progress: Progress) -> Task[EngineBody]:
+        return task
+
+    def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+        return logged_choices(records, n)
+
+    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+        choices = merge_deltas(outputs)
+        if choices:
+            await log.tokens(choices, outputs[0].prompt_logprobs)
+        return bool(choices)
+
+    def summary(self, last: RequestOutput) -> OutputSummary:
+        return OutputSummary(last.usage, last.kv_blocks)
