@@ -141,7 +141,8 @@ class Stage:
         header = self._header_behind(job)
         pipeline = _known(self._pipeline_of(job))
         for edge in pipeline.edges_from(self.name, "task"):
-            if await tasks.publish(self.bus, edge, header, result, tensors, job.outputs):
+            num_slots = pipeline.slots_of(edge.target)
+            if await tasks.publish(self.bus, edge, header, result, tensors, job.outputs, num_slots):
                 job.outputs.clear()
         await self._acknowledge(job)
 
