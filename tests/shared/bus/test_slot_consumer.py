@@ -132,7 +132,7 @@ async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -
     for number in range(10):
         await put(bus, model, str(number), number % 4 if number < 8 else None)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
-    stream, found = subjects.STAGES_STREAM, set()
+    stream, found = subjects.STAGES_STREAM, set[bytes]()
     consumer = await bus.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
     for _ in range(10):
         delivery = await take(consumer)
@@ -166,7 +166,7 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     names = {str(number).encode() for number in range(12)}
     for name in names:
         await put(bus, model, name.decode(), int(name) % 4)
-    found = set()
+    found = set[bytes]()
     async with asyncio.timeout(ack_wait_s + 2):
         while found < names:
             delivery = await thief.next()
