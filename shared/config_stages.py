@@ -7,6 +7,8 @@ from msgspec import Meta, Struct, field
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
+# Each is a consumer of the broker in each lane, and two pulls a second of each engine.
+MAX_SLOTS = 64
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """Slots: the queue of a model's engines that a request waits in, from what engines may have cached.
 
-Requests with the same beginning get the same slot, so that one engine serves them and finds their
-blocks and images in its caches. Nothing uses this yet.
+Requests with the same beginning get the same slot, and each slot has an owner among the engines,
+which serves it before others do and so finds blocks and images in its caches.
 
 The slot depends on the request alone. A renderer that repeats its hand-over must publish the same
 subject, or the request would be queued twice; so the engine that serves a slot is no part of it.
@@ -10,12 +10,16 @@ key. Slots are few, so such requests may still meet in one. Pure.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
 from shared.protocol.multimodal import HashPart, MultiModalKwargsItem, content_hash
+from shared.protocol.task_messages import EngineBody, TaskBody, TaskHeader
 
+BLOCK_TOKENS = 16
+"""Unit of the beginnings that decide on slots. Engines may have other blocks, and renderers, which
+choose the slots, do not know them."""
 MIN_BLOCKS = 4
 """A shorter beginning is not worth a choice of engine."""
 
@@ -34,9 +38,39 @@ class SlotRequest(Struct, frozen=True):
     """The client's own name of the conversation, if it has one."""
 
 
+def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | None:
+    """Return the slot of an engine's task.
+
+    None for a stage without slots, and for a prompt too short to be worth a choice of engine: such
+    tasks are served in turns.
+    """
+    if num_slots == 1 or header.ticket is None or not isinstance(body, EngineBody):
+        return None
+    request = SlotRequest(
+        header.request_id,
+        header.ticket.tenant,
+        body.prompt_token_ids,
+        body.items,
+        header.adapter or "",
+        header.ticket.cache_salt,
+    )
+    if not (request.items or beginning_blocks(len(request.token_ids) // BLOCK_TOKENS)):
+        return None
+    return slot_of(request, num_slots, BLOCK_TOKENS)
+
+
 def slot_of(request: SlotRequest, num_slots: int, block_size: int) -> int:
     """Return the slot of a request, from 0 to `num_slots` - 1."""
     return int(slot_key(request, block_size), 16) % num_slots
+
+
+def owned_slots(engine: str, engines: Collection[str], slots: Collection[int]) -> set[int]:
+    """Return the slots that `engine`, one of `engines`, owns.
+
+    The owner is the engine with the highest hash of both (rendezvous hashing). So all engines that
+    know the same others agree, and one that comes or goes moves no slot between the rest.
+    """
+    return {slot for slot in slots if engine == max(engines, key=lambda e: content_hash(e, slot))}
 
 
 def slot_key(request: SlotRequest, block_size: int) -> str:

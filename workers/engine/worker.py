@@ -90,7 +90,9 @@ class EngineWorker:
             self._publish_kv_events()
             self._background.start(self._kv_log.run())
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
-        await self._loop.add_stage([self._model], self._max_num_seqs, EngineBody, self._handle)
+        await self._loop.add_stage(
+            [self._model], self._max_num_seqs, EngineBody, self._handle, self._used_share
+        )
         context.ready([self._model], self._load)
         self._background.start(self._watch_steps())
         # A crash of the step thread ends the process: running requests come to another worker after
@@ -122,6 +124,16 @@ class EngineWorker:
         }
         for (_, lane), consumer in self._loop.consumers.items():
             consumer.set_capacity(consumer.num_in_flight if num_before[lane] else capacity)
+
+    def _used_share(self) -> float:
+        """Return the part of this engine that is in use: of its sequences, or of two steps."""
+        num_ahead = sum(
+            opened.timing.num_prompt_tokens
+            for opened in self._requests.values()
+            if not opened.begun
+        )
+        step_tokens = self._context.config.engine.max_num_batched_tokens
+        return max(self._loop.num_claimed / self._max_num_seqs, num_ahead / (2 * step_tokens))
 
     def _load(self) -> dict[str, float]:
         stats = self._stats
