@@ -17,9 +17,8 @@ token log; every other output has a log beside it. This module is pure: it names
 functions, and knows neither workers nor the bus.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
@@ -208,7 +207,7 @@ class EdgeFunction(NamedTuple):
     make: Callable[[Any], Struct]
 
 
-_edge_functions: dict[str, EdgeFunction] = {}
+EDGE_FUNCTIONS: dict[str, EdgeFunction] = {}
 
 
 Make = Callable[[Any], Any]
@@ -223,7 +222,7 @@ def edge_function(name: str, carries: str) -> Callable[[Make], Make]:
     """
 
     def register(make: Make) -> Make:
-        _edge_functions[name] = EdgeFunction(carries, make)
+        EDGE_FUNCTIONS[name] = EdgeFunction(carries, make)
         return make
 
     return register
@@ -231,109 +230,7 @@ def edge_function(name: str, carries: str) -> Callable[[Make], Make]:
 
 def function_of(edge: Edge) -> Make:
     """The registered function of an edge. Raises KeyError for a name that nobody registered."""
-    return _edge_functions[edge.function].make
-
-
-class Fault(NamedTuple):
-    """Something that is wrong with a pipeline, and the key of its part of the configuration."""
-
-    key: str
-    message: str
-
-
-def faults(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
-    """Everything that is wrong with a pipeline, in words for an operator.
-
-    `roles` are the names of roles that serve stages.
-    """
-    yield from _faults_of_stages(pipeline, roles)
-    yield from _faults_of_edges(pipeline)
-    for edge in pipeline.edges:
-        if edge.mode == "detour":
-            yield from _faults_of_detour(pipeline, edge)
-    yield from _faults_of_graph(pipeline)
-
-
-def _faults_of_stages(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
-    writers: dict[str, str] = {}
-    for stage in pipeline.stages:
-        key = f"stages.{stage.name}"
-        if stage.role not in roles:
-            yield Fault(f"{key}.role", f"no role {stage.role!r}; there are {_listed(roles)}")
-        if not any(edge.target == stage.name for edge in pipeline.edges):
-            yield Fault(f"{key}.inputs", "the stage has no input, so it would never run")
-        if stage.output is None:
-            continue
-        name, kind = stage.output.name, stage.output.kind
-        if name in RESERVED_OUTPUTS:
-            yield Fault(f"{key}.output", f"{name!r} is a reserved name")
-        if (name == TEXT) != (kind == "text"):
-            yield Fault(f"{key}.output", f"only the output {TEXT!r} is of kind 'text'")
-        if name in writers:
-            yield Fault(f"{key}.output", f"stage {writers[name]!r} writes output {name!r} already")
-        writers[name] = stage.name
-    if not writers:
-        yield Fault("stages", "no stage has an output, so no request would have an answer")
-
-
-def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
-    for stage in pipeline.stages:
-        if sum(edge.mode == "task" for edge in pipeline.edges_into(stage.name)) > 1:
-            message = "a stage has at most one task edge; its other inputs are streams"
-            yield Fault(f"stages.{stage.name}.inputs", message)
-    for edge in pipeline.edges:
-        key = f"stages.{edge.target}.inputs.{edge.carries}"
-        source = pipeline.stage(edge.source)
-        if edge.source != REQUEST and source is None:
-            known = [REQUEST, *(stage.name for stage in pipeline.stages)]
-            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(known)}")
-        elif edge.mode == "stream" and (source is None or source.output is None):
-            yield Fault(key, f"{edge.source!r} has no output that a stream edge could follow")
-        if edge.source == REQUEST and edge.mode != "task":
-            yield Fault(key, "an edge from the request is a task edge")
-        if edge.gathered_by is not None and pipeline.stage(edge.gathered_by) is None:
-            yield Fault(key, f"no stage {edge.gathered_by!r} that would gather the results")
-        function = _edge_functions.get(edge.function)
-        if function is None:
-            yield Fault(
-                f"{key}.function",
-                f"no edge function {edge.function!r}; there are {_listed(_edge_functions)}",
-            )
-        elif function.carries not in (ANY, edge.carries):
-            yield Fault(
-                f"{key}.function",
-                f"{edge.function!r} carries {function.carries!r}, not {edge.carries!r}",
-            )
-
-
-def _faults_of_detour(pipeline: Pipeline, edge: Edge) -> Iterator[Fault]:
-    key, target = f"stages.{edge.target}.inputs.{edge.carries}", pipeline.stage(edge.target)
-    round_about = pipeline.edges_from(edge.source, "task")
-    if len(pipeline.edges_from(edge.source, "detour")) > 1:
-        yield Fault(key, f"{edge.source!r} has another detour")
-    if [other.carries for other in round_about] != [edge.carries]:
-        message = f"a detour begins at a stage with one task edge, and that carries {edge.carries}"
-        yield Fault(key, message)
-    has_more = len(pipeline.edges_into(edge.target)) > 1
-    if has_more or any(other.source == edge.target for other in pipeline.edges):
-        yield Fault(key, "a stage on a detour has no other input and no edge of its own")
-    if target is not None and target.output is not None:
-        yield Fault(f"stages.{edge.target}.output", "a stage on a detour writes no output")
-
-
-def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
-    names = {stage.name for stage in pipeline.stages}
-    # A source that is no stage is another fault, and no cycle.
-    sources = {name: {e.source for e in pipeline.edges_into(name)} & names for name in names}
-    try:
-        TopologicalSorter(sources).prepare()
-    except CycleError as error:
-        stuck = sorted(set(error.args[1]))
-        yield Fault(f"stages.{stuck[0]}.inputs", f"the stages {_listed(stuck)} form a cycle")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
+    return EDGE_FUNCTIONS[edge.function].make
 
 
 def graph_lines(pipeline: Pipeline) -> list[str]:

@@ -7,16 +7,8 @@ from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.pipeline import (
-    REQUEST,
-    TEXT,
-    Edge,
-    Fault,
-    OutputSpec,
-    Pipeline,
-    StageSpec,
-    faults,
-)
+from shared.protocol.pipeline import REQUEST, TEXT, Edge, OutputSpec, Pipeline, StageSpec
+from shared.protocol.pipeline_faults import Fault, faults
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
 from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 

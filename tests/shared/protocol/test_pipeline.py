@@ -5,16 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import ModelConfig
-from shared.protocol.pipeline import (
-    REQUEST,
-    TEXT,
-    Edge,
-    EdgeMode,
-    OutputSpec,
-    Pipeline,
-    StageSpec,
-    faults,
-)
+from shared.protocol.pipeline import REQUEST, TEXT, Edge, EdgeMode, OutputSpec, Pipeline, StageSpec
+from shared.protocol.pipeline_faults import faults
 from shared.stage import tasks
 from shared.stage.pipelines import pipeline_of
 
