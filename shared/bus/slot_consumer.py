@@ -1,12 +1,11 @@
 """Consumer of the slots of a stage: one credit for the queues of all slots of a lane.
 
 Each worker pulls from every slot, and the broker serves pulls by their priority: mostly those of
-the slot's owner, and those of idle workers before those of a busy owner. What nobody else pulls is
-therefore taken at once by any worker that has room, without a look at the length of the queue.
+the slot's owner. What nobody else pulls is therefore taken at once by any worker that has room.
 
-A queue is asked first by a pull that the broker answers at once, within the credit. An empty queue
-gets a pull that waits, beyond the credit, because queues are many and most of them empty. What is
-delivered beyond the credit is handed back.
+A queue that may have messages is asked within the credit, by a pull that the broker answers at
+once. An empty queue gets a pull for one message that waits, beyond the credit, because queues are
+many and most of them empty. What is delivered beyond the credit is handed back.
 """
 
 import asyncio
@@ -23,18 +22,20 @@ from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
+from shared.bus.priorities import BUSY, priority_of
+from shared.task_set import TaskSet
 
 GROUP = "slots"
-NUM_PRIORITIES = 10
-# Priority of the pulls of an idle worker that is not the owner.
-FIRST_THIEF = 5
-
-# The priority of a pull cannot be changed, so that pulls are short.
-WAIT_S = 1.0
-# By then the broker has ended a pull, or has lost it with the leader of its consumer.
-LAPSE_S = 2.0
-# Messages that an owner asks for at a time: those that follow at once must not go to others.
-OWNED_BATCH = 4
+# The priority of a pull cannot be changed, so that pulls are short, most of all those of a busy
+# worker, which may be idle soon.
+WAIT_S, BUSY_WAIT_S = 1.0, 0.25
+# An owner's next pull is there before the broker ends the last one, so that nobody comes between.
+RENEWED_AT = 0.5
+# By then a pull has been lost, with the leader of its consumer.
+LOST_AT = 1.5
+# Messages that an owner asks for with a pull that waits: one that follows at once is its own too.
+OWNED_BATCH = 2
+LEAST_PAUSE_S = 0.1
 
 _log = structlog.get_logger()
 
@@ -56,18 +57,6 @@ class PrioritizedConfig(api.ConsumerConfig):
     priority_policy: str = "prioritized"
 
 
-def priority_of(load: float, *, is_owner: bool) -> int:
-    """Return the priority of a pull; the lowest is served first.
-
-    `load` is the part of a worker that is in use. An owner in half use stands behind idle workers.
-    """
-    load = min(1.0, max(0.0, load))
-    if is_owner:
-        return min(NUM_PRIORITIES - 1, int(NUM_PRIORITIES * load))
-    num_levels = NUM_PRIORITIES - FIRST_THIEF
-    return FIRST_THIEF + min(num_levels - 1, int(num_levels * load))
-
-
 @dataclass(eq=False)
 class _Queue:
     """What a worker knows of a queue, from which it has one pull at a time."""
@@ -76,19 +65,19 @@ class _Queue:
     pull_subject: str
     acks: AckBatcher
     is_owned: bool
-    is_empty: bool = False
-    """Known from the end of the last pull, and only until the next one is due."""
-    remaining: int = 0
-    """Messages that the pull may still deliver; 0 without a pull."""
+    backlog: int | None = None
+    """Messages that are known to be there; None if that is unknown."""
+    pull: int = 0
+    """Number of the last pull."""
+    asked: int = 0
+    """Messages that it may still deliver."""
     waits: bool = False
-    """Whether the pull is one that waits."""
-    lapses_s: float = 0.0
-    asks_from_s: float = 0.0
-    """Loop time before which no pull is sent, because the broker has refused one."""
+    """Whether it is one that waits."""
+    due_s: float = 0.0
+    """Loop time of the next pull; 0 after the end of the last one."""
 
-    def end_pull(self, *, is_empty: bool) -> None:
-        self.remaining = 0
-        self.is_empty = is_empty
+    def end_pull(self, backlog: int | None, due_s: float = 0.0) -> None:
+        self.asked, self.backlog, self.due_s = 0, backlog, due_s
 
 
 class SlotConsumer(Puller):
@@ -102,7 +91,7 @@ class SlotConsumer(Puller):
         capacity: int,
         load: Callable[[], float],
     ) -> None:
-        """`load` returns the part of this worker that is in use."""
+        """`load` returns that of this worker, see `priorities`."""
         super().__init__(nc, capacity)
         self._load = load
         self._by_durable = {
@@ -114,9 +103,7 @@ class SlotConsumer(Puller):
             )
             for queue in queues
         }
-        self._by_pull: dict[str, _Queue] = {}
-        self._handing_back: set[asyncio.Task[None]] = set()
-        self._turn = 0
+        self._handing_back = TaskSet()
 
     def set_owned(self, slots: Collection[int]) -> None:
         """Own these slots from the next pull on."""
@@ -124,9 +111,8 @@ class SlotConsumer(Puller):
             queue.is_owned = queue.slot is None or queue.slot in slots
 
     def on_reconnect(self) -> None:
-        self._by_pull.clear()
         for queue in self._by_durable.values():
-            queue.end_pull(is_empty=False)
+            queue.end_pull(backlog=None)
         self._changed.set()
 
     async def _receive(self, msg: Msg) -> None:
@@ -138,90 +124,80 @@ class SlotConsumer(Puller):
         self._changed.set()
 
     def _on_status(self, number: str, status: str) -> None:
-        """Note the end of a pull."""
-        queue = self._by_pull.pop(number, None)
-        if queue is None:
-            return
-        is_empty = status in ("404", "408")
-        queue.end_pull(is_empty=is_empty)
-        if not is_empty:
-            queue.asks_from_s = asyncio.get_running_loop().time() + PULL_REFUSED_PAUSE_S
-            _log.warning("pull_refused", subject=queue.pull_subject, status=status)
+        """Note the end of a pull, unless another has followed it."""
+        for queue in self._by_durable.values():
+            if queue.pull != int(number):
+                continue
+            if status in ("404", "408"):
+                queue.end_pull(backlog=0)
+            else:
+                now_s = asyncio.get_running_loop().time()
+                queue.end_pull(backlog=None, due_s=now_s + PULL_REFUSED_PAUSE_S)
+                _log.warning("pull_refused", subject=queue.pull_subject, status=status)
 
     def _on_delivery(self, msg: Msg) -> None:
-        queue = self._by_durable[msg.metadata.consumer]
-        queue.is_empty = False
-        queue.remaining = max(0, queue.remaining - 1)
+        metadata = msg.metadata
+        queue = self._by_durable[metadata.consumer]
+        queue.backlog = metadata.num_pending
+        queue.asked -= 1
+        if queue.asked <= 0:
+            queue.end_pull(queue.backlog)
         self.num_in_flight += 1
         delivery = Delivery(msg, self, queue.acks)
         if self.num_in_flight > self.capacity:
-            self._hand_back(delivery)
+            self._handing_back.start(delivery.retry(0))
         else:
             self._ready.put_nowait(delivery)
-
-    def _hand_back(self, delivery: Delivery) -> None:
-        task = asyncio.create_task(delivery.retry(0))
-        self._handing_back.add(task)
-        task.add_done_callback(self._handing_back.discard)
 
     async def _pull_forever(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
-            now_s = loop.time()
-            self._forget_lapsed(now_s)
-            await self._pull_where_needed(now_s)
+            await self._pull_where_due(loop.time())
+            due_s = min(queue.due_s for queue in self._by_durable.values())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WAIT_S / 4):
+                async with asyncio.timeout(max(due_s - loop.time(), LEAST_PAUSE_S)):
                     await self._changed.wait()
 
-    def _forget_lapsed(self, now_s: float) -> None:
-        for number, queue in [*self._by_pull.items()]:
-            if queue.remaining == 0 or queue.lapses_s <= now_s:
-                del self._by_pull[number]
-                queue.remaining = 0
-
-    async def _pull_where_needed(self, now_s: float) -> None:
-        queues = self._by_durable.values()
+    async def _pull_where_due(self, now_s: float) -> None:
+        every = self._by_durable.values()
+        due = [queue for queue in every if queue.due_s <= now_s]
         if self.num_in_flight >= self.capacity:
-            for queue in queues:
-                # It may have a message by the time that there is room.
-                queue.is_empty = False
+            for queue in due:
+                # It may have messages by the time that there is room.
+                queue.end_pull(queue.backlog or None)
             return
-        num_asked = sum(queue.remaining for queue in queues if not queue.waits)
-        num_free = self.capacity - self.num_in_flight - num_asked
-        for queue in self._in_turn():
-            if queue.remaining or queue.asks_from_s > now_s:
-                continue
-            if queue.is_empty:
+        asked = sum(queue.asked for queue in every if queue not in due and not queue.waits)
+        room = self.capacity - self.num_in_flight - asked
+        for queue in sorted(due, key=_rank):
+            if queue.backlog == 0:
                 batch = OWNED_BATCH if queue.is_owned else 1
-                await self._pull(queue, min(batch, self.capacity), now_s, waits=True)
-            elif num_free > 0:
-                num_free -= 1
-                await self._pull(queue, 1, now_s, waits=False)
-
-    def _in_turn(self) -> list[_Queue]:
-        """Return the queues, own slots first, and each time another of these first."""
-        self._turn += 1
-        queues = [*self._by_durable.values()]
-        first = self._turn % len(queues)
-        return sorted(queues[first:] + queues[:first], key=lambda queue: not queue.is_owned)
+                await self._pull(queue, batch, now_s, waits=True)
+            elif room > 0:
+                # What others leave is taken one by one, so that an owner comes in between.
+                batch = min(room, queue.backlog or 1) if queue.is_owned else 1
+                room -= batch
+                await self._pull(queue, batch, now_s, waits=False)
 
     async def _pull(self, queue: _Queue, batch: int, now_s: float, *, waits: bool) -> None:
         self._next_pull += 1
-        number = str(self._next_pull)
-        self._by_pull[number] = queue
-        queue.remaining, queue.waits, queue.lapses_s = batch, waits, now_s + LAPSE_S
+        load = self._load()
+        wait_s = WAIT_S if load <= BUSY else BUSY_WAIT_S
+        queue.pull, queue.asked, queue.waits = self._next_pull, batch, waits
+        queue.due_s = now_s + wait_s * (RENEWED_AT if queue.is_owned else LOST_AT)
         request: dict[str, object] = {"batch": batch}
-        request |= {"expires": int(WAIT_S * 1e9)} if waits else {"no_wait": True}
+        request |= {"expires": int(wait_s * 1e9)} if waits else {"no_wait": True}
         if queue.slot is not None:
-            priority = priority_of(self._load(), is_owner=queue.is_owned)
+            priority = priority_of(load, is_owner=queue.is_owned)
             request |= {"group": GROUP, "priority": priority}
+        reply = f"{self._inbox}.{queue.pull}"
         try:
-            await self._nc.publish(
-                queue.pull_subject, json.dumps(request).encode(), reply=f"{self._inbox}.{number}"
-            )
+            await self._nc.publish(queue.pull_subject, json.dumps(request).encode(), reply=reply)
         except NatsError:
             # Not connected: `on_reconnect` causes another pull.
-            self._by_pull.pop(number, None)
-            queue.end_pull(is_empty=False)
+            queue.end_pull(backlog=None, due_s=queue.due_s)
+
+
+def _rank(queue: _Queue) -> tuple[bool, bool, int]:
+    """Sort queues to ask: those with a backlog first, of these those owned, each in turns."""
+    return not queue.backlog, not queue.is_owned, queue.pull

@@ -13,7 +13,7 @@ from shared.config_stages import MAX_SLOTS
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.stage.runtime import HEARTBEAT_S, Context
-from shared.stage.slots import owned_slots
+from shared.stage.slots import owners_of
 
 _log = structlog.get_logger()
 
@@ -81,7 +81,8 @@ class SlotOwner:
         workers.add(own)
         if workers != self._workers:
             self._workers = workers
-            slots = owned_slots(own, sorted(workers), self._slots)
+            owners = owners_of(self._slots, workers)
+            slots = {slot for slot, owner in owners.items() if owner == own}
             for consumer in self.consumers:
                 consumer.set_owned(slots)
             _log.info("owned_slots", model=self._model, slots=sorted(slots), workers=len(workers))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field, replace
 
+from shared.bus.priorities import load_of
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.protocol import subjects
@@ -59,6 +60,7 @@ class EngineWorker:
     _ended: set[str] = field(default_factory=set)
     """Those of `_preparing` that were ended elsewhere."""
     _requests: dict[str, OpenRequest] = field(default_factory=dict)
+    _num_begun: int = 0
     _background: TaskSet = field(default_factory=TaskSet)
 
     def __post_init__(self, core: EngineCore) -> None:
@@ -91,7 +93,7 @@ class EngineWorker:
             self._background.start(self._kv_log.run())
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         await self._loop.add_stage(
-            [self._model], self._max_num_seqs, EngineBody, self._handle, self._used_share
+            [self._model], self._max_num_seqs, EngineBody, self._handle, self._pull_load
         )
         context.ready([self._model], self._load)
         self._background.start(self._watch_steps())
@@ -125,15 +127,15 @@ class EngineWorker:
         for (_, lane), consumer in self._loop.consumers.items():
             consumer.set_capacity(consumer.num_in_flight if num_before[lane] else capacity)
 
-    def _used_share(self) -> float:
-        """Return the part of this engine that is in use: of its sequences, or of two steps."""
-        num_ahead = sum(
-            opened.timing.num_prompt_tokens
-            for opened in self._requests.values()
-            if not opened.begun
-        )
-        step_tokens = self._context.config.engine.max_num_batched_tokens
-        return max(self._loop.num_claimed / self._max_num_seqs, num_ahead / (2 * step_tokens))
+    def _pull_load(self) -> float:
+        """Return this engine's load, by which its pulls from slots have their priorities."""
+        num_hits = self._stats.prefix_hit_tokens
+        miss_rate = 1 - num_hits / max(1, self._stats.prefix_query_tokens)
+        num_ahead = sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
+        # As if one request had found a whole step's tokens before, so that slots begin well.
+        num_saved = num_hits + self._context.config.engine.max_num_batched_tokens
+        used = self._loop.num_claimed / self._max_num_seqs
+        return load_of(used, num_ahead * miss_rate, num_saved / (1 + self._num_begun))
 
     def _load(self) -> dict[str, float]:
         stats = self._stats
@@ -163,6 +165,7 @@ class EngineWorker:
             return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
+        self._num_begun += 1
         assert header.ticket is not None
         accepted_ms = header.ticket.accepted_ms
         timing = RequestTiming.of(accepted_ms, job.received_ms, len(body.prompt_token_ids), records)

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.slot_consumer import SlotConsumer
@@ -25,7 +26,7 @@ from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.slot_queues import find_slots
-from shared.stage.slots import owned_slots, slot_of_task
+from shared.stage.slots import owners_of
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop, create_queues
 
 TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
@@ -85,38 +86,21 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
 
 
 @given(NAMES, st.integers(1, 64))
-def test_every_slot_has_exactly_one_owner(engines: set[str], num_slots: int) -> None:
-    slots = range(num_slots)
-    owned = [owned_slots(engine, engines, slots) for engine in engines]
-    assert sorted(slot for found in owned for slot in found) == [*slots]
+def test_engines_own_equal_shares_of_the_slots(engines: set[str], num_slots: int) -> None:
+    owners = owners_of(range(num_slots), engines)
+    assert [*owners] == [*range(num_slots)]
+    share = num_slots / len(engines)
+    assert all(count <= math.ceil(share) for count in Counter(owners.values()).values())
+    assert owners == owners_of(range(num_slots), sorted(engines))
 
 
-@given(NAMES, st.text(min_size=1))
-def test_an_engine_that_comes_takes_slots_and_moves_no_other(engines: set[str], new: str) -> None:
-    slots = range(64)
-    more = engines | {new}
-    for engine in engines - {new}:
-        before, after = owned_slots(engine, engines, slots), owned_slots(engine, more, slots)
-        assert after <= before
-        assert before - after <= owned_slots(new, more, slots)
-
-
-def test_engines_own_similar_numbers_of_slots() -> None:
-    engines = [f"engine-{number:08x}" for number in range(4)]
-    numbers = [len(owned_slots(engine, engines, range(64))) for engine in engines]
-    assert min(numbers) >= 8
-
-
-@given(st.integers(2, 64), st.integers(0, 3))
-def test_a_repeated_hand_over_has_the_same_slot(num_slots: int, round: int) -> None:
-    ticket = RequestTicket(0.0, 1.0, 1, "receipt", tenant="t")
-    header, body = TaskHeader("r", "m", "batch", ticket), EngineBody([*range(100)], [])
-    later = replace(header, round=round, ticket=replace(ticket, receipt="another"))
-    slot = slot_of_task(header, body, num_slots)
-    assert slot == slot_of_task(later, body, num_slots)
-    assert slot is not None
-    assert 0 <= slot < num_slots
-    assert slot_of_task(header, body, 1) is None
+def test_an_engine_that_comes_moves_few_other_slots() -> None:
+    moved = 0
+    for number in range(100):
+        engines = [f"engine-{number}-{n}" for n in range(4)]
+        before, after = owners_of(range(64), engines[:3]), owners_of(range(64), engines)
+        moved += sum(after[slot] not in (before[slot], engines[3]) for slot in before)
+    assert moved < 0.1 * 64 * 100
 
 
 async def test_a_task_is_in_the_queue_of_its_slot_once(bus: Bus, model: str) -> None:
@@ -206,8 +190,9 @@ async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: 
             return owned() == [{*range(16)}] * 2
 
         await until(is_alone)
-        expected = owned_slots("engine-1", ["engine-1", "engine-2"], range(16))
-        assert 0 < len(expected) < 16
+        owners = owners_of(range(16), ["engine-1", "engine-2"])
+        expected = {slot for slot, owner in owners.items() if owner == "engine-1"}
+        assert len(expected) == 8
 
         async def has_company() -> bool:
             for beat in (other, foreign):
