@@ -1,8 +1,10 @@
-"""Measure slots: two engines of the demo model with one queue, and with 16 slots.
+"""Measure slots: two engines with one queue and with 16 slots, and one engine with both KV pools.
 
-- chats: 16 conversations of 6 turns and 8 images with 10 questions each; KV pools hold half of them
-- one beginning: questions about one long text, of which every engine could hold all
-- frozen: one of the engines stops while requests are in its queues
+- chats: 16 conversations of 6 turns, each about a text of its own, and 8 images with 10 questions
+  each. The KV pool of one engine cannot hold them all, and the pools of both together can. The
+  model is random and has layers of 14 M parameters, so that a prompt costs something.
+- one beginning: bursts of 64 questions about one long text, to the demo model
+- frozen: one of the two engines stops as 24 requests arrive
 
 `python -m ops.bench.slots [ROUNDS]` prints medians of the rounds, which take turns.
 """
@@ -24,10 +26,11 @@ from typing import Any
 
 import msgspec
 
+from ops.bench.models import write_random_qwen2vl
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.protocol.records import Finish, TokenChunk
+from shared.protocol.records import Finish, Usage
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
@@ -36,35 +39,42 @@ from workers.cli.ask import data_url
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import default_workers
 
-MODEL = "demo"
-SLOTS = (1, 16)
-NUM_CHATS, NUM_TURNS, NUM_QUESTIONS = 16, 6, 10
-TURN_WORDS = 12
-AT_ONCE = 6
+MODEL = "bench"
+NUM_CHATS, NUM_TURNS = 16, 6
+NUM_IMAGES, NUM_QUESTIONS = 8, 10
+BEGIN_WORDS, TURN_WORDS, ANSWER_WORDS = 200, 8, 8
+START_S, AT_ONCE = 6.0, 6
+NUM_BURSTS = 5
 ACK_WAIT_S = 4.0
 SAMPLING = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-NUM_BLOCKS = 900
-"""KV blocks of an engine, of 8 tokens."""
+BLOCK_TOKENS, NUM_BLOCKS = 8, 1700
+"""KV pool of an engine: two thirds of what the chats and images need."""
+CHAT_SEQS, HOT_SEQS = 16, 8
+"""Sequences in one batch. Chats leave room, and requests with one beginning are more than fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    name: str
+    engines: int
+    slots: int
+    blocks: int
+
+
+SETUPS = (
+    Setup("one queue", 2, 1, NUM_BLOCKS),
+    Setup("16 slots", 2, 16, NUM_BLOCKS),
+    Setup("one engine", 1, 1, 2 * NUM_BLOCKS),
+)
 
 
 @dataclass(slots=True)
 class Answer:
-    text: str
+    session: int
+    turn: int
     worker: str
     took_s: float
-
-
-@dataclass(slots=True)
-class Round:
-    """What one round with one number of slots has shown."""
-
-    hit_rate: float
-    chat_p99_s: float
-    hot_share: float
-    """Of requests with one beginning, the part of the engine that had more of them."""
-    hot_s: float
-    frozen_s: float
-    """From the stop to the last answer."""
+    usage: Usage
 
 
 @dataclass(slots=True)
@@ -72,39 +82,35 @@ class Site:
     bus: Bus
     cluster: LocalCluster
 
-    async def ask(self, messages: list[Message]) -> Answer:
-        began_s, text, worker = time.perf_counter(), "", ""
+    async def ask(self, messages: list[Message], session: int = 0, turn: int = 0) -> Answer:
+        began_s = time.perf_counter()
         request = GenerateRequest(MODEL, messages, SAMPLING)
-        async for record in ask(self.bus, request, new_request_id()):
-            if isinstance(record, TokenChunk):
-                text += "".join(choice.text for choice in record.choices)
-            elif isinstance(record, Finish):
-                worker = record.path[-1].worker
-            else:
-                raise SystemExit(f"a request has failed: {record}")
-        return Answer(text, worker, time.perf_counter() - began_s)
-
-    async def cached(self) -> tuple[float, float]:
-        """Return the prompt tokens of all engines, and those from their caches."""
-        loads = [b.load for b in await self.bus.read_heartbeats() if b.role == "engine"]
-        queries = sum(load["prefix_query_tokens"] for load in loads)
-        return queries, sum(load["prefix_hit_tokens"] for load in loads)
+        last = [record async for record in ask(self.bus, request, new_request_id())][-1]
+        if not isinstance(last, Finish):
+            raise SystemExit(f"a request has failed: {last}")
+        took_s = time.perf_counter() - began_s
+        return Answer(session, turn, last.path[-1].worker, took_s, last.usage)
 
 
 @contextlib.asynccontextmanager
-async def site(folder: Path, slots: int) -> AsyncIterator[Site]:
+async def site(folder: Path, path: Path, setup: Setup, max_num_seqs: int) -> AsyncIterator[Site]:
     file = folder / "pagemill.yaml"
     model = {
-        "path": str(settings.DEMO_MODEL),
+        "path": str(path),
         "max_model_len": 2048,
-        "slots": slots,
-        "stages": {"engine": {"replicas": 2}},
+        "slots": setup.slots,
+        "stages": {"engine": {"replicas": setup.engines}},
     }
     tree = {
         "models": {MODEL: model},
         "nats": {"port": 0, "store_dir": str(folder / "nats")},
         "delivery": {"ack_wait_s": ACK_WAIT_S},
-        "engine": {"block_size": 8, "num_blocks": NUM_BLOCKS, "max_num_seqs": 8, "threads": 1},
+        "engine": {
+            "block_size": BLOCK_TOKENS,
+            "num_blocks": setup.blocks,
+            "max_num_seqs": max_num_seqs,
+            "threads": 1,
+        },
     }
     file.write_bytes(msgspec.json.encode(tree))
     config = settings.load_config(file)
@@ -112,6 +118,7 @@ async def site(folder: Path, slots: int) -> AsyncIterator[Site]:
     try:
         await cluster.start()
         bus = await Bus.connect(cluster.url, "bench")
+        await asyncio.sleep(2.5)  # Heartbeats have made the owners known.
         yield Site(bus, cluster)
         await bus.close()
     finally:
@@ -125,31 +132,39 @@ def words(rng: random.Random, number: int) -> str:
     return " ".join(str(rng.randrange(100, 1000)) for _ in range(number))
 
 
-async def chats(site: Site, rng: random.Random) -> list[float]:
-    """Return the seconds of each answer. The turns of a chat follow each other."""
+async def chats(site: Site, rng: random.Random) -> list[Answer]:
+    """Return all answers. Chats begin within START_S, and the turns of one follow each other."""
     credit = asyncio.Semaphore(AT_ONCE)
-    took_s: list[float] = []
+    answers: list[Answer] = []
 
-    async def one(messages: list[Message]) -> str:
+    async def one(messages: list[Message], session: int, turn: int) -> None:
         async with credit:
-            answer = await site.ask(messages)
-        took_s.append(answer.took_s)
-        return answer.text
+            answers.append(await site.ask(messages, session, turn))
 
-    async def chat(messages: list[Message]) -> None:
-        for _ in range(NUM_TURNS):
+    async def chat(session: int, messages: list[Message]) -> None:
+        await asyncio.sleep(START_S * rng.random())
+        for turn in range(NUM_TURNS):
             messages = [*messages, Message("user", words(rng, TURN_WORDS))]
-            messages = [*messages, Message("assistant", await one(messages))]
+            await one(messages, session, turn)
+            # The answers of a random model are noise, which does not become the same tokens again.
+            messages = [*messages, Message("assistant", words(rng, ANSWER_WORDS))]
 
-    async def questions(image: Path) -> None:
+    async def questions(session: int, image: Path) -> None:
+        await asyncio.sleep(START_S * rng.random())
         url = ImageURL(data_url(image))
-        for _ in range(NUM_QUESTIONS):
-            await one([Message("user", [ImagePart(url), TextPart(words(rng, 4))])])
+        for turn in range(NUM_QUESTIONS):
+            question = Message("user", [ImagePart(url), TextPart(words(rng, 4))])
+            await one([question], session, turn)
 
-    images = sorted(path for path in IMAGES.iterdir() if path.suffix in (".png", ".jpg"))[:8]
-    begin = [Message("system", words(rng, TURN_WORDS)) for _ in range(NUM_CHATS)]
-    await gather([*(chat([one]) for one in begin), *map(questions, images)])
-    return took_s
+    images = sorted(path for path in IMAGES.iterdir() if path.suffix in (".png", ".jpg"))
+    begin = [Message("system", words(rng, BEGIN_WORDS)) for _ in range(NUM_CHATS)]
+    await gather(
+        [
+            *(chat(number, [message]) for number, message in enumerate(begin)),
+            *(questions(NUM_CHATS + n, image) for n, image in enumerate(images[:NUM_IMAGES])),
+        ]
+    )
+    return answers
 
 
 async def one_beginning(site: Site, rng: random.Random) -> list[Answer]:
@@ -160,10 +175,10 @@ async def one_beginning(site: Site, rng: random.Random) -> list[Answer]:
 async def frozen(site: Site, rng: random.Random) -> float:
     """Return the time to the last answer, with an engine that stops as the first ones begin."""
     pid = site.cluster.pids("engine")[0]
-    began_s = time.perf_counter()
     asked = asyncio.gather(*(site.ask([Message("user", words(rng, 40))]) for _ in range(24)))
     await asyncio.sleep(0.1)
     os.kill(pid, signal.SIGSTOP)
+    began_s = time.perf_counter()
     try:
         await asked
         return time.perf_counter() - began_s
@@ -177,42 +192,64 @@ async def gather(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 # -- the report ------------------------------------------------------------------------------------
 
+Figures = dict[str, float]
 
-async def measure(slots: int, seed: int) -> Round:
+
+async def measure_chats(model: Path, setup: Setup, seed: int) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        async with site(Path(folder), model, setup, CHAT_SEQS) as running:
+            began_s = time.perf_counter()
+            answers = await chats(running, random.Random(seed))
+            chats_s = time.perf_counter() - began_s
+    took_s = sorted(answer.took_s for answer in answers)
+    tokens: dict[int, int] = {}
+    for answer in answers:
+        tokens[answer.session] = max(answer.usage.prompt_tokens, tokens.get(answer.session, 0))
+    return {
+        "pool / working set": BLOCK_TOKENS * setup.blocks / sum(tokens.values()),
+        "hit rate": sum(a.usage.cached_tokens for a in answers)
+        / sum(a.usage.prompt_tokens for a in answers),
+        "answer p50 s": median(took_s),
+        "answer p99 s": took_s[int(0.99 * len(took_s))],
+        "all answers s": chats_s,
+    }
+
+
+async def measure_hot(setup: Setup, seed: int) -> Figures:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        async with site(Path(folder), slots) as running:
-            await asyncio.sleep(2.5)  # Heartbeats have made the owners known.
-            before = await running.cached()
-            took_s = sorted(await chats(running, rng))
-            await asyncio.sleep(1.5)  # Heartbeats have the figures of the last requests.
-            queries, hits = (b - a for a, b in zip(before, await running.cached(), strict=True))
-            began_s = time.perf_counter()
-            hot = Counter(answer.worker for answer in await one_beginning(running, rng))
-            hot_s = time.perf_counter() - began_s
-            return Round(
-                hits / queries,
-                took_s[int(0.99 * len(took_s))],
-                max(hot.values()) / hot.total(),
-                hot_s,
-                await frozen(running, rng),
-            )
+        async with site(Path(folder), settings.DEMO_MODEL, setup, HOT_SEQS) as running:
+            shares, times_s = [], []
+            for _ in range(NUM_BURSTS):
+                began_s = time.perf_counter()
+                hot = Counter(answer.worker for answer in await one_beginning(running, rng))
+                times_s.append(time.perf_counter() - began_s)
+                shares.append(max(hot.values()) / hot.total())
+            return {
+                "one beginning: share": median(shares),
+                "one beginning s": median(times_s),
+                "frozen s": await frozen(running, rng),
+            }
 
 
 async def main(rounds: int) -> None:
     logs.configure_logging("error", role="bench")
-    found: dict[int, list[Round]] = {slots: [] for slots in SLOTS}
-    for seed in range(rounds):
-        for slots in SLOTS:
-            found[slots].append(await measure(slots, seed))
-    shown = {
-        slots: {name: median(getattr(one, name) for one in some) for name in Round.__annotations__}
-        for slots, some in found.items()
-    }
-    one, many = (shown[slots] for slots in SLOTS)
-    for name in Round.__annotations__:
-        ratio = many[name] / one[name]
-        sys.stdout.write(f"{name:<12} {one[name]:7.3f} {many[name]:7.3f} {ratio:6.2f}\n")
+    found: dict[str, list[Figures]] = {setup.name: [] for setup in SETUPS}
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        write_random_qwen2vl(Path(folder), settings.DEMO_MODEL)
+        for seed in range(rounds):
+            for setup in SETUPS:
+                figures = await measure_chats(Path(folder), setup, seed)
+                if setup.engines > 1:
+                    figures |= await measure_hot(setup, seed)
+                found[setup.name].append(figures)
+    sys.stdout.write(f"{'':<20}" + "".join(f"{name:>12}" for name in found) + "\n")
+    for name in found[SETUPS[0].name][0]:
+        cells = [
+            f"{median(one[name] for one in some):12.3f}" if name in some[0] else f"{'-':>12}"
+            for some in found.values()
+        ]
+        sys.stdout.write(f"{name:<20}" + "".join(cells) + "\n")
 
 
 if __name__ == "__main__":
