@@ -117,7 +117,7 @@ bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minut
 bench-rendering: .venv/dev  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
 
-bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 5 minutes
+bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 9 minutes
 	$(BIN)/python -m ops.bench.slots
 
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
