@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -117,6 +117,9 @@ bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minut
 
 bench-rendering: .venv/dev  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
+
+bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 9 minutes
+	$(BIN)/python -m ops.bench.slots
 
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from shared.config_generator import GeneratorConfig
 from shared.config_scale import ScaleConfig
-from shared.config_stages import Positive, StageConfig
+from shared.config_stages import MAX_SLOTS, Positive, StageConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -79,6 +79,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: folders in peft's format, relative to the
     configuration file."""
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
+    """Queues of the model's engines in each lane. With more than 1, requests with the same
+    beginning wait in the same one, which one engine serves before the others do."""
     stages: dict[str, StageConfig] = {}
     """Changes and additions to the model's pipeline, by stage name; see `pagemill check`."""
 

@@ -9,6 +9,8 @@ from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
 Voice = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+# Each is a consumer of the broker in each lane, and two pulls a second of each engine.
+MAX_SLOTS = 64
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -59,6 +59,33 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
         shutil.copy(tokenizer / name, folder)
 
 
+def write_random_qwen2vl(folder: Path, demo: Path) -> None:
+    """Write a Qwen2-VL with 14 M parameters in layers, in bfloat16, otherwise the demo model.
+
+    An image is 200 tokens or more.
+    """
+    tree = json.loads((demo / "config.json").read_text())
+    tree["text_config"] |= {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_parameters": MID_ROPE,
+    }
+    tree["vision_config"]["hidden_size"] = 576
+    model: Any = Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_dict(tree))
+    _randomize(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    images = json.loads((demo / "preprocessor_config.json").read_text())
+    limits = {"shortest_edge": 28 * 28 * 200, "longest_edge": 28 * 28 * 400}
+    pixels = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
+    _write_json(folder / "preprocessor_config.json", images | pixels | {"size": limits})
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        shutil.copy(demo / name, folder)
+
+
 # -- real weights ----------------------------------------------------------------------------------
 
 

@@ -77,6 +77,8 @@ class Settings(Struct, frozen=True):
     coordinators: int = 2
     renderers: int = 2
     engines: int = 3
+    slots: int = 1
+    """Queues of a lane of the engines."""
     encoders: int = 0
     """Number of encoders; with 0, engines have vision towers of their own."""
     brokers: int = 1

@@ -29,6 +29,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 # In float64, a sampled token depends on its own request alone.
                 "dtype": "float64",
                 "max_model_len": MAX_MODEL_LEN,
+                "slots": settings.slots,
                 "tower": "encoder" if settings.encoders else "engine",
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
             }

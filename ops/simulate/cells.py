@@ -11,10 +11,20 @@ from shared.scaling.pools import PoolSettings
 
 NUM_CELLS = (1, 2, 4, 8, 16)
 GAP_S = 600.0
+BLOCK_TOKENS, MIN_BLOCKS = 16, 4
+
+
+def cell_of(request: Request, num_cells: int) -> int:
+    """Return the cell of a request: its slot, but by half of its blocks as a power of two.
+
+    No engine helps a cell that all prompts with the same short beginning would go to.
+    """
+    half = max(MIN_BLOCKS, request.prompt // BLOCK_TOKENS // 2)
+    return slot_of(request, num_cells, BLOCK_TOKENS * (1 << half.bit_length() - 1))
 
 
 class Cells(Push):
-    """A router for each cell. The cell of a request is the hash of its slot key, mod cells.
+    """A router for each cell, see `cell_of`.
 
     Engines belong to cells in turns. No engine helps another cell, not even an idle one.
     """
@@ -23,7 +33,7 @@ class Cells(Push):
         self._cells = [make() for _ in range(num_cells)]
 
     def route(self, simulation: Simulation, request: Request) -> None:
-        self._cells[slot_of(request, len(self._cells))].route(simulation, request)
+        self._cells[cell_of(request, len(self._cells))].route(simulation, request)
 
     def ask(self, simulation: Simulation, engine: Engine) -> None:
         self._cells[engine.number % len(self._cells)].ask(simulation, engine)
@@ -47,7 +57,7 @@ def run_scaled_cells(num_cells: int, requests: list[Request], max_engines: int) 
     """Run a pool from zero for each cell, all of which have as many engines at most together."""
     parts: list[list[Request]] = [[] for _ in range(num_cells)]
     for request in requests:
-        parts[slot_of(request, num_cells)].append(request)
+        parts[cell_of(request, num_cells)].append(request)
     settings = PoolSettings(max=max_engines // num_cells)
     return [Simulation(part, SharedQueue(), 0, 1, OwnPolicy(settings)).run() for part in parts]
 

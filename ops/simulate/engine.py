@@ -11,6 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from shared.bus.priorities import load_of
+
 Key = tuple[int, ...]
 """Name of a beginning that can be cached."""
 Link = tuple[Key, int]
@@ -74,7 +76,10 @@ class Engine:
         "first",
         "is_draining",
         "news",
+        "num_begun",
         "num_decoding",
+        "num_hit_tokens",
+        "num_prompt_tokens",
         "number",
         "order",
         "prefills",
@@ -108,6 +113,7 @@ class Engine:
         self.started_s = 0.0
         self.cache: OrderedDict[Key, int] = OrderedDict()
         self.cached = 0
+        self.num_begun = self.num_prompt_tokens = self.num_hit_tokens = 0
 
     @property
     def num_held(self) -> int:
@@ -123,6 +129,16 @@ class Engine:
         tokens = (self.todo + self.queued) / (2 * self.cost.step_tokens)
         return max(tokens, self.num_held / self.cost.max_seqs)
 
+    @property
+    def pull_load(self) -> float:
+        """Load by which pulls from slots have their priority."""
+        hit_rate = self.num_hit_tokens / max(1, self.num_prompt_tokens)
+        num_ahead = self.todo + self.queued * (1 - hit_rate)
+        num_ahead += sum(request.prompt - request.hit for request in self.first)
+        # As if one request had found a whole step's tokens before.
+        num_saved = (self.num_hit_tokens + self.cost.step_tokens) / (1 + self.num_begun)
+        return load_of(self.num_held / self.cost.max_seqs, num_ahead, num_saved)
+
     def has_room(self) -> bool:
         """Return whether another request could begin within two steps."""
         return self.load < 1.0
@@ -133,6 +149,9 @@ class Engine:
 
     def begin(self, request: Request) -> None:
         request.hit = self._match(request)
+        self.num_begun += 1
+        self.num_prompt_tokens += request.prompt
+        self.num_hit_tokens += request.hit
         self.prefills.append(_Prefill(request))
         self.todo += request.prompt - request.hit
 

@@ -19,8 +19,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "round robin": lambda engines: RoundRobin(),
     "shared queue, in turns": lambda engines: SharedQueue(),
     "shared queue, least loaded first": lambda engines: SharedQueue(by_load=True),
-    "slots, thieves at random": lambda engines: Slots(SLOTS_PER_ENGINE * engines),
-    "slots, thieves by backlog": lambda engines: Slots(SLOTS_PER_ENGINE * engines, by_backlog=True),
+    "slots": lambda engines: Slots(SLOTS_PER_ENGINE * engines),
     "KV-aware push": lambda engines: KVAware(8, 1.0),
     "KV-aware with stealing": lambda engines: KVAware(8, 1.0, steals=True),
 }

@@ -2,17 +2,11 @@
 
 import hashlib
 from collections import deque
-from itertools import chain
 
 from ops.simulate.engine import Engine, Key, Request
 from ops.simulate.simulation import Simulation
-from shared.stage.slots import beginning_blocks
-
-BLOCK_TOKENS = 16
-NUM_LEVELS = 10
-"""The broker's priorities of pulls."""
-NUM_STOLEN_SLOTS = 2
-"""Slots of other owners that an engine pulls from."""
+from shared.bus.priorities import NUM_PRIORITIES, priority_of
+from shared.stage.slots import BEGINNING_TOKENS, owners_of
 
 
 class Push:
@@ -60,7 +54,7 @@ class SharedQueue(Push):
     def __init__(self, by_load: bool = False) -> None:
         self._by_load = by_load
         self._queue: deque[Request] = deque()
-        self._pulls: list[deque[Engine]] = [deque() for _ in range(NUM_LEVELS)]
+        self._pulls: list[deque[Engine]] = [deque() for _ in range(NUM_PRIORITIES)]
         self._asking: set[int] = set()
 
     def route(self, simulation: Simulation, request: Request) -> None:
@@ -69,7 +63,9 @@ class SharedQueue(Push):
 
     def ask(self, simulation: Simulation, engine: Engine) -> None:
         if engine.number not in self._asking and engine.has_room():
-            level = min(NUM_LEVELS - 1, int(NUM_LEVELS * engine.load)) if self._by_load else 0
+            level = (
+                min(NUM_PRIORITIES - 1, int(NUM_PRIORITIES * engine.load)) if self._by_load else 0
+            )
             self._asking.add(engine.number)
             self._pulls[level].append(engine)
             self._serve(simulation)
@@ -93,21 +89,13 @@ class SharedQueue(Push):
 
 
 class Slots(Push):
-    """A queue for each slot. Its owner pulls from it, and two other engines behind the owner.
+    """A queue for each slot, from which all engines pull by their priorities, as in the product."""
 
-    Which slot is `shared.stage.slots` in terms of beginnings. Pulls last for `tick_s`; then each
-    engine chooses two slots at random, or with `by_backlog` those with the longest queues.
-    """
-
-    tick_s = 1.0
-
-    def __init__(self, num_slots: int, by_backlog: bool = False) -> None:
-        self._by_backlog = by_backlog
+    def __init__(self, num_slots: int) -> None:
         self._queues: list[deque[Request]] = [deque() for _ in range(num_slots)]
         self._owners: list[Engine] = []
-        self._owned: dict[int, list[int]] = {}
-        self._thieves: dict[int, list[Engine]] = {}
-        self._stealing: dict[int, list[int]] = {}
+        self._turns: dict[Engine, None] = {}
+        """Engines in the order of their pulls, that is of what they were given last."""
 
     def route(self, simulation: Simulation, request: Request) -> None:
         slot = slot_of(request, len(self._queues))
@@ -115,50 +103,33 @@ class Slots(Push):
         self._serve(simulation, slot)
 
     def ask(self, simulation: Simulation, engine: Engine) -> None:
-        number = engine.number
-        for slot in chain(self._owned.get(number, ()), self._stealing.get(number, ())):
-            if self._queues[slot]:
-                self._serve(simulation, slot)
-
-    def tick(self, simulation: Simulation) -> None:
-        self._thieves, self._stealing = {}, {}
-        every = range(len(self._queues))
-        longest = sorted(every, key=lambda slot: -len(self._queues[slot]))[:NUM_STOLEN_SLOTS]
-        for engine in simulation.live:
-            slots = simulation.random.sample(every, NUM_STOLEN_SLOTS)
-            if self._by_backlog and self._queues[longest[0]]:
-                slots = longest
-            self._stealing[engine.number] = slots
-            for slot in slots:
-                self._thieves.setdefault(slot, []).append(engine)
         for slot, queue in enumerate(self._queues):
             if queue:
                 self._serve(simulation, slot)
 
     def change(self, simulation: Simulation) -> None:
-        """Each slot goes to the engine with the highest hash of both (rendezvous)."""
-        self._owned = {}
-        live = simulation.live
-        self._owners = [
-            max(live, key=lambda e: _mixed(e.number, slot))
-            for slot in range(len(self._queues) if live else 0)
-        ]
-        for slot, owner in enumerate(self._owners):
-            self._owned.setdefault(owner.number, []).append(slot)
+        self._turns = dict.fromkeys(simulation.live)
+        by_name = {str(engine.number): engine for engine in simulation.live}
+        slots = range(len(self._queues)) if by_name else ()
+        self._owners = [by_name[name] for name in owners_of(slots, by_name).values()]
 
     def _serve(self, simulation: Simulation, slot: int) -> None:
-        """Give what waits in a slot to the pull of the lowest level."""
+        """Give what waits in a slot to the pull that is served first."""
         queue = self._queues[slot]
         while queue and self._owners:
             owner = self._owners[slot]
-            best, least = None, float(NUM_LEVELS)
-            for engine in (owner, *self._thieves.get(slot, ())):
-                level = int(NUM_LEVELS * engine.load)
-                level = level if engine is owner else 5 + level // 2
-                if level < least and engine.has_room() and not engine.is_draining:
-                    best, least = engine, level
+            best, least = None, NUM_PRIORITIES
+            for engine in (owner, *self._turns):
+                if engine.has_room() and not engine.is_draining:
+                    priority = priority_of(engine.pull_load, is_owner=engine is owner)
+                    if priority < least:
+                        best, least = engine, priority
+                    if least == 0:
+                        break
             if best is None:
                 return
+            del self._turns[best]
+            self._turns[best] = None
             simulation.figures.num_stolen += best is not owner
             simulation.give(best, queue.popleft())
 
@@ -169,21 +140,12 @@ class Slots(Push):
         return min((queue[0].arrived_s for queue in self._queues if queue), default=None)
 
 
-def slot_of(request: Request, num_slots: int) -> int:
-    """Return the slot of a simulated request: that of the beginning that decides on it."""
+def slot_of(request: Request, num_slots: int, num_tokens: int = BEGINNING_TOKENS) -> int:
+    """Return the slot of a simulated request, of which the first `num_tokens` decide on it."""
     if 2 * request.num_image_tokens >= request.prompt:
-        key: tuple[int, ...] = request.chain[-2][0]
+        key = request.chain[-2][0]
     else:
-        depth = BLOCK_TOKENS * beginning_blocks(request.prompt // BLOCK_TOKENS)
-        key = next(key for key, tokens in request.chain if tokens >= depth)
-        key = (*key, depth)
+        keys = (key for key, tokens in request.chain if tokens >= num_tokens)
+        key = (*next(keys, request.chain[-1][0]), num_tokens)
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     return int(digest, 16) % num_slots
-
-
-def _mixed(engine: int, slot: int) -> int:
-    """Mix two numbers well enough for an even choice (the finalizer of splitmix64)."""
-    value = (engine * 0x9E3779B97F4A7C15 + slot * 0xD1B54A32D192ED03) & (2**64 - 1)
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & (2**64 - 1)
-    return value ^ value >> 31

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 import structlog
 from nats.aio.client import Client as NatsClient
@@ -25,10 +27,11 @@ from shared.bus.connection import (
     retry_until,
     without_credentials,
 )
-from shared.bus.consumer import Consumer
+from shared.bus.consumer import Consumer, Puller
 from shared.bus.messaging import Messenger
 from shared.bus.publishing import Publisher
 from shared.bus.reading import StreamReader
+from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
@@ -43,6 +46,9 @@ WILDCARDS = ("", "0.0.0.0", "::")
 # the server's default of 512, a few hundred workers would be refused.
 MAX_WAITING_PULLS = 20_000
 
+# In a cluster each consumer elects a leader first.
+CREATED_AT_ONCE = 16
+
 # Heartbeats come every second; a worker without one for so long counts as dead.
 # A replica that serves reads may lag behind for a moment.
 STALE_READ_S = 0.02
@@ -50,13 +56,15 @@ DEAD_AFTER_S = 3.0
 
 _log = structlog.get_logger()
 
+AnyPuller = TypeVar("AnyPuller", bound=Puller)
+
 
 class Bus(Publisher, StreamReader, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
-        self._consumers: list[Consumer] = []
+        self._consumers: list[Puller] = []
         self._volatile_streams: list[api.StreamConfig] = []
         self._restoring: asyncio.Task[None] | None = None
         self._clock_offset_ms = 0.0
@@ -180,13 +188,21 @@ class Bus(Publisher, StreamReader, Messenger):
         )
 
     async def create_consumer(
-        self, stream: str, durable: str, subject: str, ack_wait_s: float
+        self,
+        stream: str,
+        durable: str,
+        subject: str,
+        ack_wait_s: float,
+        *,
+        is_prioritized: bool = False,
     ) -> None:
         """Create the durable consumer `durable`, or update it if it exists.
 
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        If it `is_prioritized`, its pulls have priorities. Raises Unavailable when the broker does
+        not answer until BROKER_DEADLINE_S.
         """
-        config = api.ConsumerConfig(
+        make = PrioritizedConfig if is_prioritized else api.ConsumerConfig
+        config = make(
             durable_name=durable,
             filter_subject=subject,
             ack_policy=api.AckPolicy.EXPLICIT,
@@ -225,7 +241,34 @@ class Bus(Publisher, StreamReader, Messenger):
         Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
         await self.create_consumer(stream, durable, subject, ack_wait_s)
-        consumer = Consumer(self._nc, stream, durable, capacity)
+        return await self._start(Consumer(self._nc, stream, durable, capacity))
+
+    async def create_slot_consumers(
+        self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
+    ) -> None:
+        """Create the consumers of `queues`, like `create_consumer`, several at a time."""
+        for first in range(0, len(queues), CREATED_AT_ONCE):
+            creating = [
+                self.create_consumer(
+                    stream, durable, subject, ack_wait_s, is_prioritized=slot is not None
+                )
+                for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
+            ]
+            await asyncio.gather(*creating)
+
+    async def consume_slots(
+        self,
+        stream: str,
+        queues: Sequence[SlotQueue],
+        capacity: int,
+        ack_wait_s: float,
+        load: Callable[[], float],
+    ) -> SlotConsumer:
+        """Join the consumers of all `queues`, like `consume`, with one capacity for all."""
+        await self.create_slot_consumers(stream, queues, ack_wait_s)
+        return await self._start(SlotConsumer(self._nc, stream, queues, capacity, load))
+
+    async def _start(self, consumer: AnyPuller) -> AnyPuller:
         self._consumers.append(consumer)
         await consumer.start()
         return consumer

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 
 import structlog
@@ -36,9 +37,10 @@ class Delivery:
     Further calls do nothing, as soon as one of them has begun.
     """
 
-    def __init__(self, msg: Msg, consumer: "Consumer") -> None:
+    def __init__(self, msg: Msg, puller: "Puller", acks: "AckBatcher") -> None:
         self._msg = msg
-        self._consumer = consumer
+        self._puller = puller
+        self._acks = acks
         self._settled = False
         self.subject = msg.subject
         self.data = msg.data
@@ -62,10 +64,10 @@ class Delivery:
             return
         self._settled = True
         try:
-            if not await self._consumer.acks.send(self.receipt):
+            if not await self._acks.send(self.receipt):
                 _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
-            self._consumer.on_settled()
+            self._puller.on_settled()
 
     async def retry(self, after_s: float) -> None:
         """Return the message to the queue, to be redelivered after `after_s`.
@@ -83,7 +85,7 @@ class Delivery:
             # The error's text may contain the whole message.
             _log.warning("nak_unsent", subject=self.subject, error=type(error).__name__)
         finally:
-            self._consumer.on_settled()
+            self._puller.on_settled()
 
     async def progress(self) -> None:
         """Restart the ack wait, because the work advances. Errors of the connection are ignored."""
@@ -98,7 +100,7 @@ class Delivery:
         """
         if not self._settled:
             self._settled = True
-            self._consumer.on_settled()
+            self._puller.on_settled()
 
 
 async def acknowledge(nc: NatsClient, receipt: str) -> bool:
@@ -158,26 +160,25 @@ class AckBatcher:
         return bool(self._nc.stats["reconnects"] == reconnects)
 
 
-class Consumer:
-    """Pulls from a durable consumer with credit.
+def pull_subject(stream: str, durable: str) -> str:
+    """Subject of pull requests to a consumer."""
+    return f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
 
-    `capacity` bounds the messages that are in flight or requested. Pull requests stay outstanding,
-    so that a message is delivered as soon as it is stored. The next request is sent when half of
-    the credit is free.
+
+class Puller(ABC):
+    """Pulls messages with credit.
+
+    `capacity` bounds the messages that are in flight.
     """
 
-    def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
+    def __init__(self, nc: NatsClient, capacity: int) -> None:
         self.capacity = capacity
-        self.acks = AckBatcher(nc)
         self._nc = nc
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         self.num_in_flight = 0
         """Number of deliveries that are not settled."""
         self._next_pull = 0
-        # Pull request number → (outstanding messages, loop time at which the request has lapsed).
-        self._pulls: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -201,10 +202,17 @@ class Consumer:
         self.num_in_flight -= 1
         self._changed.set()
 
+    @abstractmethod
     def on_reconnect(self) -> None:
         """Send pull requests again, because the server drops them with their connection."""
-        self._pulls.clear()
-        self._changed.set()
+
+    @abstractmethod
+    async def _receive(self, msg: Msg) -> None:
+        """Take a delivery, or the status that ends a pull request."""
+
+    @abstractmethod
+    async def _pull_forever(self) -> None:
+        """Send pull requests whenever something has changed."""
 
     async def stop(self) -> None:
         """Stop pulling, and requeue delivered messages that no worker has claimed.
@@ -221,6 +229,26 @@ class Consumer:
         while not self._ready.empty():
             await self._ready.get_nowait().retry(0)
 
+
+class Consumer(Puller):
+    """Pulls from a durable consumer.
+
+    The capacity bounds the messages that are in flight or requested. Pull requests stay
+    outstanding, so that a message is delivered as soon as it is stored. The next request is sent
+    when half of the credit is free.
+    """
+
+    def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
+        super().__init__(nc, capacity)
+        self._acks = AckBatcher(nc)
+        self._subject = pull_subject(stream, durable)
+        # Pull request number → (outstanding messages, loop time at which the request has lapsed).
+        self._pulls: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def on_reconnect(self) -> None:
+        self._pulls.clear()
+        self._changed.set()
+
     async def _receive(self, msg: Msg) -> None:
         status = (msg.headers or {}).get("Status")
         if status is not None and not msg.reply:
@@ -232,7 +260,7 @@ class Consumer:
         else:
             self.num_in_flight += 1
             self._count_delivery()
-            self._ready.put_nowait(Delivery(msg, self))
+            self._ready.put_nowait(Delivery(msg, self, self._acks))
         self._changed.set()
 
     def _count_delivery(self) -> None:

@@ -69,6 +69,13 @@ class StageSpec(Struct, frozen=True):
     """How the stage cuts the codes that it follows; None for a stage that follows none."""
     voices: list[str] = []
     """The voices that the stage speaks with; the first one is the default."""
+    slots: int = 1
+    """Queues of a lane; see `shared.stage.slots`."""
+
+    @property
+    def queue_slots(self) -> list[int | None]:
+        """The slots that tasks may have: None first, for tasks without a slot."""
+        return [None, *(range(self.slots) if self.slots > 1 else ())]
 
 
 class Edge(Struct, frozen=True):
@@ -97,6 +104,11 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     def stage(self, name: str) -> StageSpec | None:
         return self._stages.get(name)
+
+    def slots_of(self, stage: str) -> int:
+        """Return the number of slots of a stage; 1 for a stage without slots."""
+        spec = self.stage(stage)
+        return 1 if spec is None else spec.slots
 
     def edges_from(self, source: str, mode: EdgeMode) -> list[Edge]:
         return [edge for edge in self.edges if edge.source == source and edge.mode == mode]

@@ -131,9 +131,17 @@ def model_of_request(subject: str) -> str:
     return decode_model(last_token(subject))
 
 
-def stage(name: str, model: str, lane: str, request_id: str) -> str:
-    """Subject of a task of a stage; the stream holds at most one message of a subject."""
-    return f"pm.stage.{name}.{encode_model(model)}.{lane}.{request_id}"
+def stage(name: str, model: str, lane: str, request_id: str, slot: int | None = None) -> str:
+    """Subject of a task of a stage; the stream holds at most one message of a subject.
+
+    A stage with slots has a queue for each slot of a lane. The slot follows the lane in one token,
+    so the subjects of all stages have the same form.
+    """
+    return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.{request_id}"
+
+
+def _queue(lane: str, slot: int | None) -> str:
+    return lane if slot is None else f"{lane}-{slot}"
 
 
 def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
@@ -147,8 +155,8 @@ def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
     return int(found["sequence"]) if found and found["request_id"] == request_id else None
 
 
-def stage_filter(name: str, model: str, lane: str) -> str:
-    return f"pm.stage.{name}.{encode_model(model)}.{lane}.*"
+def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:
+    return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.*"
 
 
 def is_stage(subject: str) -> bool:
@@ -162,8 +170,14 @@ def stages_of(request_id: str) -> str:
 
 def parts_of_stage(subject: str) -> tuple[str, str, str]:
     """Stage, model and lane of a stage's subject or filter."""
-    _, _, name, model, lane, _ = subject.split(".")
-    return name, decode_model(model), lane
+    _, _, name, model, queue, _ = subject.split(".")
+    return name, decode_model(model), queue.partition("-")[0]
+
+
+def slot_of_stage(subject: str) -> int | None:
+    """Slot of a stage's subject or filter; None for a queue without slots."""
+    _, _, slot = subject.split(".")[4].partition("-")
+    return int(slot) if slot.isdecimal() else None
 
 
 def model_of_stage(subject: str) -> str:
@@ -171,13 +185,13 @@ def model_of_stage(subject: str) -> str:
     return parts_of_stage(subject)[1] if is_stage(subject) else ""
 
 
-def stage_consumer(name: str, model: str, lane: str) -> str:
+def stage_consumer(name: str, model: str, lane: str, slot: int | None = None) -> str:
     """Durable consumer that all workers of a stage share, on exactly one `stage_filter`.
 
     The stage ends at the first underscore, and the lane begins at the last one. So an underscore in
     the name of a stage is encoded like other characters in the name of a model.
     """
-    return f"{name.replace('_', '=5F')}_{encode_model(model)}_{lane}"
+    return f"{name.replace('_', '=5F')}_{encode_model(model)}_{_queue(lane, slot)}"
 
 
 def renderer(call: str, model: str) -> str:

@@ -79,7 +79,8 @@ def _faults_of_names(model: ModelConfig) -> Iterator[Fault]:
 
 def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
-        consumer = stage_consumer(stage.name, model, max(LANES, key=len))
+        lane, slot = max(LANES, key=len), stage.queue_slots[-1]
+        consumer = stage_consumer(stage.name, model, lane, slot)
         if len(consumer) > MAX_CONSUMER_LEN:
             yield Fault(
                 f"stages.{stage.name}",
@@ -119,7 +120,8 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
     if model.prefill == PREFILL:
         stages[PREFILL] = StageSpec(PREFILL, PREFILL)
         edges[PREFILL] = [Edge(RENDERER, PREFILL, "tokens", "rendered", "detour")]
-    stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=OutputSpec(TEXT, "text"))
+    text = OutputSpec(TEXT, "text")
+    stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=text, slots=model.slots)
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
     return stages, edges
 
@@ -127,13 +129,16 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
 def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSpec:
     base = base or StageSpec(name, name)
     chunks = ChunkSpec() if CODES in (changes.inputs or {}) else base.chunks
+    role = changes.role or base.role
     return StageSpec(
         name,
-        changes.role or base.role,
+        role,
         changes.path or base.path,
         changes.sampling_defaults or base.sampling_defaults,
         changes.replicas,
         changes.output or base.output,
         changes.chunks or chunks,
         changes.voices or base.voices,
+        # Only engines pull from slots.
+        base.slots if role == ENGINE else 1,
     )

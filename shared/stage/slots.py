@@ -1,7 +1,7 @@
 """Slots: the queue of a model's engines that a request waits in, from what engines may have cached.
 
-Requests with the same beginning get the same slot, so that one engine serves them and finds their
-blocks and images in its caches. Nothing uses this yet.
+Requests with the same beginning get the same slot, and each slot has an owner among the engines,
+which serves it before others do and so finds blocks and images in its caches.
 
 The slot depends on the request alone. A renderer that repeats its hand-over must publish the same
 subject, or the request would be queued twice; so the engine that serves a slot is no part of it.
@@ -9,71 +9,65 @@ Requests of different tenants, adapters or cache salts can share no blocks, and 
 key. Slots are few, so such requests may still meet in one. Pure.
 """
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from msgspec import Struct
+from shared.protocol.multimodal import HashPart, content_hash
+from shared.protocol.task_messages import EngineBody, TaskBody, TaskHeader
 
-from shared.protocol.multimodal import HashPart, MultiModalKwargsItem, content_hash
-
-MIN_BLOCKS = 4
-"""A shorter beginning is not worth a choice of engine."""
-
-
-class SlotRequest(Struct, frozen=True):
-    """The fields of a request that decide on its slot."""
-
-    request_id: str
-    tenant: str
-    token_ids: Sequence[int]
-    items: Sequence[MultiModalKwargsItem] = ()
-    """Images in the order of their placeholders."""
-    adapter: str = ""
-    cache_salt: str = ""
-    conversation: str = ""
-    """The client's own name of the conversation, if it has one."""
+BEGINNING_TOKENS = 64
+"""Tokens of a beginning that decide on the slot. A shorter prompt is not worth a choice of engine;
+with a number that grows with the prompt, a chat would move to other slots."""
 
 
-def slot_of(request: SlotRequest, num_slots: int, block_size: int) -> int:
-    """Return the slot of a request, from 0 to `num_slots` - 1."""
-    return int(slot_key(request, block_size), 16) % num_slots
+def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | None:
+    """Return the slot of an engine's task, from 0 to `num_slots` - 1.
 
-
-def slot_key(request: SlotRequest, block_size: int) -> str:
-    """Return the hash of the first of these that the request has.
-
-    The name of its conversation; its first image, if images are half of the prompt or more; its
-    beginning of `beginning_blocks`; its id.
+    None for a stage without slots, and for a prompt too short to be worth a choice of engine: such
+    tasks are served in turns.
     """
-    scope = (request.tenant, request.adapter, request.cache_salt)
-    if request.conversation:
-        return content_hash(*scope, "conversation", request.conversation)
-    num_image_tokens = sum(item.placeholder.length for item in request.items)
-    if request.items and 2 * num_image_tokens >= len(request.token_ids):
-        return content_hash(*scope, "item", request.items[0].mm_hash)
-    num_blocks = beginning_blocks(len(request.token_ids) // block_size)
-    if num_blocks:
-        return content_hash(*scope, "beginning", *_beginning(request, num_blocks * block_size))
-    return content_hash(*scope, "request", request.request_id)
+    if num_slots == 1 or not isinstance(body, EngineBody):
+        return None
+    key = slot_key(header, body)
+    return None if key is None else int(key, 16) % num_slots
 
 
-def beginning_blocks(num_blocks: int) -> int:
-    """Return how many of a prompt's full blocks decide on its slot; 0 if it has too few.
+def slot_key(header: TaskHeader, body: EngineBody) -> str | None:
+    """Return the hash of what decides on a task's slot; None if nothing does.
 
-    It is half of them, rounded down to a power of two: a prompt that grows by less than its own
-    length finds the same number more often than not, and mostly common text in it.
+    It is the first image, if images are half of the prompt or more or the prompt is short, and
+    otherwise the first BEGINNING_TOKENS tokens.
     """
-    if num_blocks < MIN_BLOCKS:
-        return 0
-    half = num_blocks // 2
-    return max(MIN_BLOCKS, 1 << half.bit_length() - 1)
+    if header.ticket is None:
+        return None
+    scope = (header.ticket.tenant, header.adapter or "", header.ticket.cache_salt)
+    token_ids, items = body.prompt_token_ids, body.items
+    is_short = len(token_ids) < BEGINNING_TOKENS
+    num_image_tokens = sum(item.placeholder.length for item in items)
+    if items and (is_short or 2 * num_image_tokens >= len(token_ids)):
+        return content_hash(*scope, "item", items[0].mm_hash)
+    if is_short:
+        return None
+    # Fixed byte order, because renderers of several machines must agree.
+    beginning = struct.pack(f"<{BEGINNING_TOKENS}q", *token_ids[:BEGINNING_TOKENS])
+    early = [item for item in items if item.placeholder.offset < BEGINNING_TOKENS]
+    images: HashPart = [[item.mm_hash, item.placeholder.offset] for item in early]
+    return content_hash(*scope, "beginning", beginning, images)
 
 
-def _beginning(request: SlotRequest, num_tokens: int) -> tuple[HashPart, HashPart]:
-    """Return the first tokens, and the images that begin within them."""
-    items = [item for item in request.items if item.placeholder.offset < num_tokens]
-    return (
-        # Fixed byte order, because renderers of several machines must agree.
-        struct.pack(f"<{num_tokens}q", *request.token_ids[:num_tokens]),
-        [[item.mm_hash, item.placeholder.offset] for item in items],
-    )
+def owners_of(slots: Collection[int], engines: Collection[str]) -> dict[int, str]:
+    """Return the owner of each slot.
+
+    It is the engine with the highest hash of both (rendezvous hashing) among those that own less
+    than their share. So all engines that know the same others agree, shares are equal, and when
+    engines come or go, most slots stay where they are.
+    """
+    share = math.ceil(len(slots) / max(1, len(engines)))
+    owned = dict.fromkeys(engines, 0)
+    owners = {}
+    for slot in sorted(slots):
+        free = (engine for engine in engines if owned[engine] < share)
+        owners[slot] = owner = max(free, key=lambda engine: content_hash(engine, slot))
+        owned[owner] += 1
+    return owners

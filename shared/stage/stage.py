@@ -155,12 +155,13 @@ class Stage:
         edges = pipeline.onward_edges(self.name) if edge_of_detour is None else [edge_of_detour]
         for edge in edges:
             passed = tasks.common_payloads(result, job.inputs)
+            num_slots = pipeline.slots_of(edge.target)
             payloads = [*job.outputs, *passed]
-            if await tasks.publish(self.bus, edge, header, result, tensors, payloads):
+            if await tasks.publish(self.bus, edge, header, result, tensors, payloads, num_slots):
                 job.outputs.clear()
             elif passed:
                 # An earlier attempt may have stored a task with the same payloads.
-                passed = await tasks.stored_payloads(self.bus, edge, header, result)
+                passed = await tasks.stored_payloads(self.bus, edge, header, result, num_slots)
             job.inputs = [ref for ref in job.inputs if ref not in passed]
         await self._acknowledge(job)
 

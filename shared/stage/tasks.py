@@ -14,6 +14,7 @@ from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import TASK_VERSION, Task, TaskBody, TaskHeader
+from shared.stage.slots import slot_of_task
 
 
 class _AnyVersion(Struct, frozen=True):
@@ -55,18 +56,22 @@ async def publish(
     source: Any,
     tensors: Sequence[TensorData] = (),
     payloads: Sequence[BlobRef] = (),
+    num_slots: int = 1,
 ) -> bool:
     """Publish the target's task of an edge, once for each acceptance of the request and round.
 
-    `source` is what the edge's function takes. Returns whether the stored task is this one, so that
-    `payloads` belong to it now; otherwise an earlier attempt has stored one with its own payloads.
-    Raises Unavailable while the stage's queue still has the task of an earlier round.
+    `source` is what the edge's function takes, `num_slots` those of the target. Returns whether the
+    stored task is this one, so that `payloads` belong to it now; otherwise an earlier attempt has
+    stored one with its own payloads. Raises Unavailable while the stage's queue still has the task
+    of an earlier round.
     """
     assert header.ticket is not None
-    data = envelope.encode(Task(header, function_of(edge)(source)), tensors)
+    body = function_of(edge)(source)
+    data = envelope.encode(Task(header, body), tensors)
     round = header.round
     msg_id = subjects.stage_msg_id(edge.target, header.request_id, header.ticket.sequence, round)
-    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id)
+    slot = slot_of_task(header, body, num_slots)
+    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id, slot)
     was_there = await bus.publish(subject, data, msg_id)
     if not was_there or edge.mode == "stream" or not (round > 0 or payloads):
         # A follower reads logs, so its task of an earlier round will do.
@@ -86,17 +91,20 @@ def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef
     return [ref for ref in payloads if ref in passed]
 
 
-async def stored_payloads(bus: Bus, edge: Edge, header: TaskHeader, source: Any) -> list[BlobRef]:
+async def stored_payloads(
+    bus: Bus, edge: Edge, header: TaskHeader, source: Any, num_slots: int
+) -> list[BlobRef]:
     """Return the payloads of the task that the target's queue has for this request.
 
     `source` is as in `publish`: the task has a body of the kind that is made of it.
     """
-    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id)
+    body = function_of(edge)(source)
+    slot = slot_of_task(header, body, num_slots)
+    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id, slot)
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     if stored is None:
         return []
-    kind = type(function_of(edge)(source))
-    found: list[BlobRef] = decode(stored.data, kind)[0].body.blobs()
+    found: list[BlobRef] = decode(stored.data, type(body))[0].body.blobs()
     return found
 
 

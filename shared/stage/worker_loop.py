@@ -13,16 +13,18 @@ from typing import Any
 import structlog
 from msgspec import Struct
 
-from shared.bus.consumer import Consumer, Delivery
+from shared.bus.consumer import Consumer, Delivery, Puller
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.records import OutputSummary
 from shared.protocol.task_messages import Task, TaskBody
-from shared.stage import tasks
+from shared.stage import slot_queues, tasks
 from shared.stage.job import Job
 from shared.stage.runtime import Context, Shutdown
+from shared.stage.slot_queues import SlotOwner
 from shared.state import item_results
+from shared.task_set import TaskSet
 
 _log = structlog.get_logger()
 
@@ -74,11 +76,12 @@ class WorkerLoop:
 
     def __init__(self, context: Context) -> None:
         context.may_have_work = True
-        self.consumers: dict[tuple[str, str], Consumer] = {}
+        self.consumers: dict[tuple[str, str], Puller] = {}
         """Consumers of the stage's queues, by model and lane."""
         self._context = context
         self._stage = context.stage
-        self._serving: list[tuple[Consumer, HandleDelivery]] = []
+        self._serving: list[tuple[Puller, HandleDelivery]] = []
+        self._background = TaskSet()
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -87,9 +90,17 @@ class WorkerLoop:
         return sum(consumer.num_in_flight for consumer, _ in self._serving)
 
     async def add_stage(
-        self, models: Iterable[str], capacity: int, body: type[TaskBody], handle: HandleTask
+        self,
+        models: Iterable[str],
+        capacity: int,
+        body: type[TaskBody],
+        handle: HandleTask,
+        load: Callable[[], float] | None = None,
     ) -> None:
-        """Serve this worker's stage for `models`, with a consumer for each model and lane."""
+        """Serve this worker's stage for `models`, with a consumer for each model and lane.
+
+        With `load`, the part of this worker that is in use, the stage may have slots.
+        """
 
         async def on_delivery(delivery: Delivery) -> None:
             job = self._stage.receive(delivery)
@@ -97,12 +108,36 @@ class WorkerLoop:
                 await self._run(job, lambda job: self._run_task(job, body, handle))
 
         for model in models:
+            slots = [] if load is None else await slot_queues.find_slots(self._context, model)
+            if load is None or not slots:
+                await self._consume(model, capacity)
+            else:
+                await self._consume_slots(model, slots, capacity, load)
             for lane in subjects.LANES:
-                queue = _queue(self._stage.name, model, lane)
-                ack_wait_s = self._context.config.delivery.ack_wait_s
-                consumer = await self._context.bus.consume(*queue, capacity, ack_wait_s)
-                self.consumers[model, lane] = consumer
-                self._serving.append((consumer, on_delivery))
+                self._serving.append((self.consumers[model, lane], on_delivery))
+
+    async def _consume(self, model: str, capacity: int) -> None:
+        bus, ack_wait_s = self._context.bus, self._context.config.delivery.ack_wait_s
+        for lane in subjects.LANES:
+            durable = subjects.stage_consumer(self._stage.name, model, lane)
+            where = subjects.stage_filter(self._stage.name, model, lane)
+            self.consumers[model, lane] = await bus.consume(
+                subjects.STAGES_STREAM, durable, where, capacity, ack_wait_s
+            )
+
+    async def _consume_slots(
+        self, model: str, slots: list[int], capacity: int, load: Callable[[], float]
+    ) -> None:
+        bus, ack_wait_s = self._context.bus, self._context.config.delivery.ack_wait_s
+        owner = SlotOwner(self._context, model, slots)
+        for lane in subjects.LANES:
+            queues = slot_queues.queues_of(self._stage.name, model, lane, [None, *slots])
+            consumer = await bus.consume_slots(
+                subjects.STAGES_STREAM, queues, capacity, ack_wait_s, load
+            )
+            self.consumers[model, lane] = consumer
+            owner.consumers.append(consumer)
+        self._background.start(owner.run())
 
     def add_queue(
         self, consumer: Consumer, job_of: Callable[[Delivery], Job], handle: HandleJob
@@ -127,6 +162,8 @@ class WorkerLoop:
         async with asyncio.TaskGroup() as group:
             for consumer, handle in self._serving:
                 group.create_task(serve(consumer, handle, self._context.shutdown, drain_s))
+        for task in [*self._background]:
+            task.cancel()
         if self._crash.done():
             self._crash.result()
 
@@ -188,17 +225,13 @@ async def create_queues(context: Context) -> None:
     for model, pipeline in context.pipelines.items():
         for stage in pipeline.stages:
             for lane in subjects.LANES:
-                await context.bus.create_consumer(*_queue(stage.name, model, lane), ack_wait_s)
-
-
-def _queue(stage: str, model: str, lane: str) -> tuple[str, str, str]:
-    """Return the stream, the consumer and the filter of a stage's queue."""
-    consumer = subjects.stage_consumer(stage, model, lane)
-    return subjects.STAGES_STREAM, consumer, subjects.stage_filter(stage, model, lane)
+                queues = slot_queues.queues_of(stage.name, model, lane, stage.queue_slots)
+                stream = subjects.STAGES_STREAM
+                await context.bus.create_slot_consumers(stream, queues, ack_wait_s)
 
 
 async def serve(
-    consumer: Consumer, handle: HandleDelivery, shutdown: Shutdown, drain_s: float
+    consumer: Puller, handle: HandleDelivery, shutdown: Shutdown, drain_s: float
 ) -> None:
     """Run `handle` for every delivery until `shutdown`; then finish what is in hand.
 

@@ -204,9 +204,10 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
             if (report.stage or report.role) == stage and report.model in ("", model):
                 return f"{why}; {report.worker} is starting: {report.step}"
         return why
+    slot = subjects.slot_of_stage(work.subject)
     try:
         depth = await bus.queue_depth(
-            subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)
+            subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane, slot)
         )
     except NotFound as error:
         return error.message

@@ -5,6 +5,7 @@ the number of workers and models, not on their load.
 """
 
 import asyncio
+from collections.abc import Iterable
 
 from shared.bus.bus import Bus
 from shared.bus.reading import QueueDepth
@@ -45,7 +46,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
         metrics=metrics,
         queues=[
             *await _coordinator_queue(bus),
-            *await asyncio.gather(*(_stage_queue(bus, queue) for queue in queues)),
+            *_merge(await asyncio.gather(*(_stage_queue(bus, queue) for queue in queues))),
         ],
         in_flight=in_flight,
         oldest_ms=oldest_ms,
@@ -89,6 +90,24 @@ async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
         num_in_flight=depth.num_in_flight,
         oldest_ms=None if oldest is None else oldest.stored_ms,
     )
+
+
+def _merge(queues: Iterable[StageQueue]) -> list[StageQueue]:
+    """Add up the queues of the slots of a lane."""
+    merged: dict[tuple[str, str, str], StageQueue] = {}
+    for queue in queues:
+        key = queue.role, queue.model, queue.lane
+        if (one := merged.get(key)) is None:
+            merged[key] = queue
+            continue
+        times = [ms for ms in (one.oldest_ms, queue.oldest_ms) if ms is not None]
+        merged[key] = StageQueue(
+            *key,
+            num_pending=one.num_pending + queue.num_pending,
+            num_in_flight=one.num_in_flight + queue.num_in_flight,
+            oldest_ms=min(times, default=None),
+        )
+    return [*merged.values()]
 
 
 async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:

@@ -113,6 +113,23 @@ async def test_a_broker_that_hangs_leaves_no_figures(
     assert await reader.look() is None
 
 
+async def test_the_queues_of_all_slots_are_one(bus: Bus, reader: Reader) -> None:
+    name, lane = "slotted", "batch"
+    for slot, num_tasks in ((None, 1), (0, 2), (1, 0), (2, 3)):
+        durable = subjects.stage_consumer(name, "demo", lane, slot)
+        filter_ = subjects.stage_filter(name, "demo", lane, slot)
+        await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
+        for number in range(num_tasks):
+            request_id = f"slotted-{slot}-{number}"
+            subject = subjects.stage(name, "demo", lane, request_id, slot)
+            await bus.publish(subject, b"", request_id)
+    await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
+    await scale_state.write_report(bus, report())
+    found = await reader.look()
+    assert found is not None
+    assert found.queues[name, "demo", lane].pending == 6
+
+
 async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
     bus: Bus, reader: Reader
 ) -> None:

@@ -57,10 +57,10 @@ class StepwiseRunner(FakeRunner):
 
 
 async def start_worker(
-    bus: Bus, model: str, engine: EngineConfig
+    bus: Bus, model: str, engine: EngineConfig, slots: int = 1
 ) -> tuple[EngineWorker, StepwiseRunner, Context]:
     name = f"engine-{secrets.token_hex(4)}"
-    config = Config({model: ModelConfig("nowhere")}, engine=engine)
+    config = Config({model: ModelConfig("nowhere", slots=slots)}, engine=engine)
     context = Context("engine", name, model, config, bus, structlog.get_logger())
     runner = StepwiseRunner()
     core = EngineCore(

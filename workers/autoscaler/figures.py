@@ -25,7 +25,7 @@ _log = structlog.get_logger()
 
 
 class Queue(Struct, frozen=True):
-    """The queue of one stage, model and lane."""
+    """The queue of one stage, model and lane, or the queues of its slots together."""
 
     pending: int
     in_flight: int
@@ -81,9 +81,12 @@ class Reader:
 
     async def _read_queues(self) -> Queues:
         depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
-        keys = {subjects.parts_of_stage(depth.subject): depth for depth in depths}
-        read = await asyncio.gather(*map(self._read_queue, keys.values()))
-        return dict(zip(keys, read, strict=True))
+        read = await asyncio.gather(*map(self._read_queue, depths))
+        queues: dict[tuple[str, str, str], Queue] = {}
+        for depth, queue in zip(depths, read, strict=True):
+            key = subjects.parts_of_stage(depth.subject)
+            queues[key] = _sum(queues[key], queue) if key in queues else queue
+        return queues
 
     async def _read_queue(self, depth: QueueDepth) -> Queue:
         oldest_s = 0.0
@@ -92,6 +95,14 @@ class Reader:
             if (oldest := await self._bus.read_next(stream, sequence, depth.subject)) is not None:
                 oldest_s = max(0.0, self._bus.now_ms() - oldest.stored_ms) / 1000
         return Queue(depth.num_pending, depth.num_in_flight, oldest_s)
+
+
+def _sum(one: Queue, other: Queue) -> Queue:
+    return Queue(
+        one.pending + other.pending,
+        one.in_flight + other.in_flight,
+        max(one.oldest_s, other.oldest_s),
+    )
 
 
 def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolFigures | None]:

@@ -153,6 +153,22 @@ class EngineMetrics:
         self._latency.observe(_seconds_between(timing.accepted_ms, ended_ms))
 
 
+def heartbeat_figures(stats: EngineStats) -> dict[str, float]:
+    """Return what an engine's heartbeat tells of its steps."""
+    return {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "free_blocks": stats.num_free_blocks,
+        "blocks": stats.num_blocks,
+        "prefix_query_tokens": stats.prefix_query_tokens,
+        "prefix_hit_tokens": stats.prefix_hit_tokens,
+        "prefix_evictions": stats.prefix_evictions,
+        "preemptions": stats.num_preemptions,
+        "kv_waste": round(stats.kv_waste, 4),
+        "encoded_items": stats.encoded_items,
+    }
+
+
 def _seconds_between(since_ms: float, until_ms: float) -> float:
     """Return the time between, at least 0: clocks that differ by a millisecond may reverse it."""
     return max(0.0, until_ms - since_ms) / 1000

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
+from shared.bus.priorities import load_of
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.protocol import subjects
@@ -30,7 +31,7 @@ from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
-from workers.engine.metrics import EngineMetrics, RequestTiming
+from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures
 from workers.engine.open_request import OpenRequest, RecordPacer
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.stage_output import StageOutput, TextOutput
@@ -62,6 +63,7 @@ class EngineWorker:
     _ended: set[str] = field(default_factory=set)
     """Those of `_preparing` that were ended elsewhere."""
     _requests: dict[str, OpenRequest] = field(default_factory=dict)
+    _num_begun: int = 0
     _background: TaskSet = field(default_factory=TaskSet)
 
     def __post_init__(self, core: EngineCore) -> None:
@@ -97,7 +99,9 @@ class EngineWorker:
             self._background.start(self._kv_log.run())
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         body = self._output.body
-        await self._loop.add_stage([self._model], self._max_num_seqs, body, self._handle)
+        await self._loop.add_stage(
+            [self._model], self._max_num_seqs, body, self._handle, self._pull_load
+        )
         context.ready([self._model], self._load)
         self._background.start(self._watch_steps())
         # A crash of the step thread ends the process: running requests come to another worker after
@@ -130,22 +134,19 @@ class EngineWorker:
         for (_, lane), consumer in self._loop.consumers.items():
             consumer.set_capacity(consumer.num_in_flight if num_before[lane] else capacity)
 
+    def _pull_load(self) -> float:
+        """Return this engine's load, by which its pulls from slots have their priorities."""
+        num_hits = self._stats.prefix_hit_tokens
+        miss_rate = 1 - num_hits / max(1, self._stats.prefix_query_tokens)
+        num_ahead = sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
+        # As if one request had found a whole step's tokens before, so that slots begin well.
+        num_saved = num_hits + self._context.config.engine.max_num_batched_tokens
+        used = self._loop.num_claimed / self._max_num_seqs
+        return load_of(used, num_ahead * miss_rate, num_saved / (1 + self._num_begun))
+
     def _load(self) -> dict[str, float]:
-        stats = self._stats
-        return {
-            "held": len(self._requests),
-            "opening": len(self._preparing),
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "free_blocks": stats.num_free_blocks,
-            "blocks": stats.num_blocks,
-            "prefix_query_tokens": stats.prefix_query_tokens,
-            "prefix_hit_tokens": stats.prefix_hit_tokens,
-            "prefix_evictions": stats.prefix_evictions,
-            "preemptions": stats.num_preemptions,
-            "kv_waste": round(stats.kv_waste, 4),
-            "encoded_items": stats.encoded_items,
-        }
+        held, opening = len(self._requests), len(self._preparing)
+        return {"held": held, "opening": opening, **heartbeat_figures(self._stats)}
 
     # -- requests in ------------------------------------------------------------------------
 
@@ -158,6 +159,7 @@ class EngineWorker:
             return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
+        self._num_begun += 1
         assert header.ticket is not None
         accepted_ms = header.ticket.accepted_ms
         num_tokens = len(request.prompt_token_ids)

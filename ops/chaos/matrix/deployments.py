@@ -26,6 +26,8 @@ BASE = Settings(
 DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     "single": lambda: Deployment(BASE),
     "cluster": lambda: Deployment(replace(BASE, brokers=3), servers=ThreeServers),
+    # Every engine waits at every queue, so that leaders that change drop many pulls.
+    "slots": lambda: Deployment(replace(BASE, brokers=3, slots=4), servers=ThreeServers),
     # Two deaths make a request count as poison. On other deployments, faults kill workers.
     "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
     # All limits are low.

@@ -8,6 +8,7 @@ CELLS = [
     *processes.process_cells(),
     *brokers.BROKER,
     *(replace(cell, on="cluster", load_s=20.0) for cell in brokers.CLUSTER),
+    *(replace(cell, on="slots", load_s=20.0) for cell in brokers.SLOTS),
     *(replace(cell, on="payloads") for cell in payloads.SHARED_MEMORY),
     *environment.DISK,
     *environment.SLOW,

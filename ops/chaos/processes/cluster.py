@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,14 @@ class Cluster:
                 leader = info.get("cluster", {}).get("leader")
                 return int(leader.removeprefix("n")) if leader else None
         return None
+
+    async def change_leaders(self, stream: str, consumers: Iterable[str]) -> None:
+        """Have these consumers elect other leaders. Raises Unavailable."""
+        async with self._connected() as nc:
+            for consumer in consumers:
+                answer = await _ask(nc, f"CONSUMER.LEADER.STEPDOWN.{stream}.{consumer}")
+                if "error" in answer:
+                    raise Unavailable(f"{consumer}: {answer['error']}")
 
     async def wait_current(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Wait until all streams and consumers have a leader and all their replicas are current.

@@ -112,6 +112,28 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
     assert (interactive, batch) == (16, 64)
 
 
+@pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])
+def test_a_pool_with_slots_is_scaled_by_the_sum_of_its_queues(version: str) -> None:
+    text = CONFIG.replace("tower: encoder", "tower: encoder, slots: 3") + POOLS
+    manifests = make("keda", text)
+    for manifest in manifests:
+        check_against_schemas(manifest, version)
+    spec = of_kind(manifests, "ScaledObject")["engine-qwen2-vl"]["spec"]
+    consumers = [trigger["metadata"]["consumer"] for trigger in spec["triggers"]]
+    assert consumers == [
+        subjects.stage_consumer("engine", "qwen2-vl", lane, slot)
+        for lane in subjects.LANES
+        for slot in (None, 0, 1, 2)
+    ]
+    names = {trigger["name"]: 8.0 for trigger in spec["triggers"]}
+    modifiers = spec["advanced"]["scalingModifiers"]
+    assert (modifiers["target"], modifiers["metricType"]) == ("16", "AverageValue")
+    # Four queues of 8 tasks, and as many of the batch lane, of which four count as one.
+    assert eval(modifiers["formula"], names) == 4 * 8 + 4 * 8 / 4
+    others = of_kind(manifests, "ScaledObject")["renderer"]["spec"]
+    assert "scalingModifiers" not in others["advanced"]
+
+
 def test_what_is_scaled_has_no_replicas() -> None:
     manifests = make("keda")
     scaled = of_kind(manifests, "ScaledObject")

@@ -57,6 +57,29 @@ def test_no_two_stages_have_the_same_consumer(
     assert are_same == (one == other)
 
 
+SLOTS = st.none() | st.integers(0, 99)
+
+
+@given(STAGES, SLOTS, STAGES, SLOTS)
+def test_no_two_queues_have_the_same_consumer_or_filter(
+    one: tuple[str, str, str], slot: int | None, other: tuple[str, str, str], another: int | None
+) -> None:
+    are_same = (one, slot) == (other, another)
+    for name_of in (subjects.stage_consumer, subjects.stage_filter):
+        assert (name_of(*one, slot) == name_of(*other, another)) == are_same
+
+
+@given(STAGES, SLOTS)
+def test_a_queue_is_read_from_its_subject(one: tuple[str, str, str], slot: int | None) -> None:
+    for subject in (subjects.stage(*one, "r", slot), subjects.stage_filter(*one, slot)):
+        assert subjects.parts_of_stage(subject) == one
+        assert subjects.slot_of_stage(subject) == slot
+
+
+def test_no_lane_has_the_mark_of_a_slot() -> None:
+    assert not any("-" in lane for lane in subjects.LANES)
+
+
 def test_consumers_of_a_running_deployment_keep_their_names() -> None:
     found = [subjects.stage_consumer(name, "m_1", "batch") for name in ("renderer", "text-to-x")]
     assert found == ["renderer_m_1_batch", "text-to-x_m_1_batch"]

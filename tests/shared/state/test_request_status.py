@@ -63,6 +63,23 @@ async def test_foreign_bytes_on_every_subject_do_not_hide_the_status(
     assert status.why == f"{worker} works on it"
 
 
+async def test_a_request_counts_the_tasks_of_its_own_slot(bus: Bus) -> None:
+    model, worker = f"m-{secrets.token_hex(4)}", f"engine-{secrets.token_hex(4)}"
+    for slot, num_tasks in ((None, 1), (3, 2)):
+        durable = subjects.stage_consumer("engine", model, "batch", slot)
+        where = subjects.stage_filter("engine", model, "batch", slot)
+        await bus.create_consumer(subjects.STAGES_STREAM, durable, where, 30.0)
+        for number in range(num_tasks):
+            name = f"{model}-{slot}-{number}"
+            data = envelope.encode(engine_task(name, [1], model=model), [])
+            await bus.publish(subjects.stage("engine", model, "batch", name, slot), data, name)
+    beat = Heartbeat("engine", worker, "0", 1, [model], {})
+    await bus.publish_heartbeat(worker, to_json(beat))
+    status = await request_status.find(bus, f"{model}-3-0")
+    assert (status.state, status.stage) == ("queued", "engine")
+    assert "2 tasks are queued, 0 in flight" in status.why
+
+
 async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
     bus: Bus, request_id: str
 ) -> None:

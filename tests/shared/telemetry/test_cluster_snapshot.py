@@ -81,6 +81,22 @@ async def test_invalid_replies_are_ignored(bus: Bus) -> None:
     assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(seen))
 
 
+async def test_the_queues_of_all_slots_are_one(bus: Bus, model: str) -> None:
+    stream, lane, sequences = subjects.STAGES_STREAM, "batch", []
+    for slot in (2, None, 0):
+        durable = subjects.stage_consumer("engine", model, lane, slot)
+        subject = subjects.stage_filter("engine", model, lane, slot)
+        await bus.create_consumer(stream, durable, subject, 30.0)
+        name = f"{model}-{slot}"
+        await bus.publish(subjects.stage("engine", model, lane, name, slot), b"task", name)
+        stored = await bus.read_last(stream, subject)
+        assert stored is not None
+        sequences.append(stored.stored_ms)
+    seen = await cluster_snapshot.take_snapshot(bus)
+    (queue,) = [queue for queue in seen.queues if queue.model == model]
+    assert (queue.lane, queue.num_pending, queue.oldest_ms) == (lane, 3, min(sequences))
+
+
 async def test_queues_have_depth_and_age(bus: Bus, model: str) -> None:
     lanes = {}
     for lane in subjects.LANES:

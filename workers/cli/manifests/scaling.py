@@ -1,10 +1,12 @@
 """Objects that scale pools: by KEDA, or by the autoscaler of Pagemill. Pure.
 
 KEDA adds pending tasks and those in flight of one consumer, asks the brokers' monitoring for both,
-and takes the trigger that wants most: see `pkg/scalers/nats_jetstream_scaler.go` of KEDA.
+and takes the trigger that wants most: see `pkg/scalers/nats_jetstream_scaler.go` of KEDA. Where a
+lane has a consumer for each slot, a formula adds up all triggers instead.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from shared.protocol import subjects
 from shared.protocol.pipeline import Pipeline
@@ -21,10 +23,25 @@ BATCH_FACTOR = 4
 ACCOUNT = f"pagemill-{AUTOSCALER}"
 
 
+class PoolConsumer(NamedTuple):
+    """A durable consumer from which a pool's workers pull."""
+
+    name: str
+    lane: str
+    has_slot: bool = False
+
+
 def make_scaled_object(
-    worker: WorkerSpec, pool: PoolSettings, consumers: Iterable[tuple[str, str]], target: Target
+    worker: WorkerSpec, pool: PoolSettings, consumers: list[PoolConsumer], target: Target
 ) -> Manifest:
-    """Return KEDA's object for a pool with these consumers, each with its lane."""
+    """Return KEDA's object for a pool with these consumers."""
+    scale_down = {"scaleDown": {"stabilizationWindowSeconds": COOLDOWN_S}}
+    advanced: dict[str, Any] = {"horizontalPodAutoscalerConfig": {"behavior": scale_down}}
+    triggers = [_trigger(consumer, pool, target) for consumer in consumers]
+    if any(consumer.has_slot for consumer in consumers):
+        advanced["scalingModifiers"] = _sum_of_triggers(consumers, pool)
+        for number, trigger in enumerate(triggers):
+            trigger["name"] = _trigger_name(number)
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
@@ -37,40 +54,56 @@ def make_scaled_object(
             "maxReplicaCount": pool.max,
             # Without figures there is a worker, so that nothing waits for ever.
             "fallback": {"failureThreshold": 3, "replicas": max(1, pool.min)},
-            "advanced": {
-                "horizontalPodAutoscalerConfig": {
-                    "behavior": {"scaleDown": {"stabilizationWindowSeconds": COOLDOWN_S}}
-                }
-            },
-            "triggers": [_trigger(name, lane, pool, target) for name, lane in consumers],
+            "advanced": advanced,
+            "triggers": triggers,
         },
     }
 
 
-def _trigger(consumer: str, lane: str, pool: PoolSettings, target: Target) -> Manifest:
-    threshold = pool.per_engine * (1 if lane == subjects.LANES[0] else BATCH_FACTOR)
+def _trigger_name(number: int) -> str:
+    return f"queue_{number}"
+
+
+def _sum_of_triggers(consumers: list[PoolConsumer], pool: PoolSettings) -> Manifest:
+    """Return the formula that counts the tasks of all slots, of the batch lane as parts of one."""
+    lanes = [
+        " + ".join(_trigger_name(i) for i, one in enumerate(consumers) if one.lane == lane)
+        for lane in subjects.LANES
+    ]
+    return {
+        "formula": f"{lanes[0]} + ({lanes[1]}) / {BATCH_FACTOR}",
+        "target": str(pool.per_engine),
+        "activationTarget": "0",
+        "metricType": "AverageValue",
+    }
+
+
+def _trigger(consumer: PoolConsumer, pool: PoolSettings, target: Target) -> Manifest:
+    is_first = consumer.lane == subjects.LANES[0]
+    threshold = pool.per_engine * (1 if is_first else BATCH_FACTOR)
     return {
         "type": "nats-jetstream",
         "metadata": {
             "natsServerMonitoringEndpoint": target.nats_monitoring,
             "account": target.nats_account,
             "stream": subjects.STAGES_STREAM,
-            "consumer": consumer,
+            "consumer": consumer.name,
             "lagThreshold": str(threshold),
             "activationLagThreshold": "0",
         },
     }
 
 
-def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[tuple[str, str]]:
-    """Return the durable consumers from which a pool's workers pull, each with its lane."""
+def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[PoolConsumer]:
+    """Return the durable consumers from which a pool's workers pull."""
     return [
-        (subjects.stage_consumer(stage.name, model, lane), lane)
+        PoolConsumer(subjects.stage_consumer(stage.name, model, lane, slot), lane, slot is not None)
         for model, pipeline in pipelines.items()
         if worker.model in (None, model)
         for stage in pipeline.stages
         if stage.role == worker.role and worker.stage in (None, stage.name)
         for lane in subjects.LANES
+        for slot in stage.queue_slots
     ]
 
 

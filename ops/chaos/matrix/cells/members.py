@@ -6,6 +6,7 @@ from pathlib import Path
 from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, dropping, fill, wait_for_load
 from ops.chaos.matrix.deployment import Deployment, Disturb
 from ops.chaos.matrix.servers import ThreeServers
+from ops.chaos.plan import MODEL
 from shared.protocol import subjects
 
 
@@ -102,6 +103,20 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
         await deployment.probe("beside_cut", LEADER_S)
         await asyncio.sleep(4.0)
     await deployment.probe("after_cut", LEADER_S)
+
+
+async def leaders_of_queues_change(deployment: Deployment) -> None:
+    """Have the consumers of all slots elect other leaders, which know no pull of before."""
+    queues = [queue for lane in subjects.LANES for queue in _engine_queues(deployment, lane)]
+    await wait_for_load(deployment)
+    for _ in range(5):
+        await _cluster(deployment).cluster.change_leaders(subjects.STAGES_STREAM, queues)
+        await deployment.probe("after_change", LEADER_S)
+
+
+def _engine_queues(deployment: Deployment, lane: str) -> list[str]:
+    slots = [None, *range(deployment.settings.slots)]
+    return [subjects.stage_consumer("engine", MODEL, lane, slot) for slot in slots]
 
 
 async def rolling_members(deployment: Deployment) -> None:

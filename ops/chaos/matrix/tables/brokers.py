@@ -72,3 +72,13 @@ CLUSTER = [
         known="a documented limit of nats-server (Jepsen, issue 7549)",
     ),
 ]
+
+SLOTS = [
+    Cell("slots: kill leader", "kill -9, twice", "10 s", members.member_killed(leader=True)),
+    Cell(
+        "slots: all queues change leaders",
+        "step down, five times",
+        "10 s",
+        members.leaders_of_queues_change,
+    ),
+]

@@ -1,0 +1,203 @@
+"""Consumer of the slots of a stage: one credit for the queues of all slots of a lane.
+
+Each worker pulls from every slot, and the broker serves pulls by their priority: mostly those of
+the slot's owner. What nobody else pulls is therefore taken at once by any worker that has room.
+
+A queue that may have messages is asked within the credit, by a pull that the broker answers at
+once. An empty queue gets a pull for one message that waits, beyond the credit, because queues are
+many and most of them empty. What is delivered beyond the credit is handed back.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import api
+
+from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
+from shared.bus.priorities import BUSY, priority_of
+from shared.task_set import TaskSet
+
+GROUP = "slots"
+# The priority of a pull cannot be changed, so that pulls are short, most of all those of a busy
+# worker, which may be idle soon.
+WAIT_S, BUSY_WAIT_S = 1.0, 0.25
+# An owner's next pull is there before the broker ends the last one, so that nobody comes between.
+RENEWED_AT = 0.5
+# By then a pull has been lost, with the leader of its consumer.
+LOST_AT = 1.5
+# Messages that an owner asks for with a pull that waits: one that follows at once is its own too.
+OWNED_BATCH = 2
+LEAST_PAUSE_S = 0.1
+
+_log = structlog.get_logger()
+
+
+class SlotQueue(NamedTuple):
+    """The queue of a slot of a lane."""
+
+    slot: int | None
+    """None for the queue of tasks without a slot, which has no priorities."""
+    durable: str
+    subject: str
+
+
+@dataclass
+class PrioritizedConfig(api.ConsumerConfig):
+    """Configuration of a consumer whose pulls have priorities, which nats-py does not know."""
+
+    priority_groups: list[str] = field(default_factory=lambda: [GROUP])
+    priority_policy: str = "prioritized"
+
+
+@dataclass(eq=False)
+class _Queue:
+    """What a worker knows of a queue, from which it has one pull at a time."""
+
+    slot: int | None
+    pull_subject: str
+    acks: AckBatcher
+    is_owned: bool
+    backlog: int | None = None
+    """Messages that are known to be there; None if that is unknown."""
+    pull: int = 0
+    """Number of the last pull."""
+    asked: int = 0
+    """Messages that it may still deliver."""
+    waits: bool = False
+    """Whether it is one that waits."""
+    due_s: float = 0.0
+    """Loop time of the next pull; 0 after the end of the last one."""
+
+    def end_pull(self, backlog: int | None, due_s: float = 0.0) -> None:
+        self.asked, self.backlog, self.due_s = 0, backlog, due_s
+
+
+class SlotConsumer(Puller):
+    """Pulls from the queues of all slots, of which this worker owns some."""
+
+    def __init__(
+        self,
+        nc: NatsClient,
+        stream: str,
+        queues: Iterable[SlotQueue],
+        capacity: int,
+        load: Callable[[], float],
+    ) -> None:
+        """`load` returns that of this worker, see `priorities`."""
+        super().__init__(nc, capacity)
+        self._load = load
+        self._by_durable = {
+            queue.durable: _Queue(
+                queue.slot,
+                pull_subject(stream, queue.durable),
+                AckBatcher(nc),
+                is_owned=queue.slot is None,
+            )
+            for queue in queues
+        }
+        self._handing_back = TaskSet()
+
+    def set_owned(self, slots: Collection[int]) -> None:
+        """Own these slots from the next pull on."""
+        for queue in self._by_durable.values():
+            queue.is_owned = queue.slot is None or queue.slot in slots
+
+    def on_reconnect(self) -> None:
+        for queue in self._by_durable.values():
+            queue.end_pull(backlog=None)
+        self._changed.set()
+
+    async def _receive(self, msg: Msg) -> None:
+        status = (msg.headers or {}).get("Status")
+        if status is not None and not msg.reply:
+            self._on_status(msg.subject.rpartition(".")[2], status)
+        else:
+            self._on_delivery(msg)
+        self._changed.set()
+
+    def _on_status(self, number: str, status: str) -> None:
+        """Note the end of a pull, unless another has followed it."""
+        for queue in self._by_durable.values():
+            if queue.pull != int(number):
+                continue
+            if status in ("404", "408"):
+                queue.end_pull(backlog=0)
+            else:
+                now_s = asyncio.get_running_loop().time()
+                queue.end_pull(backlog=None, due_s=now_s + PULL_REFUSED_PAUSE_S)
+                _log.warning("pull_refused", subject=queue.pull_subject, status=status)
+
+    def _on_delivery(self, msg: Msg) -> None:
+        metadata = msg.metadata
+        queue = self._by_durable[metadata.consumer]
+        queue.backlog = metadata.num_pending
+        queue.asked -= 1
+        if queue.asked <= 0:
+            queue.end_pull(queue.backlog)
+        self.num_in_flight += 1
+        delivery = Delivery(msg, self, queue.acks)
+        if self.num_in_flight > self.capacity:
+            self._handing_back.start(delivery.retry(0))
+        else:
+            self._ready.put_nowait(delivery)
+
+    async def _pull_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            await self._pull_where_due(loop.time())
+            due_s = min(queue.due_s for queue in self._by_durable.values())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(due_s - loop.time(), LEAST_PAUSE_S)):
+                    await self._changed.wait()
+
+    async def _pull_where_due(self, now_s: float) -> None:
+        every = self._by_durable.values()
+        due = [queue for queue in every if queue.due_s <= now_s]
+        if self.num_in_flight >= self.capacity:
+            for queue in due:
+                # It may have messages by the time that there is room.
+                queue.end_pull(queue.backlog or None)
+            return
+        asked = sum(queue.asked for queue in every if queue not in due and not queue.waits)
+        room = self.capacity - self.num_in_flight - asked
+        for queue in sorted(due, key=_rank):
+            if queue.backlog == 0:
+                batch = OWNED_BATCH if queue.is_owned else 1
+                await self._pull(queue, batch, now_s, waits=True)
+            elif room > 0:
+                # What others leave is taken one by one, so that an owner comes in between.
+                batch = min(room, queue.backlog or 1) if queue.is_owned else 1
+                room -= batch
+                await self._pull(queue, batch, now_s, waits=False)
+
+    async def _pull(self, queue: _Queue, batch: int, now_s: float, *, waits: bool) -> None:
+        self._next_pull += 1
+        load = self._load()
+        wait_s = WAIT_S if load <= BUSY else BUSY_WAIT_S
+        queue.pull, queue.asked, queue.waits = self._next_pull, batch, waits
+        queue.due_s = now_s + wait_s * (RENEWED_AT if queue.is_owned else LOST_AT)
+        request: dict[str, object] = {"batch": batch}
+        request |= {"expires": int(wait_s * 1e9)} if waits else {"no_wait": True}
+        if queue.slot is not None:
+            priority = priority_of(load, is_owner=queue.is_owned)
+            request |= {"group": GROUP, "priority": priority}
+        reply = f"{self._inbox}.{queue.pull}"
+        try:
+            await self._nc.publish(queue.pull_subject, json.dumps(request).encode(), reply=reply)
+        except NatsError:
+            # Not connected: `on_reconnect` causes another pull.
+            queue.end_pull(backlog=None, due_s=queue.due_s)
+
+
+def _rank(queue: _Queue) -> tuple[bool, bool, int]:
+    """Sort queues to ask: those with a backlog first, of these those owned, each in turns."""
+    return not queue.backlog, not queue.is_owned, queue.pull

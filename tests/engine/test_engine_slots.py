@@ -1,0 +1,78 @@
+"""Engines that pull from slots."""
+
+import asyncio
+import secrets
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.client import follow
+from shared.config import EngineConfig
+from shared.protocol.pipeline import Edge
+from shared.protocol.records import Finish
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, RequestTicket, TaskHeader
+from shared.stage import tasks
+from tests.engine.test_engine_worker import start_worker
+
+TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
+SLOTS = 4
+
+
+async def publish(bus: Bus, model: str, request_id: str, num_slots: int) -> None:
+    """Publish a task whose beginning is that of all others."""
+    ticket = RequestTicket(bus.now_ms(), bus.now_ms() + 60_000, 1, "pm.test.receipt")
+    sampling = SamplingParams(max_tokens=2, temperature=0)
+    header = TaskHeader(request_id, model, "interactive", ticket, sampling)
+    body = EngineBody([7] * 64, [])
+    await tasks.publish(bus, TO_ENGINE, header, body, num_slots=num_slots)
+
+
+@pytest.mark.parametrize("slots", [1, SLOTS])
+async def test_a_hot_queue_fills_both_engines(bus: Bus, slots: int) -> None:
+    """No step ends, so what an engine has claimed it keeps."""
+    model = f"hot-{secrets.token_hex(4)}"
+    config = EngineConfig(max_num_seqs=4)
+    started = [await start_worker(bus, model, config, slots) for _ in range(2)]
+    serving = [asyncio.create_task(worker.serve()) for worker, _, _ in started]
+    names = [f"{model}-{number}" for number in range(8)]
+    for name in names:
+        await publish(bus, model, name, slots)
+    async with asyncio.timeout(20):
+        while sum(len(worker._requests) for worker, _, _ in started) < len(names):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    loads = [worker._pull_load() for worker, _, _ in started]
+    num_claimed = [worker._loop.num_claimed for worker, _, _ in started]
+    for _, runner, _ in started:
+        runner.go_on.release(1000)
+    async with asyncio.timeout(20):
+        ends = [[record async for record in follow(bus, name)][-1] for name in names]
+    for _, _, context in started:
+        context.shutdown.asked.set()
+    await asyncio.gather(*serving)
+    for _, _, context in started:
+        await context.close()
+    assert all(isinstance(end, Finish) for end in ends)
+    assert min(num_claimed) >= 2
+    assert all(load >= num / 4 for load, num in zip(loads, num_claimed, strict=True))
+
+
+async def test_prompts_that_have_not_begun_count_by_their_tokens(bus: Bus) -> None:
+    model = f"long-{secrets.token_hex(4)}"
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=16)
+    worker, runner, context = await start_worker(bus, model, config, SLOTS)
+    serving = asyncio.create_task(worker.serve())
+    await publish(bus, model, f"{model}-r", SLOTS)
+    async with asyncio.timeout(20):
+        while not worker._requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        # More than a hit would save, as far as is known at the start: a step's tokens.
+        assert worker._pull_load() == 64 / (64 + 16 / 2)
+        runner.go_on.release(1000)
+        _ = [record async for record in follow(bus, f"{model}-r")]
+        while worker._loop.num_claimed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert worker._pull_load() == 0.0
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
