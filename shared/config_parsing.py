@@ -16,7 +16,7 @@ import yaml
 from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
-from shared.protocol.pipeline_faults import Fault
+from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.validation import split_validation_error

@@ -8,8 +8,7 @@ import msgspec
 from shared.config import Config
 from shared.config_scale import PoolConfig
 from shared.errors import ConfigError
-from shared.protocol.pipeline import REQUEST, Pipeline, StageSpec
-from shared.protocol.pipeline_faults import Fault
+from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
 from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
 from shared.stage.pipelines import pipelines_of
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of

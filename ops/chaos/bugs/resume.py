@@ -7,7 +7,7 @@ from ops.chaos.patching import replace_attribute
 @bug("engine", "resumes", "I2", "I3")
 def resume_off_by_one() -> None:
     from shared.protocol.records import LogRecord
-    from workers.engine import log_records, worker
+    from workers.engine import log_records, stage_output
     from workers.engine.core.sequence import LoggedChoice
 
     logged_choices = log_records.logged_choices
@@ -18,14 +18,14 @@ def resume_off_by_one() -> None:
             for choice in logged_choices(records, n)
         ]
 
-    replace_attribute(worker, "logged_choices", without_last_token)
+    replace_attribute(stage_output, "logged_choices", without_last_token)
 
 
 @bug("engine", "resumes", "I2", "I3")
 def resume_from_scratch() -> None:
-    from workers.engine import worker
+    from workers.engine import stage_output
 
-    replace_attribute(worker, "logged_choices", lambda records, n: [])
+    replace_attribute(stage_output, "logged_choices", lambda records, n: [])
 
 
 @bug("engine", "resumes", "I3")
