@@ -43,9 +43,11 @@ hypothesis.settings.load_profile("pagemill")
 
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
 
-# Files that take minutes, most of them waiting. Workers of pytest-xdist take files in this order,
-# and a long file that starts last would keep one of them busy alone.
-LONG_FIRST = ("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py")
+# Files that take minutes, most of them waiting. A long file that starts last would keep one worker
+# of pytest-xdist busy alone, so they begin early, and between them those that keep the processors
+# busy meanwhile. Workers take files in the order of items.
+LONG = ("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py")
+COMPUTING = "tests/engine/"
 
 # Most skipped tests by reason, of those that no setting of a CI machine can avoid. A reason that is
 # not listed fails the run unless it begins with a line of the environment variable
@@ -83,7 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without = [item for item in items if _lacks_folder(item)]
     config.hook.pytest_deselected(items=without)
     items[:] = [item for item in items if item not in without]
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FIRST))
+    files = [*dict.fromkeys(item.nodeid.partition("::")[0] for item in items)]
+    long = [file for file in files if file.startswith(LONG)]
+    computing = [file for file in files if file.startswith(COMPUTING)]
+    order = [file for pair in zip(long, computing, strict=False) for file in pair]
+    order = [*dict.fromkeys(order + long + files)]
+    items.sort(key=lambda item: order.index(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(wrapper=True)
