@@ -77,8 +77,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Model name in the mm_hashes of images that are rendered for other servers, which must have
     been started with the same name; by default `path`."""
     adapters: dict[str, str] = {}
-    """LoRA adapters that a request may name: folders in peft's format, relative to the
-    configuration file."""
+    """LoRA adapters that a request may name: peft's folders, relative to the configuration file."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Queues of the model's engines in each lane. With more than 1, requests with the same
     beginning wait in the same one, which one engine serves before the others do."""
@@ -211,8 +210,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Publish cached blocks on `pm.kv.<engine>` for routers that route by cached prefix. The events
     include token ids, so a reader of the stream can read prompts."""
     embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
-    """Size of the cache of image embeddings, for images that recur in other prompts; 0 disables
-    it."""
+    """Size of the cache of image embeddings, for images that recur in other prompts; 0 for none."""
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
