@@ -59,13 +59,12 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and
-# print at their end. AFTER_TESTS names targets that wait for the tests and, because they wait
-# themselves for most of their time, have these beside them.
+# print at their end. AFTER_TESTS names targets that wait for the tests, but not for these.
 test: .venv/bytecode  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage
 
 ifdef AFTER_TESTS
-$(AFTER_TESTS) quiet-check quiet-coverage: tests
+$(AFTER_TESTS): tests
 endif
 
 QUIET ?= nice -n 10
