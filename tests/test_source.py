@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 FILES = sorted(file for folder in ("workers", "shared") for file in (ROOT / folder).rglob("*.py"))
 
 # They make code of data.
@@ -194,6 +195,19 @@ def test_it_finds_nothing_in_what_is_harmless() -> None:
         "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
     )
     assert found(source, CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    too_long = []
+    for file in FILES:
+        source = file.read_text()
+        lines = {module_of(file): (len(source.splitlines()), MAX_FILE_LINES)}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or 0) - node.lineno + 1
+                lines[f"{module_of(file)}:{node.name}"] = (num_lines, MAX_FUNCTION_LINES)
+        too_long += [f"{name}: {n} lines" for name, (n, limit) in lines.items() if n > limit]
+    assert too_long == []
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
