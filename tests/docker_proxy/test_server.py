@@ -12,10 +12,9 @@ import pytest
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError, NotFound, Unavailable
 from tests.docker_proxy.conftest import CONFIG, serve_proxy
-from tests.docker_proxy.fake_engine import BUS, DOOR, PROJECT, STOP_S, FakeEngine
+from tests.docker_proxy.fake_engine import BUS, DOOR, PROJECT, FakeEngine
 from workers.autoscaler.docker_api import ProxyApi
 from workers.docker_messages import DockerWorker
-from workers.docker_proxy import engine as engine_module
 from workers.docker_proxy import server
 from workers.docker_proxy.engine import Engine
 from workers.docker_proxy.project import find_project
@@ -122,25 +121,6 @@ async def test_a_worker_drains_and_is_removed(docker: FakeEngine, api: ProxyApi)
     await until(lambda: docker.states() == {"shop_engine_1": "running"})
     assert [change.split("/")[-1] for change in docker.changes].count("stop") == 1
     assert await numbers(api) == {1: False}
-
-
-async def test_stops_of_many_workers_keep_no_other_call_from_the_engine(
-    docker: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "TIMEOUT_S", 5.0)
-    engine = Engine(str(tmp_path / "docker.sock"))
-    await engine.open()
-    docker.stops.clear()
-    made = [docker.add(number) for number in range(1, engine_module.MAX_CONNECTIONS + 2)]
-    stops = [asyncio.create_task(engine.stop(one["Id"], STOP_S)) for one in made]
-    try:
-        await until(lambda: len(docker.changes) == len(made))
-        assert (await engine.inspect(made[0]["Id"]))["State"]["Status"] == "running"
-    finally:
-        docker.stops.set()
-        await asyncio.gather(*stops)
-        await engine.close()
-    assert set(docker.states().values()) == {"exited"}
 
 
 async def test_the_last_container_stays_for_its_definition(
