@@ -2,13 +2,17 @@
 
 import ast
 import builtins
+import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 FILES = sorted(file for folder in ("workers", "shared") for file in (ROOT / folder).rglob("*.py"))
 
 # They make code of data.
@@ -194,6 +198,54 @@ def test_it_finds_nothing_in_what_is_harmless() -> None:
         "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
     )
     assert found(source, CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    too_long = []
+    for file in FILES:
+        source = file.read_text()
+        lines = {module_of(file): (len(source.splitlines()), MAX_FILE_LINES)}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or 0) - node.lineno + 1
+                lines[f"{module_of(file)}:{node.name}"] = (num_lines, MAX_FUNCTION_LINES)
+        too_long += [f"{name}: {n} lines" for name, (n, limit) in lines.items() if n > limit]
+    assert too_long == []
+
+
+def test_no_sentence_of_a_comment_or_docstring_begins_with_of() -> None:
+    """Such a sentence has no subject, and is understood only with the code around it."""
+    folders = [ROOT / name for name in ("shared", "workers", "ops", "tests")]
+    found = [
+        f"{file.relative_to(ROOT)}: {sentence}"
+        for folder in folders
+        for file in folder.rglob("*.py")
+        for sentence in re.findall(r"(?:^|[.:!?] )(Of .{0,40})", prose_of(file), re.MULTILINE)
+    ]
+    assert found == []
+
+
+def prose_of(file: Path) -> str:
+    """The comments and docstrings of a file, a paragraph each, with the lines joined."""
+    source = file.read_text()
+    if not re.search(r"\bOf ", source):
+        return ""
+    paragraphs: list[str] = []
+    last_line = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, text = token.start[0], token.string.lstrip("#: ")
+        if line == last_line + 1:
+            paragraphs[-1] += f" {text}"
+        else:
+            paragraphs.append(text)
+        last_line = line
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts = inspect.cleandoc(str(node.value.value)).split("\n\n")
+            paragraphs += [text.replace("\n", " ") for text in texts]
+    return "\n".join(paragraphs)
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:

@@ -47,7 +47,7 @@ def processor() -> Processor:
 
 
 def block_key(tenant: str, processor: Processor) -> object:
-    """Of an image that has one hash for both: the chain is salted by itself."""
+    """Last key of the chain of an image that has one hash for both: the chain has its own salt."""
     items = [Item("image", "a" * 64, PlaceholderRange(0, 4), {})]
     request = EngineRequest("r", [1] * 8, items, SamplingParams(), tenant=tenant)
     return block_hashes(Sequence(request, 0, 0, [1] * 8, 1), 2, 4)[-1]

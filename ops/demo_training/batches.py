@@ -79,7 +79,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "character": tuple(CHARACTERS),
 }
 IGNORED = -100
-# Of phase 1, in which all pictures are small.
+# Share of the training of the tower, from its begin, in which all pictures are small.
 SMALL_SHARE = 0.6
 SMALL_SIZE = (56, 56)
 

@@ -8,22 +8,27 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
 from ops.demo_training.scenes import MAX_PIXELS, MEAN, MERGE, MIN_PIXELS, PATCH, STD
+
+
+def save_half(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a model and its tokenizer, with the weights in half precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half: Any = type(model)(model.config)
+    half.to(torch.float16)
+    half.load_state_dict(model.state_dict())
+    half.generation_config = model.generation_config
+    half.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def save_folder(
     model: Qwen2VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, out: Path
 ) -> None:
-    """Writes a normal Hugging Face folder, with the weights in half precision."""
-    out.mkdir(parents=True, exist_ok=True)
-    half: Any = Qwen2VLForConditionalGeneration(model.config)
-    half.to(torch.float16)
-    half.load_state_dict(model.state_dict())
-    half.generation_config = model.generation_config
-    half.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    """Write a normal Hugging Face folder, with the weights in half precision."""
+    save_half(model, tokenizer, out)
     size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",

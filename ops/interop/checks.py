@@ -22,8 +22,8 @@ RANK_TOLERANCE = 1
 # Tolerance of 8-bit pixels: vLLM resizes with torchvision where it is installed, we with Pillow.
 PIXEL_STEPS = 2
 # Where the pixels differ, log probabilities may differ by PERTURBATION_MARGIN times what as many
-# differences elsewhere in the image make in vLLM, the most of NUM_PERTURBATIONS tries. Of 60 tries
-# the largest was 2.3 times the median.
+# differences elsewhere in the image make in vLLM, the most of NUM_PERTURBATIONS tries. The largest
+# of 60 tries was 2.3 times the median.
 NUM_PERTURBATIONS = 16
 PERTURBATION_MARGIN = 2
 # Fields that name the server, the time or the request.

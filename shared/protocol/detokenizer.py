@@ -75,7 +75,7 @@ def _is_incomplete(text: str, window: TokenWindow) -> bool:
 class Detokenizer:
     """Token ids one by one → pieces of text, which end before the first stop string.
 
-    Of several stop strings the one that is complete first ends the text, and then the longest. With
+    The stop string that is complete first ends the text; if several are, it is the longest. With
     `include_stop` the stop string is part of the text.
     """
 

@@ -23,6 +23,8 @@ from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_con
 from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
 
 RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
+FORWARDERS = (RENDERER, PREFILL)
+"""Roles whose workers do nothing with a task but forward it."""
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
@@ -63,7 +65,8 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
         named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = _faults_of_chunks(pipeline)
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        for fault in (*named, *faults(pipeline, roles), *chunks, *detours):
+        found = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
+        for fault in (*named, *found):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -101,6 +104,21 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
                 f"stages.{stage.name}.inputs.{CODES}",
                 f"the output of {source.name!r} is of kind {source.output.kind!r}, not {CODES!r}",
             )
+
+
+def _faults_of_forwarders(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        if stage.role not in FORWARDERS:
+            continue
+        if not pipeline.onward_edges(stage.name):
+            yield Fault(
+                f"stages.{stage.name}.role",
+                f"workers of the role {stage.role!r} forward every task, and no task edge begins at"
+                " this stage: requests would be lost here",
+            )
+        if stage.output is not None:
+            message = f"workers of the role {stage.role!r} write no output"
+            yield Fault(f"stages.{stage.name}.output", message)
 
 
 def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:

@@ -63,7 +63,7 @@ class RequestStatus:
     """Number of records in its token log."""
     why: str = ""
     error_code: str | None = None
-    """Of a request that has failed."""
+    """Code of the error; None unless the request has failed."""
     attempts: list[Attempt] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind it."""

@@ -71,7 +71,7 @@ def test_workers_of_containers_are_told_apart_by_their_addresses() -> None:
     ]
     containers = ActuatorReport("docker", "", {ENGINE: slots})
     beats = [
-        # Of a container that was removed.
+        # The container of this worker was removed.
         heartbeat("engine-z", "172.18.0.9", 9),
         heartbeat("engine-b", "172.18.0.3", 2),
         heartbeat("engine-a", "fd00::2", 1),

@@ -8,26 +8,22 @@ piece.
 """
 
 import asyncio
-import base64
 import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
 from shared.client import cancel, follow_output
 from shared.codec.envelope import TensorData
 from shared.protocol import subjects
-from shared.protocol.chunks import ChunkSpec
 from shared.protocol.messages import decode_dead_letter
 from shared.protocol.records import (
     AudioChunk,
@@ -44,11 +40,18 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
 from shared.state.token_log import decode_record, is_final, last_record
-from tests import preloaded
+from tests.cluster.processes import (
+    Processes,
+    joined_sound,
+    running,
+    sound_of,
+    until,
+    until_nothing_is_left,
+    until_ready,
+)
 from tests.generator import voices
 from workers import roles
 from workers.generator.core.vocoder import Chunk, Samples
-from workers.generator.loader import load_vocoder
 from workers.generator.table_vocoder import TableVocoder
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +77,11 @@ generator: {{max_batch: 8}}
 delivery: {{ack_wait_s: 3.0, drain_s: 5.0, retry_delay_s: 0.1}}
 """
 # Heartbeats come every second. By the ack wait of 3 s it is known that a killed worker is dead.
-STAGES = {"coordinator": None, "source": "talker", "generator": "code2wav"}
+WORKERS = {
+    "coordinator": ["coordinator"],
+    "talker": ["source", "--stage", "talker"],
+    "code2wav": ["generator", "--stage", "code2wav"],
+}
 FRAMES_A_RECORD = 4
 RECORD_S = 0.02
 # In place of a code: the talker writes nothing more, until the request has ended.
@@ -128,75 +135,19 @@ def register_roles() -> None:
     TableVocoder.synthesize = slowly  # type: ignore[method-assign]
 
 
-class Processes:
-    """One process of each stage."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
-        self._running: dict[str, preloaded.ForkedCommand] = {}
-
-    def start(self, role: str, config: Path | None = None) -> preloaded.ForkedCommand:
-        stage = STAGES[role]
-        arguments = ["worker", role, *(["--stage", stage] if stage else [])]
-        arguments += ["--config", str(config or self.folder / "pagemill.yaml"), "--nats", self.url]
-        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: __name__}
-        with (self.folder / "workers.log").open("ab") as stderr:
-            return preloaded.start(arguments, env=env, stderr=stderr)
-
-    def start_all(self) -> None:
-        for role in STAGES:
-            self._running[role] = self.start(role)
-
-    def kill(self, role: str) -> None:
-        """Kill the process of a role, and start another."""
-        self._running[role].send_signal(signal.SIGKILL)
-        self._running[role].wait()
-        self._running[role] = self.start(role)
-
-    def restart_if_dead(self, role: str) -> int:
-        """Start the process of a role again if it has ended; return how many have been started."""
-        if self._running[role].poll() is None:
-            return 0
-        self._running[role] = self.start(role)
-        return 1
-
-    @contextlib.contextmanager
-    def stopped(self, role: str) -> Iterator[None]:
-        self._running[role].send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._running[role].send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("code2wav")
     (folder / "pagemill.yaml").write_text(CONFIG)
     voices.write(folder / "voice")
-    server = EmbeddedServer(folder / "nats")
-    server.start()
-    running = Processes(folder, server.url)
-    try:
-        running.start_all()
-        yield running
-    finally:
-        running.stop()
-        server.stop()
+    with running(folder, WORKERS, __name__) as started:
+        yield started
 
 
 @pytest.fixture
 async def client(processes: Processes) -> AsyncIterator[Bus]:
     bus = await Bus.connect(processes.url, "test")
-    async with asyncio.timeout(150):
-        stages = {stage or role for role, stage in STAGES.items()}
-        while {b.stage or b.role for b in await bus.read_heartbeats()} < stages:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    await until_ready(bus, WORKERS)
     yield bus
     await bus.close()
 
@@ -221,21 +172,7 @@ async def follow(bus: Bus, request_id: str) -> list[OutputRecord]:
 
 def check_sound(folder: Path, codes: list[int], records: list[OutputRecord]) -> None:
     """Check that each sample is there once, and that all are those of the codes in one piece."""
-    *chunks, end = records
-    assert isinstance(end, OutputEnd)
-    assert not end.cut
-    assert [record.index for record in records] == list(range(len(records)))
-    made = b""
-    for chunk in chunks:
-        assert isinstance(chunk, AudioChunk)
-        assert chunk.sample_rate == 24_000
-        assert chunk.first_sample == len(made) // 2
-        made += base64.b64decode(chunk.pcm, validate=True)
-        assert chunk.first_sample + chunk.num_samples == len(made) // 2
-    assert end.summary.units == {"samples": len(made) // 2}
-    vocoder = load_vocoder(folder / "voice", ChunkSpec(), "the stage")
-    expected = voices.whole(vocoder, np.array(codes, np.int32)[:, None])
-    np.testing.assert_array_equal(np.frombuffer(made, "<i2"), expected)
+    assert joined_sound(records) == sound_of(folder, codes)
 
 
 async def final_record(bus: Bus, request_id: str) -> Finish | Failure:
@@ -249,26 +186,6 @@ async def audio_of(bus: Bus, request_id: str) -> list[Any]:
     """The records of a request's sound so far."""
     subject = subjects.tokens(request_id, "audio")
     return [decode_record(m.data) for m in await bus.read(subjects.TOKENS_STREAM, subject)]
-
-
-async def until(look: Callable[[], Awaitable[Any]], limit_s: float = 30.0) -> Any:
-    """Wait until what `look` returns is true, and return it."""
-    async with asyncio.timeout(limit_s):
-        while not (found := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    return found
-
-
-async def until_nothing_is_left(bus: Bus) -> None:
-    """No request and no task is in a queue, and no worker holds one."""
-    streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.CANCELS_STREAM]
-
-    async def is_empty() -> bool:
-        num_queued = sum([(await bus.stream_size(stream))[0] for stream in streams])
-        beats = await bus.read_heartbeats()
-        return not num_queued and not any(beat.load.get("held") for beat in beats)
-
-    await until(is_empty)
 
 
 # -- the tests ------------------------------------------------------------------------------------
@@ -301,7 +218,7 @@ async def test_a_generator_is_killed_at_every_chunk(processes: Processes, client
     following = asyncio.create_task(follow(client, "killed"))
     for num_made in range(1, len(SIZES)):
         await until(partial(has_records, client, "killed", num_made))
-        processes.kill("generator")
+        processes.kill("code2wav")
     records = await following
     check_sound(processes.folder, codes, records)
     attempts = [record.attempt for record in records]
@@ -324,7 +241,7 @@ async def test_codes_that_kill_generators_are_given_up_and_harm_no_other_request
 
     async def has_ended() -> bool:
         nonlocal num_started
-        num_started += processes.restart_if_dead("generator")
+        num_started += processes.restart_if_dead("code2wav")
         return bool(await read_log(client, "poison"))
 
     await until(has_ended, 60)
@@ -383,7 +300,7 @@ async def test_a_generator_that_wakes_behind_the_end_writes_nothing(
 ) -> None:
     await ask(client, "zombie", codes_of(6, 200))
     await until(partial(has_records, client, "zombie", 2))
-    with processes.stopped("generator"):
+    with processes.stopped("code2wav"):
         await cancel(client, "zombie")
         final = await final_record(client, "zombie")
     assert isinstance(final, Failure)
@@ -407,7 +324,7 @@ def test_a_generator_refuses_its_settings_at_its_start(
     config = tmp_path / "pagemill.yaml"
     voices.write(tmp_path / "voice")
     config.write_text(CONFIG.replace(*changed))
-    process = processes.start("generator", config)
+    process = processes.fork("code2wav", config)
     with contextlib.suppress(Exception):
         process.wait(30)
     process.kill()

@@ -37,7 +37,7 @@ METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Of its own: nothing else has been counted in it."""
+    """A cluster of its own: nothing else has been counted in it."""
     running = start_cluster(tmp_path_factory.mktemp("metrics"), CONFIG + METRICS)
     yield running
     stop_cluster(running)
@@ -125,7 +125,7 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
         "up": 1,
     }.items():
         assert found[name, "engine"] == wanted, name
-    # Of two choices of one prompt, the second finds what the first has computed.
+    # The second of two choices of one prompt finds what the first has computed.
     cached = sum(usage.cached_tokens for usage in usages)
     assert found["prefix_cache_queries_total", "engine"] >= prompts
     assert found["prefix_cache_hits_total", "engine"] >= cached

@@ -9,18 +9,14 @@ file to know its roles, and each of them is killed in the middle of its work.
 
 import asyncio
 import base64
-import contextlib
 import hashlib
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, follow_output
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
@@ -43,7 +39,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
 from shared.state import item_results
-from tests import preloaded
+from tests.cluster.processes import running, until_nothing_is_left, until_ready, until_records
 from workers import roles
 from workers.cli import settings
 
@@ -64,8 +60,8 @@ models:
 delivery: {{ack_wait_s: 1.5, drain_s: 5.0}}
 engine: {{max_appends_per_s: 25, max_num_seqs: 1}}  # Most requests wait when it is killed.
 """
-STAGES = {"coordinator": "coordinator", "renderer": "renderer", "engine": "engine"}
-STAGES |= {"speaker": "speak", "voice": "voice"}
+WORKERS = {role: [role] for role in ("coordinator", "renderer", "engine", "voice")}
+WORKERS |= {"speak": ["speaker", "--stage", "speak"]}
 MAX_TOKENS = 300
 VOICE_S = 0.05
 
@@ -158,62 +154,6 @@ def register_roles() -> None:
 # -- the test -------------------------------------------------------------------------------------
 
 
-class Processes:
-    """One process of each stage, which is started again when it is killed."""
-
-    def __init__(self, config: Path, url: str, log: Path) -> None:
-        self._config, self._url, self._log = config, url, log
-        self._running: dict[str, preloaded.ForkedCommand] = {}
-
-    def start(self, role: str) -> None:
-        stage = [] if STAGES[role] == role else ["--stage", STAGES[role]]
-        arguments = ["worker", role, *stage, "--config", str(self._config), "--nats", self._url]
-        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: __name__}
-        with self._log.open("ab") as stderr:
-            self._running[role] = preloaded.start(arguments, env=env, stderr=stderr)
-
-    def kill(self, role: str) -> None:
-        """Kill the process of a role, and start another."""
-        self._running[role].send_signal(signal.SIGKILL)
-        self._running[role].wait()
-        self.start(role)
-
-    def stop(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
-def running(folder: Path, url: str) -> Iterator[Processes]:
-    config = folder / "pagemill.yaml"
-    config.write_text(CONFIG)
-    processes = Processes(config, url, folder / "workers.log")
-    try:
-        for role in STAGES:
-            processes.start(role)
-        yield processes
-    finally:
-        processes.stop()
-
-
-async def until_ready(bus: Bus) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            beats = await bus.read_heartbeats()
-            if {beat.stage or beat.role for beat in beats} >= set(STAGES.values()):
-                return
-            await asyncio.sleep(0.1)
-
-
-@pytest.fixture
-def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
 async def speak(bus: Bus, request_id: str, question: str) -> tuple[list[LogRecord], list[object]]:
     """The records of a request's text and of its audio."""
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0)
@@ -258,13 +198,12 @@ def check_answer(records: list[LogRecord], audio: list[object]) -> str:
 
 
 @pytest.mark.timeout(240)
-async def test_every_stage_of_an_own_pipeline_may_be_killed(
-    own_broker: EmbeddedServer, tmp_path: Path
-) -> None:
-    with running(tmp_path, own_broker.url) as processes:
-        bus = await Bus.connect(own_broker.url, "test")
+async def test_every_stage_of_an_own_pipeline_may_be_killed(tmp_path: Path) -> None:
+    (tmp_path / "pagemill.yaml").write_text(CONFIG)
+    with running(tmp_path, WORKERS, __name__) as processes:
+        bus = await Bus.connect(processes.url, "test")
         async with asyncio.timeout(200):
-            await until_ready(bus)
+            await until_ready(bus, WORKERS)
             alone = check_answer(*await speak(bus, "calm", "What can you do?"))
             asked = {f"r{n}": f"What is {n}? What can you do?" for n in range(4)}
             asked["again"] = "What can you do?"
@@ -278,7 +217,7 @@ async def test_every_stage_of_an_own_pipeline_may_be_killed(
             await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("r0"))
             processes.kill("engine")
             await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("r0", "audio"), 3)
-            processes.kill("speaker")
+            processes.kill("speak")
             processes.kill("voice")
             found = await asyncio.gather(*answers)
             texts = [check_answer(*answer) for answer in found]
@@ -287,25 +226,11 @@ async def test_every_stage_of_an_own_pipeline_may_be_killed(
                 assert max(span.attempt for span in spans if span.stage == stage) > 1
             assert texts[-1] == alone, "a killed stage changes nothing of an answer"
             await until_nothing_is_left(bus)
+            assert await bus.read_last(subjects.DEAD_STREAM, subjects.DEAD_FILTER) is None
             for request_id in asked:
                 ends = [r for r in await read_log(bus, request_id) if isinstance(r, Finish)]
                 assert len(ends) == 1
         await bus.close()
-
-
-async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:
-    while len(await bus.read(stream, subject)) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-
-
-async def until_nothing_is_left(bus: Bus) -> None:
-    """Every request and every task has left its queue, and none became a dead letter."""
-    while True:
-        streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM]
-        if not sum([(await bus.stream_size(stream))[0] for stream in streams]):
-            break
-        await asyncio.sleep(0.1)
-    assert await bus.read_last(subjects.DEAD_STREAM, subjects.DEAD_FILTER) is None
 
 
 async def test_without_its_roles_the_pipeline_is_refused(tmp_path: Path) -> None:

@@ -7,20 +7,15 @@ also when the workers are killed in the middle of a speech.
 """
 
 import asyncio
-import base64
-import contextlib
 import io
-import os
-import signal
 import time
 import wave
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import torch
@@ -29,12 +24,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import ConfigError
 from shared.protocol import subjects
-from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import (
-    AudioChunk,
     CodeChunk,
     Failure,
     Finish,
@@ -47,11 +39,19 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.state.token_log import decode_record
 from tests import preloaded, talkers
+from tests.cluster.processes import (
+    Processes,
+    joined_sound,
+    running,
+    sound_of,
+    until,
+    until_nothing_is_left,
+    until_ready,
+)
 from tests.generator import voices
 from tests.talkers import PlainTalker
 from workers.cli import settings
 from workers.engine.runner import ModelRunner
-from workers.generator.loader import load_vocoder
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "ops" / "demo_model"
@@ -82,14 +82,14 @@ engine: {{kv_cache_mib: 64}}
 gateway: {{port: 0}}
 delivery: {{ack_wait_s: 2.0, drain_s: 5.0, retry_delay_s: 0.1}}
 """
-# Stage → role and model. Workers of the model `mute` are not needed.
+# Workers of the model `mute` are not needed.
 WORKERS = {
-    "coordinator": ("coordinator", None),
-    "renderer": ("renderer", None),
-    "engine": ("engine", "demo"),
-    "talker": ("engine", "demo"),
-    "code2wav": ("generator", "demo"),
-    "gateway": ("gateway", None),
+    "coordinator": ["coordinator"],
+    "renderer": ["renderer"],
+    "engine": ["engine", "--model", "demo"],
+    "talker": ["engine", "--stage", "talker", "--model", "demo"],
+    "code2wav": ["generator", "--stage", "code2wav", "--model", "demo"],
+    "gateway": ["gateway"],
 }
 STEP_S = 0.02
 """How long a step takes here at least, so that a worker can be killed in the middle of a speech."""
@@ -107,72 +107,20 @@ def register_roles() -> None:
     ModelRunner.run = slowly  # type: ignore[method-assign]
 
 
-class Processes:
-    """One process of each stage."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
-        self._running: dict[str, preloaded.ForkedCommand] = {}
-
-    def start(self, name: str) -> None:
-        role, model = WORKERS[name]
-        arguments = ["worker", role, *([] if role == name else ["--stage", name])]
-        arguments += [] if model is None else ["--model", model]
-        arguments += ["--config", str(self.folder / "pagemill.yaml"), "--nats", self.url]
-        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: __name__}
-        with (self.folder / "workers.log").open("ab") as stderr:
-            self._running[name] = preloaded.start(arguments, env=env, stderr=stderr)
-
-    def kill(self, name: str) -> None:
-        """Kill the process of a stage, and start another."""
-        self._running[name].send_signal(signal.SIGKILL)
-        self._running[name].wait()
-        self.start(name)
-
-    def drain(self, name: str) -> None:
-        """Have the process of a stage end in order, and start another."""
-        self._running[name].terminate()
-        assert self._running[name].wait(5) == 0
-        self.start(name)
-
-    @contextlib.contextmanager
-    def stopped(self, name: str) -> Iterator[None]:
-        self._running[name].send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._running[name].send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("speech")
     (folder / "pagemill.yaml").write_text(CONFIG)
     voices.write(folder / "voice")
     talkers.write(folder / "talker")
-    server = EmbeddedServer(folder / "nats")
-    server.start()
-    running = Processes(folder, server.url)
-    try:
-        for name in WORKERS:
-            running.start(name)
-        yield running
-    finally:
-        running.stop()
-        server.stop()
+    with running(folder, WORKERS, __name__) as started:
+        yield started
 
 
 @pytest.fixture
 async def bus(processes: Processes) -> AsyncIterator[Bus]:
     connected = await Bus.connect(processes.url, "test")
-    async with asyncio.timeout(150):
-        while {b.stage or b.role for b in await connected.read_heartbeats()} < set(WORKERS):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    await until_ready(connected, WORKERS)
     yield connected
     await connected.close()
 
@@ -226,51 +174,13 @@ def check_speech(
     assert not end.cut
     assert end.summary.units == {"frames": len(codes)}
     assert end.summary.finish_reason == reason
-    assert wav_samples(spoken.audio) == samples_of(folder, codes)
+    assert joined_sound(spoken.audio) == sound_of(folder, codes)
     summary = spoken.finish.outputs["audio"]
     assert summary.units == {"samples": len(codes) * voices.SAMPLES_PER_FRAME}
 
 
-def wav_samples(records: list[OutputRecord]) -> bytes:
-    *chunks, end = records
-    assert isinstance(end, OutputEnd)
-    assert not end.cut
-    made = b""
-    for chunk in chunks:
-        assert isinstance(chunk, AudioChunk)
-        assert chunk.first_sample == len(made) // 2
-        made += base64.b64decode(chunk.pcm)
-    return made
-
-
-def samples_of(folder: Path, codes: list[int]) -> bytes:
-    vocoder = load_vocoder(folder / "voice", ChunkSpec(), "the stage")
-    if not codes:
-        return b""
-    return voices.whole(vocoder, np.array(codes, np.int32)[:, None]).astype("<i2").tobytes()
-
-
-async def until(look: Callable[[], Awaitable[Any]], limit_s: float = 30.0) -> Any:
-    """Wait until what `look` returns is true, and return it."""
-    async with asyncio.timeout(limit_s):
-        while not (found := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    return found
-
-
 async def num_records(bus: Bus, request_id: str, output: str) -> int:
     return len(await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, output)))
-
-
-async def until_nothing_is_left(bus: Bus) -> None:
-    streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.CANCELS_STREAM]
-
-    async def is_empty() -> bool:
-        num_queued = sum([(await bus.stream_size(stream))[0] for stream in streams])
-        beats = await bus.read_heartbeats()
-        return not num_queued and not any(beat.load.get("held") for beat in beats)
-
-    await until(is_empty)
 
 
 # -- the tests ------------------------------------------------------------------------------------
@@ -423,7 +333,7 @@ async def test_the_official_client_speaks(
     processes: Processes, url: str, talker: PlainTalker
 ) -> None:
     text = TEXTS[1]
-    right = samples_of(processes.folder, talker.speak(text, MAX_CODES, "echo")[0])
+    right = sound_of(processes.folder, talker.speak(text, MAX_CODES, "echo")[0])
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
         form: Any = {"model": "demo", "input": text, "voice": "echo"}
         speaking = api.audio.speech.with_streaming_response
@@ -500,14 +410,14 @@ async def test_the_command_line_saves_what_is_said(
     assert said.returncode == 0, said.stderr
     assert said.stdout == ""
     codes, _ = talker.speak(TEXTS[0], MAX_CODES)
-    assert read_wav(file) == samples_of(processes.folder, codes)
+    assert read_wav(file) == sound_of(processes.folder, codes)
     assert f"{len(codes) / 50:.1f} s of sound" in said.stderr
     asked = await asyncio.to_thread(
         preloaded.run, "ask", "What can you do?", "--speak", "-o", str(file), *options
     )
     assert asked.returncode == 0, asked.stderr
     codes, _ = talker.speak(asked.stdout.removesuffix("\n"), MAX_CODES)
-    assert read_wav(file) == samples_of(processes.folder, codes)
+    assert read_wav(file) == sound_of(processes.folder, codes)
     refused = await asyncio.to_thread(preloaded.run, "say", "A", "--model", "mute", *options)
     assert refused.returncode == 1
     assert "mute has no output of sound" in refused.stderr

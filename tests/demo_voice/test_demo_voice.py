@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2For
 
 from ops.demo_voice.training import talker
 from ops.demo_voice.training.codec import NUM_CODES, SAMPLE_RATE
+from ops.demo_voice.training.evaluation import sound_of
 from ops.demo_voice.training.features import NUM_BANDS
 from ops.demo_voice.training.listening import Listener, warped_distances
 from ops.demo_voice.training.recorded_tests import CODES_FILE, TEMPLATES_FILE
 from ops.demo_voice.training.texts import answers
-from ops.demo_voice.training.vocoder import Vocoder
+from shared.protocol.chunks import ChunkSpec
 from workers.engine.model import check_folders
+from workers.generator.core.vocoder import Vocoder
+from workers.generator.loader import load_vocoder
 
 VOICE = Path(__file__).parents[2] / "ops" / "demo_voice"
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -39,7 +42,7 @@ def listener() -> Listener:
 
 @pytest.fixture(scope="module")
 def vocoder() -> Vocoder:
-    return Vocoder(load_file(VOICE / "code2wav.safetensors"))
+    return load_vocoder(VOICE, ChunkSpec(), "the voice")
 
 
 def test_the_voice_is_small() -> None:
@@ -94,7 +97,7 @@ def test_what_the_talker_said_is_understood(
     short = [text for text in codes if text in listener.templates]
     assert len(short) >= 5
     for text in short:
-        wave = vocoder.speak(codes[text])
+        wave = sound_of(vocoder, codes[text])
         assert len(wave) == 480 * len(codes[text])
         assert listener.hear(wave, SAMPLE_RATE) == text
 
@@ -102,9 +105,9 @@ def test_what_the_talker_said_is_understood(
 def test_the_judge_does_not_take_noise_or_another_word_for_it(
     codes: dict[str, list[int]], vocoder: Vocoder, listener: Listener
 ) -> None:
-    backwards = vocoder.speak(codes["circle"][::-1])
+    backwards = sound_of(vocoder, codes["circle"][::-1])
     assert listener.hear(backwards, SAMPLE_RATE) != "circle"
-    assert listener.hear(vocoder.speak(codes["red"] * 8), SAMPLE_RATE) is None
+    assert listener.hear(sound_of(vocoder, codes["red"] * 8), SAMPLE_RATE) is None
 
 
 def plain_warp(rows: NDArray[np.float32], template: NDArray[np.float32]) -> float:

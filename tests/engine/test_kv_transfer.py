@@ -3,11 +3,15 @@
 import asyncio
 import gc
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import structlog
+from blake3 import blake3
 
 from shared.blobs.store import Blobs
 from shared.blobs.transports import Blob
@@ -18,6 +22,7 @@ from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.task_messages import KVBlob
 from tests.engine.core.test_kv_exchange import Engine, prefilled, request_of
+from tests.fakes import CONTENT_BYTES
 from workers.engine import kv_transfer
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.kv_transfer import KVLayout, KVReader
@@ -111,6 +116,105 @@ async def test_blocks_of_another_layout_are_not_read(
     owner, reader = pair
     request = request_of()
     assert await num_read(reader, request, await stored(owner, request), layout) == 0
+
+
+async def test_blocks_of_another_version_of_the_format_are_not_read(
+    pair: tuple[Blobs, Blobs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = pair
+    request = request_of()
+    kv = await stored(owner, request)
+    monkeypatch.setattr(kv_transfer, "FORMAT", kv_transfer.FORMAT + 1)
+    assert await num_read(reader, request, kv) == 0
+
+
+def repeated(kv: list[KVBlob]) -> list[KVBlob]:
+    return [kv[0], kv[1], kv[1], kv[2]]
+
+
+def in_another_order(kv: list[KVBlob]) -> list[KVBlob]:
+    return [kv[0], kv[2], kv[1]]
+
+
+def without_the_second(kv: list[KVBlob]) -> list[KVBlob]:
+    return [kv[0], *kv[2:]]
+
+
+def renamed(blocks: KVBlob, first: int, num_blocks: int) -> KVBlob:
+    """A blob of these blocks, with the name that an engine expects for them."""
+    hashes = Engine().core.kv_exchange.prompt_hashes(request_of())
+    name = LAYOUT.name_of(None, hashes[first : first + num_blocks])
+    return msgspec.structs.replace(blocks, first=first, num_blocks=num_blocks, name=name)
+
+
+FOREIGN: list[tuple[Callable[[list[KVBlob]], list[KVBlob]], int]] = [
+    (repeated, 12),
+    (in_another_order, 6),
+    (without_the_second, 6),
+    # Ranges that end behind the prompt, before they begin, or where they begin.
+    (lambda kv: [*kv[:3], renamed(kv[3], 9, 100)], 18),
+    (lambda kv: [kv[0], renamed(kv[1], 3, -3)], 6),
+    (lambda kv: [kv[0], renamed(kv[1], 3, 0), *kv[1:]], 6),
+    (lambda kv: [renamed(kv[0], -7, 3)], 0),
+    # More and fewer blocks than the blob has bytes for.
+    (lambda kv: [renamed(kv[0], 0, 4)], 0),
+    (lambda kv: [renamed(kv[0], 0, 2)], 0),
+    # References that name no blob.
+    (lambda kv: [kv[0], with_ref(kv[1], key=b"short")], 6),
+    (lambda kv: [kv[0], with_ref(kv[1], worker="no name.")], 6),
+    (lambda kv: [kv[0], with_ref(kv[1], num_bytes=2**80)], 6),
+    (lambda kv: [kv[0], with_ref(kv[1], num_bytes=-1)], 6),
+]
+
+
+def with_ref(blocks: KVBlob, **changes: Any) -> KVBlob:
+    return msgspec.structs.replace(blocks, ref=msgspec.structs.replace(blocks.ref, **changes))
+
+
+@pytest.mark.parametrize(("change", "num_tokens"), FOREIGN)
+async def test_blobs_that_do_not_fit_the_prompt_are_not_read(
+    pair: tuple[Blobs, Blobs],
+    change: Callable[[list[KVBlob]], list[KVBlob]],
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those before the first such blob are used, and the log says why no others are."""
+    owner, reader = pair
+    request, read, get = request_of(), list[int](), reader.get
+    kv = change(await stored(owner, request))
+
+    async def get_counted(ref: BlobRef) -> Blob:
+        blob = await get(ref)
+        read.append(blob.data.nbytes)
+        return blob
+
+    monkeypatch.setattr(reader, "get", get_counted)
+    with structlog.testing.capture_logs() as logs:
+        assert await num_read(reader, request, kv) == num_tokens
+    assert [line["event"] for line in logs if line["event"] == "kv_not_read"] == ["kv_not_read"]
+    # A token takes the same bytes everywhere, and none is transferred in vain.
+    assert sum(read) == num_tokens * CONTENT_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 191])
+async def test_a_truncated_blob_and_those_behind_it_are_not_used(
+    pair: tuple[Blobs, Blobs], monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """Its owner has cut it, and names the digest of what is left."""
+    owner, reader = pair
+    request, get = request_of(), reader.get
+    kv = await stored(owner, request)
+
+    async def get_part(ref: BlobRef) -> Blob:
+        blob = await get(ref)
+        return blob if ref != kv[1].ref else Blob(blob.data[:num_bytes], blob.close)
+
+    with await get_part(kv[1].ref) as blob:
+        kv[1] = msgspec.structs.replace(kv[1], digest=blake3(blob.data).digest())
+    monkeypatch.setattr(reader, "get", get_part)
+    with structlog.testing.capture_logs() as logs:
+        assert await num_read(reader, request, kv) == 6
+    assert "kv_not_read" in [line["event"] for line in logs]
 
 
 async def test_blocks_of_another_adapter_are_not_read(pair: tuple[Blobs, Blobs]) -> None:

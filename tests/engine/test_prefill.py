@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -16,7 +17,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config import BlobsConfig, Config, ModelConfig
+from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.errors import BlobLost, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
@@ -246,16 +247,22 @@ async def test_a_request_that_has_ended_is_not_forwarded(rig: Rig) -> None:
     assert (await rig.next()).header.request_id == other
 
 
-async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
+def hold_steps(rig: Rig) -> tuple[asyncio.Event, threading.Event]:
+    """Have steps wait. The events say that one has begun, and let all of them go on."""
     runner, began, go_on = rig.engine.runner, asyncio.Event(), threading.Event()
     run, loop = runner.run, asyncio.get_running_loop()
 
     def run_slowly(batch: Batch) -> list[list[SampledToken]]:
         loop.call_soon_threadsafe(began.set)
-        go_on.wait(10)
+        go_on.wait(20)
         return run(batch)
 
     runner.run = run_slowly  # type: ignore[method-assign]
+    return began, go_on
+
+
+async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
+    began, go_on = hold_steps(rig)
     name = await rig.put(PROMPT)
     await asyncio.wait_for(began.wait(), 10)
     await end_request(rig.bus, name, 1, WorkerFailure("it was ended"), [])
@@ -264,6 +271,31 @@ async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
     go_on.set()
     other = await rig.put(PROMPT)
     assert (await rig.next()).header.request_id == other
+
+
+async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends much later, in case that the step ends after all."""
+    delivery = DeliveryConfig(ack_wait_s=0.5)
+    changed = msgspec.structs.replace(rig.context.config, delivery=delivery)
+    monkeypatch.setattr(rig.context, "config", changed)
+    began, go_on = hold_steps(rig)
+    name = await rig.put(PROMPT)
+    await asyncio.wait_for(began.wait(), 10)
+    task = await rig.next()
+    assert (task.header.request_id, task.body) == (name, EngineBody(PROMPT, []))
+    assert rig.worker._load()["draining"] == 1
+    # One that comes now does not wait for the step at all.
+    await rig.put(PROMPT)
+    assert (await rig.next()).body.kv == []
+    await rig.until_idle()
+    go_on.set()
+    async with asyncio.timeout(10):
+        while rig.worker._load()["draining"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await rig.put(PROMPT)
+    assert (await rig.next()).body.kv
 
 
 async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:

@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
 from shared.codec import envelope
 from shared.config import Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
@@ -164,14 +165,43 @@ async def put(bus: Bus, model: str) -> str:
     return name
 
 
-async def test_renderers_forward_what_no_worker_is_left_to_take(bus: Bus, model: str) -> None:
-    engines = await bus.consume(
+@pytest.fixture
+async def engines(bus: Bus, model: str) -> AsyncIterator[Consumer]:
+    """The engines' queue."""
+    consumer = await bus.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer("engine", model, "interactive"),
         subjects.stage_filter("engine", model, "interactive"),
         8,
         30.0,
     )
+    yield consumer
+    await consumer.stop()
+
+
+async def test_a_renderer_that_starts_leaves_the_queue_to_workers_it_has_not_heard_of(
+    bus: Bus, model: str, engines: Consumer
+) -> None:
+    """Workers send a heartbeat every second, and a broker that restarts has lost them all."""
+    await put(bus, model)
+
+    async def stay_alive() -> None:
+        await asyncio.sleep(1)
+        worker = await beat(bus, model)
+        while True:
+            await asyncio.sleep(0.3)
+            await beat(bus, model, worker)
+
+    alive = asyncio.create_task(stay_alive())
+    async with forwarding(bus, model):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engines.next(), 4)
+    alive.cancel()
+
+
+async def test_renderers_forward_what_no_worker_is_left_to_take(
+    bus: Bus, model: str, engines: Consumer
+) -> None:
     worker = await beat(bus, model)
 
     async def stay_alive(model: str, worker: str) -> None:
@@ -190,6 +220,5 @@ async def test_renderers_forward_what_no_worker_is_left_to_take(bus: Bus, model:
         delivery = await asyncio.wait_for(engines.next(), 20)
     other.cancel()
     await delivery.ack()
-    await engines.stop()
     task, _ = envelope.decode(delivery.data, Task[EngineBody])
     assert (task.header.request_id, task.body) == (name, LONG)

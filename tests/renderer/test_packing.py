@@ -90,7 +90,7 @@ async def test_large_images_go_to_encoders_and_small_ones_stay(
     assert (stays.blob, stays.embedding) == (small.ref, None)
     assert goes.blob is None
     assert goes.embedding == embedding_key(model, large.mm_hash)
-    # Of what an encoder has, the engine gets the metadata alone.
+    # The engine gets only the metadata of an image that an encoder has.
     assert set(goes.fields) == {"grid"}
     assert len(tensors) == 1
     assert made == [small.ref]

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
+from shared import client
+from shared.bus.bus import Bus
 from shared.errors import InvalidMedia
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.validation import invalid_request
-from workers.cli.terminal import errors, harmless, print_json, write_text
+from workers.cli.terminal import errors, harmless, print_json, print_note, write_text
 
 EXIT_INTERRUPTED = 130
 
@@ -38,6 +40,32 @@ async def print_records(
             elif has_text or isinstance(record, Failure):
                 _print_text(record)
     return 0 if isinstance(record, Finish) else 1
+
+
+async def print_answer(
+    bus: Bus,
+    request_id: str,
+    records: AsyncIterator[LogRecord],
+    *,
+    as_json: bool,
+    has_text: bool = True,
+    durable: bool = False,
+) -> int:
+    """Print a new request's id and its records, and return the exit code.
+
+    Ctrl-C cancels the request, unless it is `durable`.
+    """
+    # The records do not have it, and it is needed to follow, find or cancel the request.
+    print_note(f"request {request_id}")
+    try:
+        return await print_records(records, as_json=as_json, has_text=has_text)
+    except asyncio.CancelledError:
+        if not durable:
+            await client.cancel(bus, request_id)
+            print_note("\ncancelled")
+        else:
+            print_note(f"\nthe request continues: pagemill follow {request_id}")
+        return EXIT_INTERRUPTED
 
 
 @contextlib.contextmanager

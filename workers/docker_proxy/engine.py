@@ -16,6 +16,9 @@ TIMEOUT_S = 30.0
 # Docker kills a container that has not stopped within its grace period, and then waits for it.
 KILL_S = 30.0
 NOT_FOUND = 404
+# Further calls wait for a connection. After a call, so many stay open for the next ones.
+MAX_CONNECTIONS = 100
+MAX_IDLE = 20
 
 T = TypeVar("T")
 
@@ -71,10 +74,9 @@ class Engine:
     """
 
     def __init__(self, socket: str) -> None:
-        transport = httpx2.AsyncHTTPTransport(uds=socket)
-        self._client = httpx2.AsyncClient(
-            transport=transport, base_url="http://docker", timeout=TIMEOUT_S, trust_env=False
-        )
+        self._client = _new_client(socket, MAX_CONNECTIONS)
+        # A stop lasts as long as its container drains, and any number of them may drain.
+        self._stopping = _new_client(socket, None)
         self._socket = socket
         self._prefix = ""
 
@@ -85,6 +87,7 @@ class Engine:
 
     async def close(self) -> None:
         await self._client.aclose()
+        await self._stopping.aclose()
 
     async def find(self, labels: Mapping[str, str]) -> list[Listed]:
         """Return all containers with these labels, also those that do not run."""
@@ -114,7 +117,8 @@ class Engine:
     async def stop(self, container: str, grace_s: int) -> None:
         """Send SIGTERM, and kill a container that has not ended after `grace_s`."""
         path, query = f"{self._prefix}/containers/{container}/stop", {"t": str(grace_s)}
-        await self._request("POST", path, query=query, timeout_s=grace_s + KILL_S)
+        timeout_s = grace_s + KILL_S
+        await self._request("POST", path, query=query, timeout_s=timeout_s, client=self._stopping)
 
     async def remove(self, container: str) -> None:
         """Remove a container that does not run, and its anonymous volumes."""
@@ -131,9 +135,10 @@ class Engine:
         query: Mapping[str, str] | None = None,
         body: Any = None,
         timeout_s: float = TIMEOUT_S,
+        client: httpx2.AsyncClient | None = None,
     ) -> bytes:
         try:
-            answer = await self._client.request(
+            answer = await (client or self._client).request(
                 method, path, params=query, json=body, timeout=timeout_s
             )
         except httpx2.HTTPError as error:
@@ -146,6 +151,14 @@ class Engine:
                 f" {_reason(answer.content)}"
             )
         return answer.content
+
+
+def _new_client(socket: str, max_connections: int | None) -> httpx2.AsyncClient:
+    limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=MAX_IDLE)
+    transport = httpx2.AsyncHTTPTransport(uds=socket, limits=limits)
+    return httpx2.AsyncClient(
+        transport=transport, base_url="http://docker", timeout=TIMEOUT_S, trust_env=False
+    )
 
 
 def _decode(content: bytes, kind: type[T], about: str) -> T:

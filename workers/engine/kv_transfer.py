@@ -29,6 +29,9 @@ FIRST_BYTE_S = 2.0
 """A prefill worker that does not answer for so long may be dead."""
 MIN_BYTES_PER_S = 2**30
 """Below this rate it is mostly faster to compute the blocks."""
+FORMAT = 1
+"""Version of the bytes in a blob. A change of a kernel or of the runner that gives the bytes of a
+block another order or meaning raises it, and engines of other versions compute their prompts."""
 
 _log = structlog.get_logger()
 
@@ -55,7 +58,7 @@ class KVLayout:
 
     def name_of(self, adapter: str | None, hashes: Sequence[str]) -> str:
         """Return the name of a blob that holds the blocks with these hashes."""
-        return content_hash("kv", self._parts, self._adapters.get(adapter, ""), hashes)
+        return content_hash("kv", FORMAT, self._parts, self._adapters.get(adapter, ""), hashes)
 
 
 def digest_of_files(folder: Path) -> str:
@@ -104,33 +107,59 @@ class KVReader:
     async def read(self, request: EngineRequest, kv: Sequence[KVBlob]) -> ReceivedKV:
         """Return the blocks that this engine has not cached, up to the first unreadable one."""
         hashes = await asyncio.to_thread(self._exchange.prompt_hashes, request)
+        readable, reason = self._check(request.adapter, hashes, kv)
         num_cached = self._exchange.num_cached(hashes)
-        missing = [blocks for blocks in kv if blocks.first + blocks.num_blocks > num_cached]
+        missing = [blocks for blocks in readable if blocks.first + blocks.num_blocks > num_cached]
         num_bytes = sum(blocks.ref.num_bytes for blocks in missing)
         runs: list[KVRun] = []
-        reason = ""
+        error: Exception | None = None
         try:
             async with asyncio.timeout(FIRST_BYTE_S + num_bytes / MIN_BYTES_PER_S):
                 for blocks in missing:
                     stop = blocks.first + blocks.num_blocks
-                    run_hashes = hashes[blocks.first : stop]
-                    if blocks.name != self._layout.name_of(request.adapter, run_hashes):
-                        reason = "another layout"
-                        break
-                    runs.append(await self._read_run(blocks, run_hashes))
+                    runs.append(await self._read_run(blocks, hashes[blocks.first : stop]))
                     # The owner may reuse its memory while this engine decodes.
                     self._acknowledging.start(self._blobs.acknowledge(blocks.ref))
         except TimeoutError:
             reason = "too late"
-        except PagemillError as error:
-            reason = error.message
+        except PagemillError as lost:
+            reason = lost.message
+        except Exception as unexpected:
+            # The references come from elsewhere. No request fails because of a cache.
+            reason, error = "unexpected", unexpected
         if reason:
-            _log.warning("kv_not_read", request_id=request.request_id, reason=reason)
+            _log.warning(
+                "kv_not_read", request_id=request.request_id, reason=reason, exc_info=error
+            )
         return ReceivedKV(runs)
+
+    def _check(
+        self, adapter: str | None, hashes: Sequence[str], kv: Sequence[KVBlob]
+    ) -> tuple[Sequence[KVBlob], str]:
+        """Return the blobs that can hold the prompt's blocks, one after another from the first.
+
+        The second value says what is wrong with the next blob, if there is one.
+        """
+        end = 0
+        for number, blocks in enumerate(kv):
+            stop = blocks.first + blocks.num_blocks
+            if blocks.name != self._layout.name_of(adapter, hashes[blocks.first : stop]):
+                return kv[:number], "another layout"
+            if blocks.first != end or not end < stop <= len(hashes):
+                reason = f"blocks {blocks.first} to {stop} behind {end} of {len(hashes)}"
+                return kv[:number], reason
+            num_bytes = blocks.num_blocks * self._exchange.block_bytes
+            if blocks.ref.num_bytes != num_bytes:
+                reason = f"{blocks.ref.num_bytes} bytes for blocks of {num_bytes} bytes"
+                return kv[:number], reason
+            end = stop
+        return kv, ""
 
     async def _read_run(self, blocks: KVBlob, hashes: list[str]) -> KVRun:
         blob = await self._blobs.get(blocks.ref)
         try:
+            if blob.data.nbytes != blocks.ref.num_bytes:
+                raise BlobLost(f"{blob.data.nbytes} bytes, expected {blocks.ref.num_bytes}")
             if await asyncio.to_thread(_digest, blob.data) != blocks.digest:
                 raise BlobLost("damaged")
             run = KVRun(blocks.first, hashes, (blob.data,))

@@ -52,6 +52,10 @@ class _Prefill:
         if not self.output.done():
             self.output.set_result(output)
 
+    def give_up(self) -> None:
+        if not self.output.done():
+            self.output.set_exception(RuntimeError("a step takes longer than delivery.ack_wait_s"))
+
 
 @dataclass(eq=False)
 class PrefillWorker:
@@ -83,13 +87,24 @@ class PrefillWorker:
         self._steps.stop()
 
     async def _watch_steps(self) -> None:
-        """End the process when a step does not end: this worker would go on claiming tasks."""
+        """Forward the prompts of a step that takes too long, and end the process if it hangs.
+
+        The engines compute these prompts. A worker that hangs would go on claiming tasks.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
             if self._steps.step_s > self._context.config.engine.step_timeout_s:
                 self._context.log.error("step_hangs", requests=[*self._running])
                 # Nothing stops a thread. The tasks come to another worker.
                 os._exit(1)
+            if self._is_stuck:
+                for prefill in self._running.values():
+                    prefill.give_up()
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the step has reported no progress for so long that it has lost its tasks."""
+        return self._steps.step_s > self._context.config.delivery.ack_wait_s
 
     def _load(self) -> dict[str, float]:
         now_ms = self._context.bus.now_ms()
@@ -97,7 +112,8 @@ class PrefillWorker:
         return {
             "held": len(self._jobs),
             "oldest_s": max(ages_ms, default=0.0) / 1000,
-            "draining": float(self._context.shutdown.asked.is_set()),
+            # To renderers both mean that this worker takes no detours.
+            "draining": float(self._context.shutdown.asked.is_set() or self._is_stuck),
             "prefilled": self._num_prefilled,
             "free_blocks": self._stats.num_free_blocks,
             "blocks": self._stats.num_blocks,
@@ -184,6 +200,8 @@ class PrefillWorker:
     async def _run(self, request: EngineRequest, job: Job) -> RequestOutput | None:
         request_id = request.request_id
         prefill = _Prefill(job, asyncio.get_running_loop().create_future())
+        if self._is_stuck:
+            prefill.give_up()
         self._running[request_id] = prefill
         job.running = True
         self._steps.add(request, prefill)

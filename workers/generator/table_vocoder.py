@@ -170,9 +170,10 @@ class TableVocoder:
 
 
 def _neighbors(num_frames: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """Of every step: the two frames whose middles it is between, and the weight of the second.
+    """Return the two frames around each step, and the weight of the second for interpolation.
 
-    Before the first middle and behind the last one both are the same frame.
+    A step lies between the middles of its two frames. Before the first middle and behind the last
+    one, both are the same frame.
     """
     # From one middle to the next.
     shifted = np.arange(num_frames * STEPS_PER_FRAME) + STEPS_PER_FRAME // 2

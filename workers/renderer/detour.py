@@ -31,6 +31,9 @@ BEATS_TTL_S = 1.0
 MAX_SENT = 4
 """Limit on requests for each such worker that one renderer sends between two heartbeats."""
 WATCH_S = 1.0
+GONE_S = 2.0
+"""Time without a heartbeat of any such worker after which renderers forward what waits for them. A
+renderer that has just started, or whose broker has, may not have read one yet."""
 FORWARDED_AT_ONCE = 8
 
 
@@ -46,7 +49,8 @@ class Detours:
             if edge is not None:
                 self._edges[model] = edge
         self._context = context
-        self._beats: list[Heartbeat] = []
+        self._beats: list[Heartbeat] | None = None
+        """None while the broker does not answer."""
         self._beats_until_s = 0.0
         self._num_sent: Counter[str] = Counter()
         """Requests on detours since these heartbeats, by model."""
@@ -82,10 +86,10 @@ class Detours:
             try:
                 self._beats = await self._bus.read_heartbeats()
             except Unavailable:
-                self._beats = []
+                self._beats = None
         return [
             beat
-            for beat in self._beats
+            for beat in self._beats or []
             if (beat.stage or beat.role) == edge.target
             and model in beat.models
             and not beat.load.get("draining")
@@ -123,10 +127,14 @@ class Detours:
 
     async def _watch(self, loop: WorkerLoop) -> None:
         """Take tasks of a model only while nobody else would."""
+        seen_s = dict.fromkeys((model for model, _ in loop.consumers), time.monotonic())
         while True:
+            for model in seen_s:
+                if await self._workers(self._edges[model], model) or self._beats is None:
+                    seen_s[model] = time.monotonic()
             for (model, _), consumer in loop.consumers.items():
-                has_workers = bool(await self._workers(self._edges[model], model))
-                consumer.set_capacity(0 if has_workers else FORWARDED_AT_ONCE)
+                is_gone = time.monotonic() - seen_s[model] > GONE_S
+                consumer.set_capacity(FORWARDED_AT_ONCE if is_gone else 0)
             await asyncio.sleep(WATCH_S)
 
 

@@ -60,8 +60,8 @@ speech; full scale is 1.
 
 ## Evaluation
 
-Greedy codes by transformers in float32, samples by the plain vocoder in `training/vocoder.py`. A
-text counts as understood where its own recording is the nearest of all recordings of its kind, by
+Greedy codes by transformers in float32, samples by `workers/generator/table_vocoder.py`. A text
+counts as understood where its own recording is the nearest of all recordings of its kind, by
 time warping over cepstra that neither codec nor talker uses. The judge is a program: no person
 has rated the voice. There are {short} short answers (single words and characters), {sentences}
 sentences and {descriptions} descriptions, and at most {cases} of a kind were judged. The short

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.numpy import load_file
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from ops.demo_training.scenes import console
@@ -16,7 +18,10 @@ from ops.demo_voice.training.corpus import Corpus
 from ops.demo_voice.training.listening import Listener
 from ops.demo_voice.training.talker import prompt_of, speak
 from ops.demo_voice.training.texts import Answer, Kind
-from ops.demo_voice.training.vocoder import Vocoder
+from shared.protocol.chunks import ChunkSpec
+from workers.generator.core.schedule import Window
+from workers.generator.core.vocoder import Vocoder, cut
+from workers.generator.loader import load_vocoder
 
 FEWEST_CODES = 4
 
@@ -42,6 +47,14 @@ class Score:
             self.wrong.append((text, taken_for))
 
 
+def sound_of(vocoder: Vocoder, codes: Sequence[int]) -> NDArray[np.float32]:
+    """Return the samples of a whole utterance; full scale is 1."""
+    window = Window(0, 0, len(codes), len(codes))
+    chunk = cut(vocoder, np.array(codes, np.int32)[:, None], window)
+    (samples,) = vocoder.synthesize([chunk])
+    return (samples / 32768).astype(np.float32)
+
+
 def judge(name: str, mark: float | None, spoken: Spoken, corpus: Corpus, speaker: Vocoder) -> Score:
     """Hears each answer among all answers of its kind."""
     score, listeners = Score(name, mark), dict[Kind, Listener]()
@@ -51,7 +64,7 @@ def judge(name: str, mark: float | None, spoken: Spoken, corpus: Corpus, speaker
             listeners[kind] = Listener(corpus.templates(kind))
         taken_for = None
         if len(codes) >= FEWEST_CODES:
-            taken_for = listeners[kind].hear(speaker.speak(codes), SAMPLE_RATE)
+            taken_for = listeners[kind].hear(sound_of(speaker, codes), SAMPLE_RATE)
         score.add(answer.text, taken_for)
     console.log(f"{name}: {score.right} of {score.asked}; wrong: {score.wrong[:8]}")
     return score
@@ -60,7 +73,7 @@ def judge(name: str, mark: float | None, spoken: Spoken, corpus: Corpus, speaker
 def evaluate(out: Path, corpus: Corpus, cases: int, seed: int) -> list[Score]:
     model = Qwen2ForCausalLM.from_pretrained(out / "talker", dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "talker")
-    vocoder = Vocoder(load_file(out / "code2wav.safetensors"))
+    vocoder = load_vocoder(out, ChunkSpec(), "the voice")
     rng = random.Random(f"{seed}/judged")
 
     def chosen(kind: Kind, is_held_out: bool = False) -> Spoken:

@@ -96,7 +96,7 @@ def pitch_of(wave: Wave, envelope: Floats) -> tuple[Floats, Floats]:
     shortest, longest = (int(RECORDED_RATE / hz) for hz in (HIGHEST_PITCH, LOWEST_PITCH))
     likeness = np.fft.irfft(power, axis=1)[:, :longest]
     likeness = likeness / (likeness[:, :1] + 1e-4) / (fading[:longest] / fading[0])
-    # Of two periods that fit alike, the shorter one.
+    # Twice a period fits as well as the period itself; shorter ones get a small advantage.
     favoured = likeness[:, shortest:] - 0.0004 * np.arange(shortest, longest)
     lag = shortest + favoured.argmax(axis=1)
     strength = likeness[np.arange(len(lag)), lag]

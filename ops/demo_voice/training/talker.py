@@ -115,14 +115,3 @@ def codes_in(tokens: Sequence[int]) -> list[int]:
             break
         codes.append(token - CODE_OFFSET)
     return codes
-
-
-def save_talker(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes a normal Hugging Face folder, with the weights in half precision."""
-    folder.mkdir(parents=True, exist_ok=True)
-    half: Any = Qwen2ForCausalLM(model.config)
-    half.to(torch.float16)
-    half.load_state_dict(model.state_dict())
-    half.generation_config = model.generation_config
-    half.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ops.demo_training.saving import save_half
 from ops.demo_training.scenes import console
 from ops.demo_voice.training.batches import IGNORED, Batch, Batches, Row
-from ops.demo_voice.training.talker import build_model, build_tokenizer, save_talker
+from ops.demo_voice.training.talker import build_model, build_tokenizer
 
 WARM_UP_STEPS = 60
 SAVE_EVERY_S = 120.0
@@ -89,7 +90,7 @@ class Trainer:
         part = self.settings.checkpoint.with_suffix(".part")
         torch.save(kept, part)
         part.replace(self.settings.checkpoint)
-        save_talker(self.model, build_tokenizer(), self.settings.out / "talker")
+        save_half(self.model, build_tokenizer(), self.settings.out / "talker")
 
     def loss(self, batch: Batch) -> torch.Tensor:
         base: Any = self.model.model

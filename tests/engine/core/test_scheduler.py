@@ -100,7 +100,7 @@ def test_none_is_admitted_in_the_step_of_a_preemption() -> None:
 
 
 def new_tokens(scheduler: Scheduler) -> dict[Sequence, int]:
-    """Of the next step, which is taken."""
+    """Take the next step, and return the number of its new tokens by sequence."""
     batch = scheduler.schedule()
     advance(scheduler, batch)
     return {s.sequence: s.num_new_tokens for s in batch.scheduled}
@@ -295,7 +295,7 @@ def test_without_the_cache_a_choice_that_comes_too_late_computes_its_prompt() ->
 
 
 def test_shared_free_blocks_are_not_counted_twice() -> None:
-    """8 blocks: 3 are held, 4 findable, 1 empty. Of 6 that are needed, 4 are found."""
+    """8 blocks: 3 are held, 4 findable, 1 empty. 6 are needed, and 4 of them found."""
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     gone, holder, late = make_sequence(9, 1), make_sequence(5, first=99), make_sequence(12)
     scheduler.add(gone)
@@ -370,7 +370,7 @@ def drafting(prompt_len: int, first: int, max_tokens: int = 8) -> Sequence:
 
 
 def num_drafts(scheduler: Scheduler) -> dict[Sequence, int]:
-    """Of the next step, which is taken."""
+    """Take the next step, and return the number of its drafts by sequence."""
     batch = scheduler.schedule()
     advance(scheduler, batch)
     return {s.sequence: len(s.draft_token_ids) for s in batch.scheduled}

@@ -154,7 +154,7 @@ def test_a_long_decode_does_not_pad_the_short_ones() -> None:
 
 
 def test_a_window_reads_its_own_blocks_only() -> None:
-    """Of a decode the tokens [1580, 1600), of a chunk [36, 60); 16 tokens in a block."""
+    """A decode reads the tokens [1580, 1600), a chunk [36, 60). A block has 16 tokens."""
     plan = make_plan([list(range(100)), [100, 101, 102, 103]], [0, 1, 6], [1600, 60], 16, 20)
     (decode,), (chunk,) = plan.reads[20].decodes, plan.reads[20].chunks
     assert decode.blocks.tolist() == [98, 99]

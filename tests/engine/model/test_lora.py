@@ -171,7 +171,7 @@ def test_no_block_is_shared_between_adapters_and_each_finds_its_own(seeing: Mixe
 
 
 def logits_of(twins: Twins, batch: list[str | None]) -> Tensor:
-    """Of the same three tokens for each sequence: [num_sequences, vocab_size]."""
+    """Return the logits of the same three tokens for each sequence, [num_sequences, vocab_size]."""
     model, num = twins.served, len(batch)
     query_start_loc = list(range(0, 3 * num + 1, 3))
     kv_cache = model.new_cache(num, 4)

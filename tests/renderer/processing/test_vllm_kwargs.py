@@ -26,7 +26,7 @@ from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
 
 FILE = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
-# Of the 37,798 bytes that vLLM 0.32.0 has made of this file.
+# Hash of the 37,798 bytes that vLLM 0.32.0 makes from this file.
 RECORDED = "2ad50ecb8e7ea1170ab09cd02da63bd568df0f505f0340fd75b14a8fb88ed402"
 FIELD = "features.kwargs_data.image[0]"
 

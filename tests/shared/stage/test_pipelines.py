@@ -126,6 +126,14 @@ REFUSED = [
         "writes no output",
         {"prefill": DETOUR | {"output": {"name": "speech", "kind": "audio"}}},
     ),
+    # Its workers forward what they get, and would acknowledge it with no stage behind them.
+    ("stages.engine.role", "no task edge begins", {"engine": {"role": "prefill"}}),
+    ("stages.engine.role", "no task edge begins", {"engine": {"role": "renderer"}}),
+    (
+        "stages.renderer.output",
+        "'renderer' write no output",
+        {"renderer": {"output": {"name": "words", "kind": "codes"}}},
+    ),
     ("stages.speech.chunks", "only a stage that follows 'codes'", speech(chunks={})),
     (
         "stages.code2wav.inputs.codes",
@@ -146,7 +154,7 @@ def test_a_refusal_names_the_file_and_the_key(
 ) -> None:
     assert tasks  # registers the edge functions
     with pytest.raises(ConfigError) as caught:
-        check_pipelines(Config({"demo": model_with(stages)}), ROLES, "pagemill.yaml")
+        check_pipelines(Config({"demo": model_with(stages)}), (*ROLES, "prefill"), "pagemill.yaml")
     assert caught.value.field == f"models.demo.{key}"
     assert caught.value.message.startswith(f"pagemill.yaml: models.demo.{key}: ")
     assert message in caught.value.message

@@ -31,7 +31,8 @@ from tests.engine.model.test_parity import build, widen
 from tests.shared.native.test_tower_kernels import needs_kernels
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-# Of one size and of several; windows of Qwen2.5-VL (4 x 4 patches here) that are cut at the edges.
+# Images of one size and of several sizes. Some cut the windows of Qwen2.5-VL at the edges; a window
+# has 4 x 4 patches here.
 BATCHES = [
     [(4, 4)],
     [(8, 8), (8, 8), (8, 8)],

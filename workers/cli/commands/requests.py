@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,11 @@ from shared.protocol.pipeline import TEXT
 from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli import settings
-from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
+from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_answer, print_records
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, load
 from workers.cli.sound import find_audio, while_saving
-from workers.cli.terminal import format_time, print_json, print_line, print_note, print_rows
+from workers.cli.terminal import format_time, print_json, print_line, print_rows
 
 # A request that was published a moment ago is known as soon as a coordinator has read it.
 ARRIVAL_S = 1.0
@@ -31,6 +32,36 @@ LOOK_S = 0.1
 EXIT_ENDED = 2
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Options of `pagemill ask` that choose its tokens."""
+
+    max_tokens: int | None = None
+    """Maximum number of tokens in the answer."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy. By default as configured for the model."""
+    seed: int | None = None
+    """Seed of the sampling, which makes the answer repeatable."""
+
+    def given(self) -> dict[str, float]:
+        """Return the options that were given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class SpeechOptions:
+    """Options of `pagemill ask` about a spoken answer."""
+
+    speak: bool = False
+    """Have the answer spoken as well, and write the sound to a WAV file."""
+    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav")
+    """The WAV file."""
+    voice: str | None = None
+    """Name of one of the model's voices; by default the first one."""
+
+
 async def ask(
     question: str,
     /,
@@ -38,15 +69,11 @@ async def ask(
     image: Images = None,
     model: ModelName = None,
     adapter: str | None = None,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
+    sampling: SamplingOptions = SamplingOptions(),
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
     durable: bool = False,
-    speak: bool = False,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav"),
-    voice: str | None = None,
+    speech: SpeechOptions = SpeechOptions(),
     request_id: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -59,51 +86,28 @@ async def ask(
         The text of the question.
     adapter
         Name of one of the model's LoRA adapters; by default none.
-    max_tokens
-        Maximum number of tokens in the answer.
-    temperature
-        Sampling temperature; 0 is greedy. By default as configured for the model.
-    seed
-        Seed of the sampling, which makes the answer repeatable.
     timeout_s
         Maximum seconds from acceptance to the end of the answer; by default as configured.
     json
         Print the records of the token log, one JSON object per line.
     durable
         Let the request continue when Ctrl-C ends this command.
-    speak
-        Have the answer spoken as well, and write the sound to a WAV file.
-    output
-        The WAV file.
-    voice
-        Name of one of the model's voices; by default the first one.
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
     loaded = load(config)
     url, model = nats or settings.nats_url(loaded), model or next(iter(loaded.models))
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    sampling = {name: value for name, value in options.items() if value is not None}
-    request = build_request(model, question, image or [], sampling, timeout_s, adapter)
-    if speak:
+    given = sampling.given()
+    request = build_request(model, question, image or [], given, timeout_s, adapter)
+    if speech.speak:
         audio = find_audio(loaded, model)
-        request = replace(request, outputs=[TEXT, audio], voice=voice)
+        request = replace(request, outputs=[TEXT, audio], voice=speech.voice)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
-        # The records do not have it, and it is needed to follow, find or cancel the request.
-        print_note(f"request {request_id}")
-        records = client.ask(bus, request, request_id, sampling=sampling)
-        if speak:
-            records = while_saving(bus, records, request_id, audio, output)
-        try:
-            return await print_records(records, as_json=json)
-        except asyncio.CancelledError:
-            if not durable:
-                await client.cancel(bus, request_id)
-                print_note("\ncancelled")
-            else:
-                print_note(f"\nthe request continues: pagemill follow {request_id}")
-            return EXIT_INTERRUPTED
+        records = client.ask(bus, request, request_id, sampling=given)
+        if speech.speak:
+            records = while_saving(bus, records, request_id, audio, speech.output)
+        return await print_answer(bus, request_id, records, as_json=json, durable=durable)
 
 
 async def follow(

@@ -1,6 +1,5 @@
 """`pagemill say`: a text becomes speech."""
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +8,10 @@ from cyclopts import Parameter
 from shared import client
 from shared.protocol.requests import GenerateRequest
 from workers.cli import settings
-from workers.cli.ask import EXIT_INTERRUPTED, print_records
+from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
 from workers.cli.sound import find_audio, while_saving
-from workers.cli.terminal import print_note
 
 
 async def say(
@@ -54,12 +52,6 @@ async def say(
     )
     request_id = request_id or client.new_request_id()
     async with connected(nats or settings.nats_url(loaded), "say") as bus:
-        print_note(f"request {request_id}")
         records = client.ask(bus, request, request_id)
         saved = while_saving(bus, records, request_id, audio, output)
-        try:
-            return await print_records(saved, as_json=json, has_text=False)
-        except asyncio.CancelledError:
-            await client.cancel(bus, request_id)
-            print_note("\ncancelled")
-            return EXIT_INTERRUPTED
+        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)

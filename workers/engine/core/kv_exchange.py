@@ -57,6 +57,11 @@ class KVExchange:
     def layout(self) -> list[HashPart]:
         return [] if self._memory is None else self._memory.layout
 
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block over all layers; 0 if blocks cannot be exchanged."""
+        return 0 if self._memory is None else self._memory.block_bytes
+
     def prompt_hashes(self, request: EngineRequest) -> list[str]:
         """Return the hashes of the blocks that can be exchanged. Any thread may call this."""
         return self._hashes_of(Sequence(request, 0, 0, request.prompt_token_ids, 0))
