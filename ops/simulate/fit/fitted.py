@@ -15,7 +15,7 @@ from ops.simulate.fit.trace import to_request
 from ops.simulate.routers import SharedQueue
 from ops.simulate.simulation import Simulation
 
-WINDOW_S = 5.0
+WINDOW_S = 1.0
 
 
 def is_judged(at_s: float) -> bool:
