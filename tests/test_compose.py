@@ -19,6 +19,7 @@ from ops.cluster.compose import Container
 from shared.bus.embedded_server import find_binary, free_port
 from shared.config import Config
 from shared.config_parsing import parse_config
+from shared.stage.pipelines import default_stage, pipelines_of
 from workers.pools import pools_of
 from workers.roles import AUTOSCALER, all_roles
 
@@ -27,6 +28,8 @@ FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
 ONCE = ("secrets", "pull")
 PROXY = "docker-proxy"
+TALKER = "talker"
+"""An engine for a second stage of its model."""
 # What ends between the drain and the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
@@ -85,13 +88,37 @@ def test_the_gateway_is_the_only_door() -> None:
 def test_every_role_has_containers_of_its_own() -> None:
     assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
-        assert service["command"] == ["worker", name]
+        of_role = [name] if name != TALKER else ["engine", "--stage", TALKER]
+        assert service["command"] == ["worker", *of_role]
     assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
         ("coordinator", 2),
         ("renderer", 2),
         ("engine", 1),
     }
     assert services()["encoder"]["profiles"] == ["encoder"]
+
+
+def test_each_stage_of_a_speech_has_a_service_that_serves_it() -> None:
+    text = (ROOT / "ops" / "demo_voice" / "pagemill.yaml").read_text(encoding="utf-8")
+    pools = """
+scale:
+  pools:
+  - {role: engine, max: 1}
+  - {role: engine, stage: talker, max: 1}
+  - {role: generator, stage: code2wav, service: generator, max: 1}
+"""
+    speaking = parse_config(text + pools, {}, "pagemill.yaml")
+    pipelines = pipelines_of(speaking)
+    served: dict[str, str] = {}
+    for name, service in workers().items():
+        _, role, *rest = service["command"]
+        served[name] = rest[-1] if rest else default_stage(pipelines, role, "demo")
+    for stage in pipelines["demo"].stages:
+        assert stage.name in served.values()
+    for name, pool in pools_of(speaking).by_service().items():
+        assert served[name] == pool.stage
+    assert services()[TALKER]["profiles"] == ["speech"]
+    assert "speech" in services()["generator"]["profiles"]
 
 
 def test_a_stopped_worker_has_the_time_to_drain() -> None:
@@ -143,7 +170,7 @@ def test_no_file_has_a_secret() -> None:
 
 def test_images_for_gpus_change_what_uses_torch_alone() -> None:
     override = read("docker-compose.gpu.yml")["services"]
-    assert set(override) == {role.name for role in all_roles() if role.uses_torch}
+    assert set(override) == {role.name for role in all_roles() if role.uses_torch} | {TALKER}
     dockerfile = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
     for service in override.values():
         for argument in service["build"]["args"]:

@@ -30,6 +30,8 @@ class RoleSpec:
     """Whether a worker computes with torch; otherwise it starts without it."""
     min_workers: int = 0
     """Workers that a pool of this role always needs."""
+    section: str = ""
+    """The section of the configuration that its workers read; by default that of its name."""
 
 
 AUTOSCALER = "autoscaler"
@@ -80,7 +82,9 @@ for _spec in (
         min_workers=1,
     ),
     RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
-    RoleSpec("prefill", "workers.engine.prefill", "Prefill", "computes long prompts"),
+    RoleSpec(
+        "prefill", "workers.engine.prefill", "Prefill", "computes long prompts", section="engine"
+    ),
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
     RoleSpec(
         "generator",

@@ -1,7 +1,7 @@
 """Run the simulator.
 
-`report` prints the tables of the documentation, `big` a run of full size, and `fit` what a measured
-run of the demo model says of the simulator; it needs the machine alone.
+`report` prints the tables of the documentation, `big` a run of full size. `fit` measures a run of
+the demo model, fits the simulator to one half of it, and compares it with the other half.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ops.simulate.simulation import Simulation, quantile
 BIG_ENGINES, BIG_REQUESTS, BIG_ROUTERS = 10_000, 1_000_000, 64
 BIG_RATE = 9.0
 CELL_ENGINES = 64
-FIT_REQUESTS, FIT_RATE = 400, 6.0
+FIT_REQUESTS, FIT_RATE = 800, 6.0
 
 
 def main() -> None:

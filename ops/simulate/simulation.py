@@ -142,6 +142,10 @@ class Simulation:
         self.figures.engine_s += sum(self.now_s - engine.since_s for engine in self.engines)
         return self.figures
 
+    def counts(self, request: Request) -> bool:
+        """Return whether the figures have the times of a request."""
+        return request.arrived_s >= self.counted_from_s
+
     # -- what routers do ------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
@@ -236,13 +240,13 @@ class Simulation:
         figures = self.figures
         first, last = engine.settle()
         for request in first:
-            if request.arrived_s >= self.counted_from_s:
+            if self.counts(request):
                 figures.ttft_s.append(self.now_s - request.arrived_s)
                 figures.num_prompt_tokens += request.prompt
                 figures.num_hit_tokens += request.hit
         for request in last:
             figures.num_ended += 1
-            if request.arrived_s >= self.counted_from_s:
+            if self.counts(request):
                 figures.answer_s.append(self.now_s - request.arrived_s)
         engine.steps_ahead = 1  # what comes now is planned with the rest
         if not engine.is_draining:

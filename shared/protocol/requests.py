@@ -167,6 +167,9 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     `prompt`, and to messages if the model's own processor does."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Salt of the caches: an entry made with one salt is not found with another, or without."""
+    prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
+    """Requests of a tenant with the same key are served by the same engine if they can, for a model
+    with slots: a name of what their prompts share, such as a conversation."""
     outputs: Annotated[list[str], Meta(max_length=8)] = []
     """Names of the requested outputs of the model; by default its text."""
     given_text: Annotated[str, Meta(min_length=1)] | None = None

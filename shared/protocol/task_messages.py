@@ -34,6 +34,8 @@ class RequestTicket(Struct, frozen=True, array_like=True):
     """Part of the key of every cache on the way; see TENANT_HEADER."""
     cache_salt: str = ""
     """Another part of these keys, chosen by the client."""
+    prompt_cache_key: str = ""
+    """Decides on the slot of the request's tasks, if the client has given it."""
 
     @property
     def cache_scope(self) -> str:

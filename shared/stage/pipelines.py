@@ -1,6 +1,6 @@
 """The pipelines of the configured models: the default one, with what the configuration changes."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 
 from shared.config import Config, ModelConfig
@@ -53,6 +53,21 @@ def pipeline_of(model: ModelConfig) -> Pipeline:
     return Pipeline(
         tuple(stages.values()), tuple(chain.from_iterable(edges.get(name, []) for name in stages))
     )
+
+
+def default_stage(pipelines: Mapping[str, Pipeline], role: str, model: str | None) -> str:
+    """Return the stage that a worker serves if none is named: the one named like its role.
+
+    If the pipelines have one other stage of this role, and none of its name, it is that stage.
+    """
+    names = {
+        stage.name
+        for name, pipeline in pipelines.items()
+        if model in (None, name)
+        for stage in pipeline.stages
+        if stage.role == role
+    }
+    return names.pop() if len(names) == 1 else role
 
 
 def check_pipelines(config: Config, roles: Collection[str], source: str) -> None:

@@ -22,7 +22,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.stage import signals
 from shared.stage.common_settings import compare_settings
-from shared.stage.pipelines import pipelines_of
+from shared.stage.pipelines import default_stage, pipelines_of
 from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
@@ -93,7 +93,7 @@ class Context:
     bus: Bus
     log: logs.Logger
     stage_name: InitVar[str | None] = None
-    """The stage to serve; by default the stage named like the role."""
+    """The stage to serve; by default that of `default_stage`."""
     url: str | None = None
     """URL of a gateway, which every heartbeat reports."""
 
@@ -102,7 +102,7 @@ class Context:
         self.pipelines = pipelines_of(self.config)
         self.stage = Stage(
             self.bus,
-            stage_name or self.role,
+            stage_name or default_stage(self.pipelines, self.role, self.model),
             self.worker,
             VERSION,
             self.config.delivery,
@@ -257,7 +257,7 @@ async def run(
 ) -> int:
     """Run one worker until it has stopped, and return its exit code; the process ends then.
 
-    `stage` is the stage that it serves; by default the stage named like its role.
+    `stage` is the stage that it serves; by default that of `default_stage`.
     """
     signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"

@@ -24,8 +24,8 @@ with a number that grows with the prompt, a chat would move to other slots."""
 def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | None:
     """Return the slot of an engine's task, from 0 to `num_slots` - 1.
 
-    None for a stage without slots, and for a prompt too short to be worth a choice of engine: such
-    tasks are served in turns.
+    None for a stage without slots, and for a prompt without a key that is too short to be worth a
+    choice of engine: such tasks are served in turns.
     """
     if num_slots == 1 or not isinstance(body, EngineBody):
         return None
@@ -36,12 +36,14 @@ def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | No
 def slot_key(header: TaskHeader, body: EngineBody) -> str | None:
     """Return the hash of what decides on a task's slot; None if nothing does.
 
-    It is the first image, if images are half of the prompt or more or the prompt is short, and
-    otherwise the first BEGINNING_TOKENS tokens.
+    It is the client's own key if there is one. Otherwise it is the first image, if images are half
+    of the prompt or more or the prompt is short, and else the first BEGINNING_TOKENS tokens.
     """
     if header.ticket is None:
         return None
     scope = (header.ticket.tenant, header.adapter or "", header.ticket.cache_salt)
+    if header.ticket.prompt_cache_key:
+        return content_hash(*scope, "key", header.ticket.prompt_cache_key)
     token_ids, items = body.prompt_token_ids, body.items
     is_short = len(token_ids) < BEGINNING_TOKENS
     num_image_tokens = sum(item.placeholder.length for item in items)

@@ -24,6 +24,7 @@ from shared.stage.worker_loop import Forward, WorkerLoop
 from workers.coordinator import worker as coordinator
 
 CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})
+WITH_SLOTS = Config({"demo": ModelConfig("nowhere", slots=64)})
 ACCOUNT = "PAGEMILL"
 
 
@@ -54,8 +55,8 @@ def read_lags(port: int) -> dict[str, int]:
     }
 
 
-def context_of(bus: Bus, role: str) -> Context:
-    return Context(role, f"{role}-1", None, CONFIG, bus, structlog.get_logger())
+def context_of(bus: Bus, role: str, config: Config = CONFIG) -> Context:
+    return Context(role, f"{role}-1", None, config, bus, structlog.get_logger())
 
 
 async def render(_: Task[Any], __: list[TensorData], ___: Job) -> Forward:
@@ -93,3 +94,34 @@ async def test_a_pool_that_has_never_run_has_the_lag_of_its_requests(
     for context in contexts:
         context.shutdown.signal()
     await asyncio.gather(*running)
+
+
+async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
+    monitored: tuple[Bus, int],
+) -> None:
+    bus, _ = monitored
+    contexts = [context_of(bus, role, WITH_SLOTS) for role in ("coordinator", "renderer")]
+    renderers = WorkerLoop(contexts[1])
+    await renderers.add_stage(["demo"], 8, RenderBody, render)
+    running = [
+        asyncio.create_task(coordinator.main(contexts[0])),
+        asyncio.create_task(renderers.run()),
+    ]
+    keys = {"a1": "a", "a2": "a", "a-other": "a", "b": "b", "none": None}
+    for name, key in keys.items():
+        data = encode_request(GenerateRequest("demo", prompt=name, prompt_cache_key=key), {})
+        tenant = "two" if name == "a-other" else "one"
+        await bus.publish(subjects.request("demo"), data, name, tenant=tenant)
+    slots: dict[str, int | None] = {}
+    async with asyncio.timeout(30):
+        while slots.keys() != keys.keys():
+            for subject in await bus.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER):
+                if subjects.parts_of_stage(subject)[0] == "engine":
+                    slots[subjects.last_token(subject)] = subjects.slot_of_stage(subject)
+            await asyncio.sleep(0.02)
+    for context in contexts:
+        context.shutdown.signal()
+    await asyncio.gather(*running)
+    assert slots["a1"] == slots["a2"] is not None
+    assert len({slots["a1"], slots["a-other"], slots["b"]}) == 3
+    assert slots["none"] is None

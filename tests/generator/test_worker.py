@@ -63,7 +63,7 @@ def make_context(bus: Bus, model: str, **changes: Any) -> Context:
         delivery=delivery,
     )
     name, log = f"generator-{secrets.token_hex(4)}", structlog.get_logger()
-    return Context("generator", name, model, config, bus, log, "code2wav")
+    return Context("generator", name, model, config, bus, log)
 
 
 @contextlib.asynccontextmanager

@@ -92,6 +92,7 @@ class Coordinator:
             receipt=delivery.receipt,
             tenant=tenant_of(delivery.tenant),
             cache_salt=request.cache_salt or "",
+            prompt_cache_key=request.prompt_cache_key or "",
         )
         if bus.now_ms() >= ticket.deadline_ms:
             await self._expire(job, ticket)

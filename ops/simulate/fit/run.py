@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ops.simulate.engine import Cost
-from ops.simulate.fit.fitting import Answer, Step, compare, explained, fit_cost, overhead_s
-from ops.simulate.fit.trace import MAX_PROMPT, Turn, alone, chats
+from ops.simulate.fit.fitting import compare, explained, fit
+from ops.simulate.fit.measurement import Answer, Step, read_lines
+from ops.simulate.fit.trace import MAX_PROMPT, Turn, chats, strangers
+from ops.simulate.simulation import quantile
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import end_with_parent
 from shared.client import ask, new_request_id
@@ -26,7 +28,7 @@ from workers.roles import WorkerSpec, default_workers
 
 ROOT = Path(__file__).parents[3]
 NUM_ENGINES = 2
-NUM_ALONE = 15
+NUM_WARM = 8
 MAX_LATE_S = 1.0
 BLOCK = 16
 LIMITS = Cost(max_seqs=16, step_tokens=512, kv_tokens=4096 * BLOCK)
@@ -43,6 +45,17 @@ engine:
   max_num_batched_tokens: {LIMITS.step_tokens}
 log_level: warning
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a client saw of a request."""
+
+    request_id: str
+    sent_s: float
+    first_s: float
+    ended_s: float
+    cached_tokens: int
 
 
 class TimedCluster(LocalCluster):
@@ -63,10 +76,8 @@ class TimedCluster(LocalCluster):
         )
 
 
-async def measure(
-    turns: Sequence[Turn], lone: Sequence[Turn]
-) -> tuple[list[Answer], list[Answer], list[Step]]:
-    """Run the requests; return the answers, those of the lone requests, and all steps."""
+async def measure(turns: Sequence[Turn]) -> tuple[list[Answer], list[Step]]:
+    """Run the requests; return the answers and all steps."""
     with tempfile.TemporaryDirectory(prefix="pagemill-fit-") as name:
         folder = Path(name)
         file = folder / "pagemill.yaml"
@@ -81,44 +92,47 @@ async def measure(
             await cluster.start()
             bus = await Bus.connect(cluster.url, "fit")
             # The first requests of an engine find nothing in the caches of its processor.
-            await asyncio.gather(*(_ask(bus, turn) for turn in alone(8, seed=0)))
-            found_alone = [await _ask(bus, turn) for turn in lone]
-            began_s = time.perf_counter()
+            await asyncio.gather(*(_ask(bus, turn) for turn in strangers(NUM_WARM, seed=0)))
+            began_s = time.monotonic()
             found = await asyncio.gather(*(_ask_at(bus, turn, began_s) for turn in turns))
             await bus.close()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 await cluster.stop()
-        return list(found), found_alone, list(_read_steps(folder / "nats"))
+        steps, first = read_lines(folder / "nats", began_s)
+    answers = [
+        Answer(
+            turn,
+            seen.sent_s - began_s,
+            seen.first_s - began_s,
+            seen.ended_s - began_s,
+            seen.cached_tokens,
+            first[seen.request_id],
+        )
+        for turn, seen in zip(turns, found, strict=True)
+    ]
+    return answers, steps
 
 
-def _read_steps(folder: Path) -> Iterator[Step]:
-    for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
-            tokens, context, step_s = json.loads(line)
-            yield tokens, context, step_s
-
-
-async def _ask_at(bus: Bus, turn: Turn, began_s: float) -> Answer:
-    await asyncio.sleep(max(0.0, began_s + turn.at_s - time.perf_counter()))
-    late_s = time.perf_counter() - began_s - turn.at_s
+async def _ask_at(bus: Bus, turn: Turn, began_s: float) -> Seen:
+    await asyncio.sleep(max(0.0, began_s + turn.at_s - time.monotonic()))
+    late_s = time.monotonic() - began_s - turn.at_s
     if late_s > MAX_LATE_S:
         raise SystemExit(f"the machine is too busy: a request was sent {late_s:.1f} s late")
     return await _ask(bus, turn)
 
 
-async def _ask(bus: Bus, turn: Turn) -> Answer:
+async def _ask(bus: Bus, turn: Turn) -> Seen:
     sampling = SamplingParams(max_tokens=turn.answer, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(
         "demo", sampling_params=sampling, prompt_token_ids=list(turn.token_ids)
     )
-    sent_s, first_s = time.perf_counter(), 0.0
-    async for record in ask(bus, request, new_request_id()):
+    request_id, sent_s, first_s = new_request_id(), time.monotonic(), 0.0
+    async for record in ask(bus, request, request_id):
         if isinstance(record, TokenChunk):
-            first_s = first_s or time.perf_counter()
+            first_s = first_s or time.monotonic()
         elif isinstance(record, Finish):
-            usage = record.usage
-            return Answer(first_s - sent_s, usage.prompt_tokens, usage.cached_tokens)
+            return Seen(request_id, sent_s, first_s, time.monotonic(), record.usage.cached_tokens)
         else:
             raise SystemExit(f"a request failed: {record}")
     raise SystemExit("a request has no end")
@@ -126,30 +140,36 @@ async def _ask(bus: Bus, turn: Turn) -> Answer:
 
 def report(num_requests: int, rate: float, seed: int) -> Iterator[str]:
     """Yield the fitted costs and the comparison; the last line says whether all figures agree."""
-    turns, lone = chats(num_requests, rate, seed), alone(NUM_ALONE, seed)
+    turns = chats(num_requests, rate, seed)
     began_s, cpu_s = time.monotonic(), _busy_s()
-    answers, found_alone, steps = asyncio.run(measure(turns, lone))
-    took_s = time.monotonic() - began_s
-    cost = fit_cost(steps, LIMITS)
-    extra_s = overhead_s(list(zip(lone, found_alone, strict=True)), cost)
+    answers, steps = asyncio.run(measure(turns))
+    busy = (_busy_s() - cpu_s) / (time.monotonic() - began_s)
+    fitted = fit(answers, steps, LIMITS)
     yield f"{len(turns)} requests, {rate:g} a second, {NUM_ENGINES} engines, {len(steps)} steps"
     yield (
-        f"step = {1000 * cost.step_s:.3f} ms + {1e6 * cost.token_s:.2f} us * tokens"
-        f" + {1e9 * cost.context_s:.2f} ns * context, which explains"
-        f" {explained(steps, cost):.0%} of the variance"
+        f"processor time of a step = {1000 * fitted.cost.step_s:.3f} ms"
+        f" + {1e6 * fitted.cost.token_s:.2f} us * tokens"
+        f" + {1e9 * fitted.cost.context_s:.2f} ns * context, which explains"
+        f" {explained(steps, fitted.cost):.0%} of the variance"
     )
-    yield f"outside of steps, to the first token: {1000 * extra_s:.1f} ms"
-    yield (
-        f"processors were {(_busy_s() - cpu_s) / took_s:.2f} busy in the mean,"
-        f" load at the end {os.getloadavg()[0]:.1f}"
-    )
-    yield "| | run | simulator | deviation |"
+    for prefills in (True, False):
+        chosen = [step for step in steps if step.prefills is prefills]
+        slowdown = sum(step.took_s for step in chosen) / sum(step.cpu_s for step in chosen)
+        yield f"steps with{'' if prefills else 'out'} prefills took {slowdown:.2f} times as long"
+    for name, values_s in (
+        ("from clients to engines", sorted(answer.before_s for answer in answers)),
+        ("from first tokens to clients", sorted(answer.after_s for answer in answers)),
+    ):
+        p50_s, p99_s = quantile(values_s, 0.5), quantile(values_s, 0.99)
+        yield f"{name}: p50 {1000 * p50_s:.0f} ms, p99 {1000 * p99_s:.0f} ms"
+    yield f"processors were {busy:.2f} busy in the mean, load at the end {os.getloadavg()[0]:.1f}"
+    yield "| | run | simulator | ratio |"
     yield "|---|---|---|---|"
-    found = list(compare(turns, answers, cost, extra_s, NUM_ENGINES, BLOCK))
+    found = list(compare(answers, fitted, NUM_ENGINES, BLOCK, seed))
     for one in found:
-        yield f"| {one.name} | {one.measured:.3f} | {one.simulated:.3f} | {one.deviation:+.0%} |"
-    close = all(one.is_close for one in found[:2])
-    yield f"hit rate and TTFT p50 {'agree' if close else 'do not agree'} within 20 %"
+        yield f"| {one.name} | {one.measured:.3f} | {one.simulated:.3f} | {one.ratio:.2f} |"
+    far = [one.name for one in found if not one.is_close]
+    yield f"not within 20 %: {', '.join(far)}" if far else "all agree within 20 %"
 
 
 def _busy_s() -> float:

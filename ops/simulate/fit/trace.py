@@ -40,9 +40,9 @@ def chats(num_requests: int, rate: float, seed: int) -> list[Turn]:
     return found[:num_requests]
 
 
-def alone(count: int, seed: int) -> list[Turn]:
-    """Draw requests that share nothing, to be sent one after the other."""
-    rnd = random.Random(f"alone:{seed}")
+def strangers(count: int, seed: int) -> list[Turn]:
+    """Draw requests that share nothing."""
+    rnd = random.Random(f"strangers:{seed}")
     prompts = [_text(rnd, 256) for _ in range(count)]
     return [Turn(0.0, -1, -number, ids, (256, 256), 4) for number, ids in enumerate(prompts)]
 

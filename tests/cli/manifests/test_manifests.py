@@ -44,6 +44,31 @@ scale:
     - {role: engine, model: Org/Other.Model, min: 1, max: 1}
 """
 SCALED = {"renderer", "encoder-qwen2-vl", "engine-qwen2-vl"}
+SPEECH = """
+models:
+  demo:
+    path: /models/demo
+    prefill: prefill
+    stages:
+      talker:
+        role: engine
+        path: /models/voice/talker
+        inputs: {text: {from: engine, function: speech, mode: stream}}
+        output: {name: codes, kind: codes}
+      code2wav:
+        role: generator
+        path: /models/voice
+        inputs: {codes: {from: talker, function: follow, mode: stream}}
+        output: {name: audio, kind: audio}
+gateway: {allow_anonymous: true}
+engine: {device: cuda}
+scale:
+  pools:
+    - {role: prefill, max: 2}
+    - {role: engine, max: 4}
+    - {role: engine, stage: talker, max: 2}
+    - {role: generator, stage: code2wav, max: 3}
+"""
 
 
 def parse(text: str = CONFIG + POOLS) -> Config:
@@ -110,6 +135,38 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
         for lane in subjects.LANES
     ]
     assert (interactive, batch) == (16, 64)
+
+
+@pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])
+def test_each_stage_of_a_speech_is_a_pool_with_queues_of_its_own(version: str) -> None:
+    manifests = make("keda", SPEECH)
+    for manifest in manifests:
+        check_against_schemas(manifest, version)
+    stages = {
+        "prefill-demo": "prefill",
+        "engine-demo": "engine",
+        "engine-demo-talker": "talker",
+        "generator-demo-code2wav": "code2wav",
+    }
+    scaled = of_kind(manifests, "ScaledObject")
+    assert {
+        name: [trigger["metadata"]["consumer"] for trigger in one["spec"]["triggers"]]
+        for name, one in scaled.items()
+    } == {
+        name: [subjects.stage_consumer(stage, "demo", lane) for lane in subjects.LANES]
+        for name, stage in stages.items()
+    }
+    found = containers(manifests)
+    assert stages.keys() <= found.keys()
+    assert found["generator-demo-code2wav"]["args"][:2] == ["worker", "generator"]
+    assert found["generator-demo-code2wav"]["args"][-2:] == ["--stage", "code2wav"]
+    assert found["engine-demo-talker"]["args"][-2:] == ["--stage", "talker"]
+    assert "--stage" not in found["engine-demo"]["args"]
+    # Prefill workers and talkers have the engines' device, and generators compute without one.
+    on_gpus = {name for name, container in found.items() if "resources" in container}
+    assert on_gpus == stages.keys() - {"generator-demo-code2wav"}
+    names = of_kind(make("pagemill", SPEECH), "Role")["pagemill-autoscaler"]["rules"][0]
+    assert set(names["resourceNames"]) == stages.keys()
 
 
 @pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])

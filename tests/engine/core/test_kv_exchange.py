@@ -7,6 +7,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,13 +215,31 @@ def test_blocks_that_cannot_be_written_are_computed(monkeypatch: pytest.MonkeyPa
     assert engine.num_prefilled(received(request, runs)) == 21 - 6
 
 
-def test_memory_of_received_blocks_is_given_up_at_once() -> None:
+def test_memory_of_received_blocks_is_given_up_as_soon_as_they_are_copied() -> None:
+    """Three runs of three blocks and one of one; a step copies eight blocks."""
     request = request_of()
     with_kv = received(request, prefilled(request))
     assert with_kv.received is not None
     engine = Engine()
     engine.core.add(with_kv)
+    engine.core.step()
+    assert [run.first for run in with_kv.received.runs] == [6, 9]
+    engine.core.step()
     assert with_kv.received.runs == []
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_memory_of_blocks_that_are_not_used_is_given_up(skip: bool) -> None:
+    request = request_of()
+    (first, *_) = prefilled(request)
+    unread = msgspec.structs.replace(request.sampling, skip_reading_prefix_cache=skip)
+    with_kv = received(replace(request, sampling=unread), [replace(first, hashes=["other"])])
+    assert with_kv.received is not None
+    engine = Engine()
+    engine.core.add(with_kv)
+    engine.core.step()
+    assert with_kv.received.runs == []
+    engine.core.cancel("r")
 
 
 def test_restored_blocks_are_published() -> None:
@@ -228,8 +247,114 @@ def test_restored_blocks_are_published() -> None:
     runs = prefilled(request)
     engine.events.take()
     engine.core.add(received(request, runs))
+    for _ in range(2):
+        engine.core.step()
     stored = [event for event in engine.events.take() if isinstance(event, BlockStored)]
-    assert [token for event in stored for token in event.token_ids] == request.prompt_token_ids[:20]
+    restored = [token for event in stored for token in event.token_ids]
+    assert restored[:20] == request.prompt_token_ids[:20]
+
+
+def test_others_advance_while_a_long_prompt_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, engine = request_of(64), Engine(num_blocks=96)
+    runs, write, written = prefilled(request), engine.runner.write_blocks, list[int]()
+
+    def watched(blocks: list[int], data: memoryview, skip: int) -> None:
+        written.append(len(blocks))
+        write(blocks, data, skip)
+
+    monkeypatch.setattr(engine.runner, "write_blocks", watched)
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    running = replace(request_of(5), request_id="running", sampling=sampling)
+    engine.core.add(running)
+    engine.core.step()
+    engine.core.add(received(request, runs))
+    steps = list[tuple[int, dict[str, list[int]]]]()
+    while engine.core.has_work:
+        written.clear()
+        outputs = engine.core.step()
+        new = {output.request_id: output.choices[0].token_ids for output in outputs}
+        steps.append((sum(written), new))
+    # The first token is that of the step before which the last blocks were restored.
+    assert [(num, sorted(new)) for num, new in steps[:4]] == [
+        *[(16 // BLOCK_SIZE, ["running"])] * 3,
+        (7, ["r", "running"]),
+    ]
+    assert all(len(new["running"]) == 1 for _, new in steps[:19])
+    found = [token for _, new in steps for token in new.get("r", [])]
+    assert found == [t for _, ts in tokens_of(Engine(num_blocks=96).run(request)) for t in ts]
+    engine.pool.check_integrity()
+
+
+def test_requests_are_restored_in_their_order_within_one_budget() -> None:
+    first, second = request_of(31), replace(request_of(33), request_id="second")
+    both = [received(one, prefilled(one)) for one in (first, second)]
+    engine = Engine(num_blocks=96)
+    for one in both:
+        engine.core.add(one)
+    left = []
+    for _ in range(5):
+        engine.core.step()
+        kvs = (one.received for one in both)
+        left.append(tuple(len(kv.runs) for kv in kvs if kv is not None))
+    # Fifteen blocks in five runs, sixteen in six; eight before each step.
+    assert left == [(3, 6), (0, 6), (0, 3), (0, 0), (0, 0)]
+
+
+def test_a_request_that_is_cancelled_while_it_is_restored_leaves_nothing() -> None:
+    request, engine = request_of(40), Engine()
+    engine.core.add(received(request, prefilled(request)))
+    engine.core.step()
+    engine.core.cancel("r")
+    assert not engine.core.has_work
+    engine.pool.check_integrity()
+    assert engine.pool.num_free == NUM_BLOCKS
+
+
+def test_blocks_that_are_evicted_between_two_steps_are_computed() -> None:
+    """They would be evicted again."""
+    request, engine = request_of(), Engine()
+    engine.core.add(received(request, prefilled(request)))
+    engine.core.step()
+    hashes = engine.core.kv_exchange.prompt_hashes(request)
+    engine.pool.unregister(engine.pool.find(hashes))
+    while engine.core.has_work:
+        assert all(output.error is None for output in engine.core.step())
+    assert engine.core.stats().prefix_hit_tokens == 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    num_blocks=st.integers(28, 48),
+    pauses=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+def test_restored_among_others_all_tokens_are_those_of_one_alone(
+    lengths: list[int], num_blocks: int, pauses: list[int]
+) -> None:
+    requests = [
+        replace(request_of(length, n=1 + number % 2), request_id=str(number))
+        for number, length in enumerate(lengths)
+    ]
+    engine = Engine(num_blocks=num_blocks)
+    found: dict[str, list[tuple[int, list[int]]]] = {}
+
+    def step() -> None:
+        for output in engine.core.step():
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(tokens_of([output]))
+
+    for request, pause in zip(requests, pauses, strict=False):
+        engine.core.add(received(request, prefilled(request)))
+        for _ in range(pause):
+            step()
+    while engine.core.has_work:
+        step()
+    engine.pool.check_integrity()
+    for request in requests:
+        alone = tokens_of(Engine(num_blocks=96).run(request))
+        for choice in range(request.sampling.n):
+            assert [t for c, ts in found[request.request_id] if c == choice for t in ts] == [
+                t for c, ts in alone if c == choice for t in ts
+            ]
 
 
 def test_an_engine_without_memory_to_exchange_computes_the_prompt() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +36,11 @@ class Engine:
     """An engine of its own memory; models are shared, because they hold no state."""
 
     def __init__(
-        self, model: DecoderModel, tower: Tower | None, adapters: Adapters | None = None
+        self,
+        model: DecoderModel,
+        tower: Tower | None,
+        adapters: Adapters | None = None,
+        max_num_batched_tokens: int = 512,
     ) -> None:
         self.runner = ModelRunner(model, NUM_BLOCKS, BLOCK_SIZE, tower, 0, None, adapters)
         self.core = EngineCore(
@@ -44,7 +49,7 @@ class Engine:
             frozenset(),
             pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
             max_num_seqs=8,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=256,
             vocab_size=model.vocab_size,
             kv_memory=self.runner,
@@ -124,6 +129,51 @@ def test_torch(name: str, dtype: torch.dtype) -> None:
     for case in cases_of(family.tower is not None):
         for params in sampling:
             check_parity(FlatModel(family), tower, replace(case.request, sampling=params))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_prompts_that_are_restored_in_parts_and_others_answer_as_alone(
+    sampling: SamplingParams,
+) -> None:
+    model = FlatModel(adapt(make_model("llama", torch.float64)))
+    prompts = [random.Random(seed).choices(range(model.vocab_size), k=120) for seed in range(2)]
+    requests = [
+        EngineRequest(name, token_ids, [], sampling)
+        for name, token_ids in (
+            ("running", prompts[0][:20]),
+            ("long", prompts[0]),
+            ("later", prompts[1][:60]),
+        )
+    ]
+    expected = {one.request_id: Engine(model, None).answer(one) for one in requests}
+    running, *received = requests
+    # Two blocks are restored before each step.
+    engine = Engine(model, None, max_num_batched_tokens=2 * BLOCK_SIZE)
+    found = {name: [list[int]() for _ in range(sampling.n)] for name in expected}
+    num_new = list[int]()
+
+    def step() -> None:
+        outputs = engine.core.step()
+        num_new.append(sum(output.request_id == "running" for output in outputs))
+        for output in outputs:
+            assert output.error is None
+            for delta in output.choices:
+                found[output.request_id][delta.index] += delta.token_ids
+
+    engine.core.add(running)
+    while not found["running"][-1]:
+        step()
+    num_new.clear()
+    for one in received:
+        runs = Engine(model, None).prefill(one)
+        engine.core.add(replace(one, received=ReceivedKV(runs)))
+        step()
+    while engine.core.has_work:
+        step()
+    # Meanwhile, most of the long prompt's fourteen blocks are restored.
+    assert num_new[:8] == [1] * 8
+    assert found == expected
+    assert engine.num_found >= 112 + 56
 
 
 def test_blocks_that_the_device_has_no_memory_for_are_computed(

@@ -10,7 +10,7 @@ from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
 from shared.stage import tasks
-from shared.stage.pipelines import check_pipelines, pipeline_of
+from shared.stage.pipelines import check_pipelines, default_stage, pipeline_of
 
 ROLES = ("renderer", "encoder", "engine")
 SPEECH: dict[str, Any] = {
@@ -224,3 +224,23 @@ def test_a_detour_needs_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match=r"engine\.prefix_caching, which is off") as caught:
         check_pipelines(config, (*ROLES, "prefill"), "pagemill.yaml")
     assert caught.value.field == "models.demo.stages.prefill.inputs.tokens"
+
+
+def test_a_worker_serves_the_only_stage_of_its_role_if_none_has_its_name() -> None:
+    one, two = (
+        {"m": pipeline_of(ModelConfig("nowhere", stages=stages))}
+        for stages in (
+            {"talker": StageConfig(role="engine"), "code2wav": StageConfig(role="generator")},
+            {"a": StageConfig(role="generator"), "b": StageConfig(role="generator")},
+        )
+    )
+    roles = ("renderer", "engine", "generator", "coordinator")
+    assert [default_stage(one, role, "m") for role in roles] == [
+        "renderer",
+        "engine",
+        "code2wav",
+        "coordinator",
+    ]
+    assert default_stage(two, "generator", "m") == "generator"
+    # Workers that serve all models have a stage of one name in all of them.
+    assert default_stage(one | {"n": two["m"]}, "renderer", None) == "renderer"

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
 from shared.bus.slot_consumer import SlotConsumer
+from shared.client import follow
 from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.pipeline import Edge
-from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
+from shared.protocol.records import ChoiceDelta, Finish, OutputSummary, Usage
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
@@ -145,6 +146,71 @@ async def test_tasks_of_another_number_of_slots_are_not_left_behind(
 
         await until(is_empty)
     assert done == {*names}
+
+
+class Fleet:
+    """A coordinator, two renderers and two engines, each with a number of slots of its own."""
+
+    def __init__(self, bus: Bus, model: str, num_slots: int) -> None:
+        self.done: list[str] = []
+        self._bus, self._model = bus, model
+        self._num_published = 0
+        self._renderers = [num_slots] * 2
+        self._engines = [contextlib.AsyncExitStack() for _ in range(2)]
+
+    async def restart(self, role: str, num_slots: int) -> None:
+        """Replace the workers of a role one after another; requests come in between."""
+        if role == "coordinator":
+            await create_queues(make_context(self._bus, self._model, num_slots))
+            return
+        for number in range(2):
+            if role == "renderer":
+                self._renderers[number] = num_slots
+            else:
+                await self._engines[number].aclose()
+                context = make_context(self._bus, self._model, num_slots)
+                running = serving(context, self._model, self.done.append)
+                await self._engines[number].enter_async_context(running)
+            await self.send(20)
+
+    async def send(self, count: int) -> None:
+        """Publish tasks of both renderers in turns."""
+        for number in range(self._num_published, self._num_published + count):
+            num_slots = self._renderers[number % 2]
+            await publish(self._bus, self._model, f"{self._model}-{number}", num_slots, number % 24)
+        self._num_published += count
+
+    async def stop(self) -> None:
+        for engine in self._engines:
+            await engine.aclose()
+
+
+# The second order is the worse: for a while, no engine knows the queues that renderers write to.
+@pytest.mark.parametrize(
+    "order", [("coordinator", "engine", "renderer"), ("renderer", "engine", "coordinator")]
+)
+@pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1)])
+async def test_every_order_of_restarts_serves_all_requests_once(
+    bus: Bus, model: str, order: tuple[str, ...], before: int, after: int
+) -> None:
+    fleet = Fleet(bus, model, before)
+    try:
+        await fleet.restart("coordinator", before)
+        await fleet.restart("engine", before)
+        await fleet.send(40)
+        for role in order:
+            await fleet.restart(role, after)
+        await fleet.send(40)
+
+        async def is_empty() -> bool:
+            return not await subjects_of(bus, model)
+
+        await until(is_empty)
+    finally:
+        await fleet.stop()
+    assert sorted(fleet.done) == sorted(f"{model}-{number}" for number in range(200))
+    for name in fleet.done:
+        assert isinstance([record async for record in follow(bus, name)][-1], Finish)
 
 
 async def test_workers_with_and_without_slots_serve_all_queues_together(

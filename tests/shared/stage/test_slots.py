@@ -94,6 +94,28 @@ def test_chats_are_spread() -> None:
     assert max(found.values()) < 200
 
 
+@given(bodies(), bodies(), st.text(min_size=1), st.text(min_size=1))
+def test_requests_with_a_key_have_its_slot_whatever_they_ask(
+    first: EngineBody, second: EngineBody, key: str, other: str
+) -> None:
+    keyed = replace(HEADER, ticket=replace(TICKET, prompt_cache_key=key))
+    assert slot_key(keyed, first) == slot_key(keyed, second) is not None
+    assert slot_key(keyed, first) != slot_key(HEADER, first)
+    another = replace(HEADER, ticket=replace(TICKET, prompt_cache_key=key + other))
+    assert slot_key(another, first) != slot_key(keyed, first)
+
+
+@given(st.sampled_from(["tenant", "adapter", "cache_salt"]), st.text(min_size=1))
+def test_tenants_adapters_and_salts_share_no_slot_by_the_same_key(field: str, other: str) -> None:
+    ticket = replace(TICKET, prompt_cache_key="chat")
+    keyed = replace(HEADER, ticket=ticket)
+    if field == "adapter":
+        changed = replace(keyed, adapter=other)
+    else:
+        changed = replace(keyed, ticket=replace(ticket, **{field: "t" + other}))
+    assert slot_key(keyed, EngineBody([], [])) != slot_key(changed, EngineBody([], []))
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, BEGINNING_TOKENS - 1])
 def test_short_prompts_have_no_slot(num_tokens: int) -> None:
     assert slot_of_task(HEADER, EngineBody([1] * num_tokens, []), SLOTS) is None

@@ -149,7 +149,7 @@ def worker(
         configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
-        role.
+        role, or else the only one of this role.
     """
     try:
         # transformers imports the hub's library.

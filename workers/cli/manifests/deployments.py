@@ -3,7 +3,7 @@
 from shared.config import Config
 from workers.cli.manifests.target import CONFIG, Manifest, Target, labels_of, metadata
 from workers.deployment_names import name_of
-from workers.roles import WorkerSpec
+from workers.roles import WorkerSpec, role_of
 
 USER = 10001
 METRICS_PORT = 9401
@@ -122,8 +122,9 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
 
 
 def _device(worker: WorkerSpec, config: Config) -> str:
-    """Return the device of a role that has a section with one in the configuration."""
-    return getattr(getattr(config, worker.role, None), "device", "")
+    """Return the device of a role whose section of the configuration has one."""
+    section = role_of(worker.role).section or worker.role
+    return getattr(getattr(config, section, None), "device", "")
 
 
 def _arguments(worker: WorkerSpec) -> list[str]:

@@ -101,7 +101,7 @@ def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[
         for model, pipeline in pipelines.items()
         if worker.model in (None, model)
         for stage in pipeline.stages
-        if stage.role == worker.role and worker.stage in (None, stage.name)
+        if stage.role == worker.role and stage.name == (worker.stage or worker.role)
         for lane in subjects.LANES
         for slot in stage.queue_slots
     ]

@@ -99,7 +99,7 @@ class EngineCore:
             prefix_caching,
             max_drafting_tokens,
         )
-        self.kv_exchange = KVExchange(pool, self._scheduler.prefix_cache, runner, kv_memory)
+        self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
         self._deltas: dict[str, list[ChoiceDelta]] = {}
         """Deltas of this step by request id, returned at its end."""
@@ -154,7 +154,6 @@ class EngineCore:
         stop_events = [
             choice.replay(log.token_ids) for choice, log in zip(state.choices, logged, strict=True)
         ]
-        self.kv_exchange.restore(state.choices[0].sequence)
         self._requests[request.request_id] = state
         for choice, log, stop_event in zip(state.choices, logged, stop_events, strict=True):
             if log.finished:
@@ -175,6 +174,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of all requests that it changed."""
         self._first_scheduled = []
+        self.kv_exchange.restore()
         batch, failures = self._prepare_batch(self._scheduler.schedule())
         self._num_steps += bool(batch.scheduled)
         self._num_batched_tokens += batch.num_tokens

@@ -4,6 +4,9 @@ Only registered blocks are exported. These are verified, so a restored block may
 restored block is a cache entry like any other: the request that it came with finds it when it is
 scheduled, unless it has been evicted by then. The last token of a prompt has to yield logits, so
 its block is neither exported nor restored.
+
+Blocks are restored before a step, as many as have the tokens of a step's budget, so that running
+sequences go on while a long prompt is copied. Its request is admitted when nothing is left to copy.
 """
 
 from collections.abc import Sequence as Values
@@ -13,8 +16,8 @@ from typing import Protocol
 from shared.protocol.multimodal import HashPart
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.prefix_cache import PrefixCache
-from workers.engine.core.sequence import EngineRequest, KVRun, Sequence
+from workers.engine.core.scheduler import Scheduler
+from workers.engine.core.sequence import EngineRequest, KVRun, ReceivedKV, Sequence
 from workers.engine.core.step_runner import StepRunner
 
 
@@ -48,7 +51,7 @@ class KVExchange:
     """Exports and restores blocks between two steps."""
 
     _pool: BlockPool
-    _prefix_cache: PrefixCache
+    _scheduler: Scheduler
     _runner: StepRunner
     _memory: KVMemory | None
     """None if the runner's blocks cannot be exchanged: then nothing is exported or restored."""
@@ -87,44 +90,61 @@ class KVExchange:
             for stop in (min(first + size, len(blocks)),)
         ]
 
-    def restore(self, sequence: Sequence) -> None:
-        """Make the blocks that came with a new request findable, as far as blocks are free."""
-        received = sequence.request.received
-        runs = [] if received is None else received.take()
-        if self._memory is None or not runs or not sequence.can_read_prefix_cache:
-            return
-        # Freed blocks that hold unverified tokens would be zeroed later, with what is written now.
-        if unverified := self._prefix_cache.take_unverified_blocks():
-            self._runner.zero_blocks(unverified)
+    def restore(self) -> None:
+        """Make blocks that came with waiting requests findable, as many as a step may compute.
+
+        Memory of what is restored, or cannot be, is given up at once.
+        """
+        num_left = max(1, self._scheduler.max_num_batched_tokens // self._pool.block_size)
+        for sequence in self._scheduler.waiting:
+            received = sequence.request.received
+            if received is not None and received.runs and num_left > 0:
+                num_left -= self._restore_blocks(sequence, received, num_left)
+
+    def _restore_blocks(self, sequence: Sequence, received: ReceivedKV, max_blocks: int) -> int:
+        """Return the number of blocks that were copied."""
         hashes = self._hashes_of(sequence)
         held = self._pool.find(hashes)
+        is_evicted = len(held) < received.num_found  # It would be evicted again.
+        if self._memory is None or not sequence.can_read_prefix_cache or is_evicted:
+            received.drop()
+            return 0
+        # Freed blocks that hold unverified tokens would be zeroed later, with what is written now.
+        if unverified := self._scheduler.prefix_cache.take_unverified_blocks():
+            self._runner.zero_blocks(unverified)
+        num_found = len(held)
         # Held, so that the chain's end does not evict its beginning.
         self._pool.share(held)
         try:
-            for run in runs:
-                self._restore_run(sequence, run, hashes, held)
+            while received.runs and len(held) < num_found + max_blocks:
+                run = received.runs[0]
+                if not self._restore_run(sequence, run, hashes, held, num_found + max_blocks):
+                    del received.runs[0]
         except NotWritten:
-            pass  # The rest of the prompt is computed.
+            received.drop()  # The rest of the prompt is computed.
         finally:
             self._pool.release(reversed(held))
+        received.num_found = len(held)
+        return len(held) - num_found
 
     def _restore_run(
-        self, sequence: Sequence, run: KVRun, hashes: list[str], held: list[int]
-    ) -> None:
-        """Append the blocks of a run that follow `held` to it."""
+        self, sequence: Sequence, run: KVRun, hashes: list[str], held: list[int], max_held: int
+    ) -> bool:
+        """Append the blocks of a run that follow `held` to it; return whether some are left."""
         assert self._memory is not None
         stop, skip = run.first + len(run.hashes), len(held) - run.first
-        num_missing = stop - len(held)
+        num_missing = min(stop, max_held) - len(held)
         data = run.data[0] if len(run.data) == 1 else memoryview(b"".join(run.data))
         fits = data.nbytes == len(run.hashes) * self._memory.block_bytes
         if skip < 0 or num_missing <= 0 or run.hashes != hashes[run.first : stop] or not fits:
-            return
+            return False
         if not self._pool.can_allocate(num_missing):
-            return
+            return False
         first, blocks = len(held), self._pool.allocate(num_missing)
         held += blocks
         self._memory.write_blocks(blocks, data, skip)
-        self._prefix_cache.register_restored(sequence, first, blocks)
+        self._scheduler.prefix_cache.register_restored(sequence, first, blocks)
+        return len(held) < stop
 
     def _hashes_of(self, sequence: Sequence) -> list[str]:
         block_size = self._pool.block_size

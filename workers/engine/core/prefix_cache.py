@@ -65,8 +65,11 @@ class PrefixCache:
         """Return True if a sequence of higher priority computes the next full block of this one.
 
         That sequence gets its share of each step's budget first, so waiting for it costs at most
-        the rest of a step.
+        the rest of a step. Blocks that came with the request, and are not restored yet, count too.
         """
+        received = sequence.request.received
+        if received is not None and received.runs:
+            return True
         computing = self._find_computing(sequence, len(match.blocks))
         return computing is not None and computing.priority < sequence.priority
 

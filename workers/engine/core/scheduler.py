@@ -70,7 +70,7 @@ class Scheduler:
 
     _pool: BlockPool
     max_num_seqs: InitVar[int]
-    _max_num_batched_tokens: int
+    max_num_batched_tokens: int
     max_model_len: InitVar[int]
     prefix_caching: InitVar[bool] = True
     max_drafting_tokens: int = 0
@@ -86,13 +86,18 @@ class Scheduler:
     _num_added: int = 0
 
     def __post_init__(self, max_num_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
-        self._max_num_seqs = min(max_num_seqs, self._max_num_batched_tokens)
+        self._max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
         assert self._max_num_seqs >= 1
         assert self._pool.num_blocks * self._pool.block_size >= max_model_len
         self.prefix_cache = PrefixCache(self._pool, prefix_caching)
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Waiting sequences in order of priority."""
+        return self._waiting
 
     @property
     def num_running(self) -> int:
@@ -132,7 +137,7 @@ class Scheduler:
         Decodes are scheduled first. Prefills use the rest of the budget, in chunks.
         """
         self._num_steps += 1
-        step = _StepBudget(self._max_num_batched_tokens)
+        step = _StepBudget(self.max_num_batched_tokens)
         num_running = len(self._running)
         prefills = []
         # Iterates over a copy, because preemption removes sequences from the list.
@@ -190,9 +195,10 @@ class Scheduler:
 
         A sequence that lacks blocks blocks all behind it. A sequence whose prefix is being computed
         is skipped, or two requests with the same prefix would keep all others out of a step; its
-        slot and blocks stay reserved. It waits only for sequences with a better priority, so it is
-        not skipped for ever. A sequence for which no prompt logits are left is passed over, and
-        nothing is reserved for it: any number of them may wait for a long prompt.
+        slot and blocks stay reserved. It waits only for sequences with a better priority, or for
+        blocks that are restored before each step, so it is not skipped for ever. A sequence for
+        which no prompt logits are left is passed over, and nothing is reserved for it: any number
+        of them may wait for a long prompt.
         """
         num_skipped = reserved_blocks = 0
         without_logits: set[str] = set()
@@ -250,7 +256,7 @@ class Scheduler:
         Shares are equal because later drafts of a sequence are less likely to be accepted.
         """
         decodes = [s for s in step.scheduled.values() if s.samples and s.num_new_tokens == 1]
-        num_scheduled = self._max_num_batched_tokens - step.budget
+        num_scheduled = self.max_num_batched_tokens - step.budget
         budget = min(step.budget, self.max_drafting_tokens - num_scheduled)
         for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
             sequence = s.sequence

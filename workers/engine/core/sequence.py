@@ -83,11 +83,13 @@ class ReceivedKV:
     """Blocks that came with a request, until the engine has copied them."""
 
     runs: list[KVRun]
+    """Those that are not copied, in their order."""
+    num_found: int = 0
+    """Blocks of the prompt that were cached after the last copy."""
 
-    def take(self) -> list[KVRun]:
-        """Remove and return all runs, so that their memory can be returned."""
-        runs, self.runs = self.runs, []
-        return runs
+    def drop(self) -> None:
+        """Give up the memory of all runs."""
+        self.runs.clear()
 
 
 @dataclass(frozen=True, slots=True)

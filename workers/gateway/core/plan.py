@@ -119,6 +119,7 @@ def generate_request(request: CommonRequest | PooledRequest, **prompt: Any) -> G
     return GenerateRequest(
         model=request.model,
         cache_salt=request.cache_salt,
+        prompt_cache_key=request.prompt_cache_key if isinstance(request, CommonRequest) else None,
         lane="batch" if (request.priority or 0) > 0 else "interactive",
         timeout_s=request.timeout_s,
         adapter=request.adapter,

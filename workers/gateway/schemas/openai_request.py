@@ -66,6 +66,8 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
 
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
+    """Requests of one key wait in one slot, for a model with slots."""
     priority: Int64 | None = None
     """Above 0: queued in the batch lane, behind interactive requests."""
     adapter: str | None = None
@@ -80,7 +82,6 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     # Other values of these fields would have an effect that is not implemented.
