@@ -37,6 +37,7 @@ from workers.engine.loader import LoadedModel, load
 from workers.engine.log_records import merge_deltas
 from workers.engine.main import build_core, new_grammar_compiler
 from workers.engine.sampling import grammar as grammars_module
+from workers.engine.sampling import grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler, to_llguidance
 
 PERSON = {
@@ -398,8 +399,9 @@ PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
     ids=lambda value: None if isinstance(value, str) else msgspec.json.encode(value)[:40].decode(),
 )
 def test_grammars_that_do_not_compile_are_rejected(
-    rig: Rig, wanted: StructuredOutputs, reason: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wanted: StructuredOutputs, reason: str
 ) -> None:
+    monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 2)
     with pytest.raises(InvalidGrammar, match=reason) as caught:
         rig.grammar(wanted)
     assert caught.value.field == "sampling_params.structured_outputs"
