@@ -61,7 +61,7 @@ RUNS: dict[str, Settings] = {
     ),
 }
 
-# These take two minutes on two cores, two at a time, the longest first.
+# These take a minute and a half on two cores, three at a time, the longest first.
 QUICK: dict[str, Settings] = {
     # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
