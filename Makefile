@@ -60,7 +60,7 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and
 # print at their end. AFTER_TESTS names targets that wait for the tests, but not for these.
-test: .venv/bytecode  ## style, types, import contracts, tests, coverage of the pure packages
+test: .venv/dev  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage
 
 ifdef AFTER_TESTS

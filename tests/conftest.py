@@ -93,6 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.index(item.nodeid.partition("::")[0]))
 
 
+def pytest_collection_finish() -> None:
+    """Leave the modules and the collected tests out of the collections of garbage.
+
+    Otherwise these take a tenth of the processor time of tests that run in this process.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Report a failure without collecting garbage meanwhile.

@@ -87,8 +87,9 @@ def about_a_new_image(folder: Path, size: tuple[int, int], colour: str) -> Gener
 
 
 def events(cluster: Cluster, event: str) -> list[dict[str, object]]:
-    lines = cluster.log.read_text().splitlines()
-    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    # The last line may not be written whole yet.
+    lines = cluster.log.read_text().splitlines(keepends=True)
+    logged = [json.loads(line) for line in lines if line.startswith("{") and line[-1] == "\n"]
     return [entry for entry in logged if entry["event"] == event]
 
 

@@ -162,7 +162,10 @@ async def test_what_comes_again_during_its_acknowledgement_is_let_go(
     await acknowledging.wait()
     assert stage.receive(again) is None
     await forwarding
-    assert inbox.num_in_flight == 0
+    # On a busy machine it has come once more by now.
+    async with asyncio.timeout(5):
+        while inbox.num_in_flight:
+            assert stage.receive(await inbox.next()) is None
 
 
 async def test_a_crash_between_publish_and_ack_hands_over_once(
