@@ -109,6 +109,7 @@ class Coordinator:
             embedding=request.embedding,
             text_given=request.given_text is not None,
             voice=admitted.voice,
+            image=admitted.image,
             version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
         await self._publish_first(job, job.header, admitted)
