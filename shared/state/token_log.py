@@ -269,7 +269,23 @@ async def end_request(
 
     Outputs beside its text are closed first, so that no worker appends to one after the end.
     """
-    for output in await output_ends.expected(bus, request_id):
+    had_outputs = await close_outputs(bus, request_id, attempt)
+    await _close(
+        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
+    )
+    if not had_outputs:
+        # A coordinator may have written the list of them in the meantime. One that writes it from
+        # now on finds the request ended, and closes them itself.
+        await close_outputs(bus, request_id, attempt)
+
+
+async def close_outputs(bus: Bus, request_id: str, attempt: int) -> bool:
+    """Cut those outputs of a request, beside its text, that have not ended.
+
+    False for a request without a list of its outputs, which may be one that is yet to be admitted.
+    """
+    expected = await output_ends.expected(bus, request_id)
+    for output in expected:
         if output != TEXT:
             await _close(
                 bus,
@@ -277,9 +293,7 @@ async def end_request(
                 output,
                 lambda index: OutputEnd(index, attempt, OutputSummary(), cut=True),
             )
-    await _close(
-        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
-    )
+    return bool(expected)
 
 
 async def finish_request(

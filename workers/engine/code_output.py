@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,9 +17,12 @@ from shared.protocol.task_messages import EngineBody, SpeechBody, Task, TaskBody
 from shared.stage.inputs import follow_text
 from shared.state.token_log import LogWriter
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
-from workers.engine.loader import LoadedModel
 from workers.engine.log_records import merge_deltas
 from workers.engine.stage_output import Progress, StageOutput, TextOutput
+
+if TYPE_CHECKING:
+    # It imports torch, which an output does without.
+    from workers.engine.loader import LoadedModel
 
 # How often a request that waits for its text reports that it is not forgotten.
 PROGRESS_S = 1.0
@@ -85,7 +88,7 @@ class CodeOutput:
         )
 
 
-def stage_output(bus: Bus, stage: StageSpec | None, loaded: LoadedModel, key: str) -> StageOutput:
+def stage_output(bus: Bus, stage: StageSpec | None, loaded: "LoadedModel", key: str) -> StageOutput:
     """What an engine with this model writes for a stage; `key` is the stage's in the settings.
 
     Raises ConfigError.
@@ -119,7 +122,7 @@ def stage_output(bus: Bus, stage: StageSpec | None, loaded: LoadedModel, key: st
     )
 
 
-def _token_of(voice: str, loaded: LoadedModel, key: str) -> int:
+def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
     token_ids = loaded.encode_part(f"<|voice_{voice}|>")
     if len(token_ids) != 1:
         raise ConfigError(f"{key}: the model has no token <|voice_{voice}|>", field=key)
