@@ -140,7 +140,7 @@ async def test_images_that_join_and_leave_a_batch_equal_those_painted_alone(
     assert max(map(len, painter.batches)) == 4
     end = (await records_of(bus, headers[1]))[-1]
     assert isinstance(end, OutputEnd)
-    assert end.summary.units == {"images": 3.0, "steps": 15.0}
+    assert end.summary.units == {"images": 3, "steps": 15, "prompt_tokens": 4}
 
 
 async def test_no_step_is_done_of_an_image_whose_request_has_ended(bus: Bus, model: str) -> None:
