@@ -19,6 +19,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from ops.browser import ENTER, MISSING, browsing
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -62,6 +63,14 @@ WORKERS = {
 STEP_S = 0.1
 """How long a step takes here at least, so that a worker can be killed between two of them."""
 PROMPT = "a red circle on blue"
+# Notes each image that the page shows.
+WATCH_IMAGES = """
+window.shown = [];
+new MutationObserver(() => {
+  const source = document.querySelector(".painted")?.src;
+  if (source && window.shown.at(-1) !== source) window.shown.push(source);
+}).observe(document.body, { subtree: true, childList: true, attributes: true });
+"""
 
 
 def register_roles() -> None:
@@ -240,6 +249,41 @@ async def test_a_client_that_leaves_cancels_its_image(bus: Bus, url: str, is_str
     assert final.error.code == "cancelled"
     await until_nothing_is_left(bus)
     assert len(await steps_of(bus, request_id)) < 150
+
+
+@pytest.mark.skipif(MISSING is not None, reason="needs Debian's chromium and chromium-driver")
+@pytest.mark.timeout(180)
+async def test_the_page_shows_an_image_as_it_sharpens(
+    url: str, painter: ImageModel, tmp_path: Path
+) -> None:
+    alone = painters.painted_alone(PROMPT, PaintParams("16x16", 1, 9, 3.0, "", 11), model=painter)
+    await asyncio.to_thread(check_page, url, tmp_path, base64.b64encode(alone).decode())
+
+
+def check_page(url: str, folder: Path, image: str) -> None:
+    with browsing(folder) as page:
+        page.open(f"{url}/")
+        page.wait("!document.querySelector('#send').disabled")
+        page.run("document.querySelector('#model').value = 'painter'")
+        parameters = '{"seed": 11, "num_inference_steps": 9}'
+        page.run("document.querySelector('#more').value = arguments[0]", parameters)
+        page.run(WATCH_IMAGES)
+        page.type("#question", PROMPT + ENTER)
+        page.wait(
+            "document.querySelector('.turn .status')?.textContent.startsWith('Painted')",
+            timeout_s=60,
+        )
+        shown: list[str] = page.run("return window.shown")
+        assert len(shown) == len(set(shown)) == 7
+        assert shown[-1] == f"data:image/png;base64,{image}"
+        assert page.run("return document.querySelector('.painted').naturalWidth") == 16
+        # Stop cancels an image, and the next question may come.
+        page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
+        page.type("#question", PROMPT + ENTER)
+        page.wait("!document.querySelector('#cancel').hidden")
+        page.run("document.querySelector('#cancel').click()")
+        page.wait("document.querySelector('.turn:last-child .status').textContent === 'Cancelled'")
+        assert page.console_errors() == []
 
 
 async def steps_by_request(bus: Bus) -> list[str]:
