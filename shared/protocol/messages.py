@@ -74,6 +74,11 @@ class RequestRecord(Struct, frozen=True):
         parts: int = self.options.get("parts", 1)
         return parts
 
+    @property
+    def num_logs(self) -> int:
+        """Number of logs that the answer is made of: one for each part, and that of a speech."""
+        return self.num_parts + ("speech" in self.options)
+
 
 class DeadLetter(Struct, frozen=True):
     role: str

@@ -52,6 +52,8 @@ class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """The output's name; `text` is the request's own token log."""
     kind: OutputKind
     """What its records hold."""
+    timed: bool = False
+    """Whether each record of sound says in `end_token` how much of the text has been spoken."""
 
 
 class StageSpec(Struct, frozen=True):
@@ -162,6 +164,11 @@ class Pipeline(Struct, frozen=True, dict=True):
     def outputs(self) -> dict[str, StageSpec]:
         """Output name → the stage that writes it."""
         return {stage.output.name: stage for stage in self.stages if stage.output is not None}
+
+    def output_of(self, kind: OutputKind) -> OutputSpec | None:
+        """The first output of a kind, if there is any."""
+        specs = (stage.output for stage in self.stages if stage.output is not None)
+        return next((spec for spec in specs if spec.kind == kind), None)
 
     @cached_property
     def default_outputs(self) -> list[str]:

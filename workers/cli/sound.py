@@ -25,9 +25,9 @@ def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
     if model in config.models:
         pipeline = pipeline_of(config.models[model])
         part = pipeline.with_text_given if text_given else pipeline
-        for name, stage in part.outputs.items():
-            if stage.output is not None and stage.output.kind == AUDIO:
-                return name
+        output = part.output_of(AUDIO)
+        if output is not None:
+            return output.name
     raise InvalidRequest(f"{model} has no output of sound; see `pagemill check`", field="model")
 
 

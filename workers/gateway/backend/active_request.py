@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
@@ -14,7 +14,16 @@ from shared.errors import Cancelled, DecodeError, NotFound, PagemillError, Unava
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import (
+    AnyRecord,
+    AudioChunk,
+    ErrorInfo,
+    Failure,
+    Finish,
+    LogRecord,
+    OutputEnd,
+    TokenChunk,
+)
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
@@ -22,6 +31,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import options_of_part, translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
+from workers.gateway.core.speech_order import in_speech_order
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
@@ -59,7 +69,7 @@ class ActiveRequest:
         self._assembler = context.assemblers[record.kind](self.request_id, record, token_bytes)
 
     async def events(
-        self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
+        self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
         """Yield an event for every record from `start` on that has something to show.
 
@@ -69,7 +79,7 @@ class ActiveRequest:
         position = [-1] * len(logs)
         # Each record reserves as many event numbers as one may have events.
         max_events = self._assembler.max_events
-        async for part, record in merge_logs(logs):
+        async for part, record in self._merged(logs):
             position[part] = record.index * max_events
             shown = await self._add_record(part, record, self._event_id(position), start[part])
             for one in shown:
@@ -78,14 +88,30 @@ class ActiveRequest:
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 
-    async def collect_answer(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
-        """Read the logs to their ends, and return the whole answer. Raises Failed."""
-        async for part, record in merge_logs(logs):
+    async def collect_answer(
+        self, logs: Sequence[AsyncIterator[AnyRecord]], scope: MutableMapping[str, Any]
+    ) -> Any:
+        """Read the logs to their ends, and return the whole answer.
+
+        Memory for a speech is reserved in the `scope` of the HTTP request. Raises Failed,
+        AnswerTooLarge or Overloaded.
+        """
+        async for part, record in self._merged(logs):
+            if isinstance(record, AudioChunk):
+                self._context.answer_budget.extend(scope, record.num_samples)
             await self._add_record(part, record, "", 0)
         return self._assembler.answer()
 
+    def _merged(
+        self, logs: Sequence[AsyncIterator[AnyRecord]]
+    ) -> AsyncIterator[tuple[int, AnyRecord]]:
+        merged, speech = merge_logs(logs), self.record.options.get("speech")
+        if speech is None:
+            return merged
+        return in_speech_order(merged, timed=speech.get("timed", False))
+
     async def _add_record(
-        self, part: int, record: LogRecord, event_id: str, start: int
+        self, part: int, record: AnyRecord, event_id: str, start: int
     ) -> list[Any]:
         match record:
             case TokenChunk():
@@ -100,7 +126,10 @@ class ActiveRequest:
                 )
                 return self._assembler.add(part, record)
             case Finish():
-                return self._assembler.finish(part, record.usage)
+                ended = self._assembler.end_outputs(record.outputs)
+                return ended + self._assembler.finish(part, record.usage)
+            case AudioChunk() | OutputEnd():
+                return self._assembler.add_audio(record)
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
                 if is_cancelled and (shown := self._assembler.abort()) is not None:
@@ -109,19 +138,31 @@ class ActiveRequest:
                     return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
+            case _:
+                return []
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
         options = options_of_part(self.record.options, part)
         return translate_error(failure.error, self.record.kind, options)
 
-    def follow_logs(self) -> list[AsyncIterator[LogRecord]]:
-        """Return the logs, each read to its end or to the time at which it must have ended."""
-        rest_s = max(0.0, self._rest_s)
-        return [client.follow(self._context.bus, part, timeout_s=rest_s) for part in self.parts]
+    def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
+        """Return the logs, each read to its end or to the time at which it must have ended.
+
+        That of the speech, if there is one, is the last.
+        """
+        bus, rest_s = self._context.bus, max(0.0, self._rest_s)
+        logs: list[AsyncIterator[AnyRecord]] = [
+            client.follow(bus, part, timeout_s=rest_s) for part in self.parts
+        ]
+        speech = self.record.options.get("speech")
+        if speech is not None:
+            output = speech["output"]
+            logs.append(client.follow_output(bus, self.request_id, output, timeout_s=rest_s))
+        return logs
 
     async def last_records(self) -> list[LogRecord | None]:
-        """Return the last record of each log, None for a log that has none."""
+        """Return the last record of each part's own log, None for a log that has none."""
         bus = self._context.bus
         return await asyncio.gather(*(last_record(bus, part) for part in self.parts))
 

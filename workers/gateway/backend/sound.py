@@ -1,7 +1,6 @@
 """The sound of a request, as the body of a response that begins with the first samples."""
 
 import base64
-import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -15,14 +14,12 @@ from shared.protocol.records import AnyRecord, AudioChunk, Failure, OutputEnd
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.active_request import merge_logs
+from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import run_until_disconnect
 
-WAV = "wav"
 MEDIA_TYPES = {WAV: "audio/wav", "pcm": "audio/pcm"}
 """The formats of sound, by their names in requests."""
-# The length is not known while the sound is made. Players read to the end of the body.
-_OPEN_LENGTH = 2**32 - 1
 # Names of fields on the bus → those of the endpoint.
 _FIELDS = {"given_text": "input", "timeout_s": "timeout_s"}
 
@@ -92,10 +89,3 @@ async def _encoded(
             pcm = base64.b64decode(chunk.pcm)
             is_first = form == WAV and chunk.first_sample == 0
             yield wav_header(chunk.sample_rate) + pcm if is_first else pcm
-
-
-def wav_header(sample_rate: int) -> bytes:
-    """Return the beginning of a WAV file of one channel, 16 bits a sample, of any length."""
-    sound = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
-    data = struct.pack("<4sI", b"data", _OPEN_LENGTH)
-    return struct.pack("<4sI4s", b"RIFF", _OPEN_LENGTH, b"WAVE") + sound + data

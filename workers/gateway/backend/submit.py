@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import PagemillError, Unavailable
+from shared.errors import Overloaded, PagemillError, Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import LogRecord
+from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
 from workers.gateway.app import AppContext, Json, error_response
@@ -58,7 +58,7 @@ async def submit(
     record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)
-    start = read_start(request, record.num_parts)
+    start = read_start(request, record.num_logs)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
@@ -158,8 +158,8 @@ async def _open_logs(
     plan: SubmitPlan,
     *,
     is_named: bool,
-) -> list[AsyncIterator[LogRecord]]:
-    """Return the logs of all parts, publishing the parts that have none yet.
+) -> list[AsyncIterator[AnyRecord]]:
+    """Return the logs that make the answer, publishing the parts that have none yet.
 
     A named request may be known from before. Its parts that have a log are followed. A part without
     a log may never have been published.
@@ -167,19 +167,18 @@ async def _open_logs(
     lasts: Sequence[LogRecord | None] = [None] * len(active.parts)
     if is_named:
         lasts = await active.last_records()
-    return [
-        _publish(context, active, part, request, plan.sampling) if last is None else followed
-        for part, (request, followed, last) in enumerate(
-            zip(requests, active.follow_logs(), lasts, strict=True)
-        )
-    ]
+    logs = active.follow_logs()
+    for part, (request, last) in enumerate(zip(requests, lasts, strict=True)):
+        if last is None:
+            logs[part] = _publish(context, active, part, request, plan.sampling)
+    return logs
 
 
 async def _respond(
     context: AppContext,
     request: Request,
     active: ActiveRequest,
-    logs: Sequence[AsyncIterator[LogRecord]],
+    logs: Sequence[AsyncIterator[AnyRecord]],
     start: Sequence[int],
     refuse: ErrorResponder,
     *,
@@ -199,7 +198,7 @@ async def _respond(
     try:
         answer = await run_until_disconnect(
             request.receive,
-            active.collect_answer(logs),
+            active.collect_answer(logs, request.scope),
             active.on_disconnect,
             context.shutting_down,
         )
@@ -207,4 +206,7 @@ async def _respond(
         refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal
+    except (errors.AnswerTooLarge, Overloaded):
+        active.on_disconnect()  # Nobody reads the rest of a speech that has grown too large.
+        raise
     return Json(answer, headers=headers)

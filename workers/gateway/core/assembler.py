@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
 
 TokenBytes = Mapping[int, bytes]
 """Bytes of tokens, by token id."""
@@ -35,6 +35,17 @@ class Assembler(ABC):
     @abstractmethod
     def finish(self, part: int, usage: Usage) -> list[Any]:
         """Return the events that a stream shows when a part has ended."""
+
+    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+        """Return the events that a stream shows of a record of the speech."""
+        return []
+
+    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
+        """Return the events that a stream shows when all outputs beside the text have ended.
+
+        They come before those of `finish`.
+        """
+        return []
 
     def abort(self) -> list[Any] | None:
         """Return the events that a stream shows when the request is cancelled.

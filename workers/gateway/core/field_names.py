@@ -18,7 +18,7 @@ PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
 """Bus fields that errors of a text name."""
 
 CLIENT_FIELDS: dict[str, dict[str, str]] = {
-    "chat": {"items": "messages"},
+    "chat": {"items": "messages", "outputs": "modalities", "voice": "audio.voice"},
     "completion": {
         "messages": "prompt",
         "prompt_token_ids": "prompt",

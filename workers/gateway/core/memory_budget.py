@@ -1,8 +1,9 @@
-"""Memory budget for answers that are not streamed: log probabilities and embeddings. Pure.
+"""Memory budget for answers that are not streamed: log probabilities, embeddings, speech. Pure.
 
 A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
 end, and there may be gigabytes, so their memory is reserved before the request is published.
-Embeddings are never streamed.
+Embeddings are never streamed. How long a speech will be is not known, so its memory is reserved
+while it grows.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -25,6 +26,8 @@ from workers.gateway.http.errors import AnswerTooLarge
 ENTRY_BYTES = 480
 # The same for one value of an embedding; tracemalloc has shown 70 bytes.
 VALUE_BYTES = 96
+# The same for one sample of a speech; tracemalloc has shown 10 bytes.
+SAMPLE_BYTES = 12
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
@@ -149,10 +152,27 @@ class AnswerBudget:
                 f" without a stream is {self._max_mib} MiB: {advice}",
                 field=field,
             )
+        self._take(scope, num_bytes)
+
+    def extend(self, scope: MutableMapping[str, Any], num_samples: int) -> None:
+        """Reserve memory for more samples of a speech, in addition to what the request has.
+
+        Raises AnswerTooLarge or Overloaded.
+        """
+        more_bytes = SAMPLE_BYTES * num_samples
+        if scope.get("answer_bytes", 0) + more_bytes > self._max_mib * 2**20:
+            raise AnswerTooLarge(
+                f"the speech of this answer takes more than the limit of {self._max_mib} MiB"
+                " without a stream: a stream has no limit",
+                field="stream",
+            )
+        self._take(scope, more_bytes)
+
+    def _take(self, scope: MutableMapping[str, Any], num_bytes: int) -> None:
         if num_bytes > self._free_bytes:
             raise Overloaded("too many large answers are being assembled")
         self._free_bytes -= num_bytes
-        scope["answer_bytes"] = num_bytes
+        scope["answer_bytes"] = scope.get("answer_bytes", 0) + num_bytes
 
     def release(self, scope: MutableMapping[str, Any]) -> None:
         """Free what this request has reserved. A second call has no effect."""

@@ -53,6 +53,8 @@ class OpenAIAssembler(Assembler, Generic[Options, Choice]):
     choices: dict[int, Choice] = field(default_factory=dict)
     usages: list[Usage] = field(default_factory=list)
     num_tokens: int = 0
+    audio_tokens: int | None = None
+    """Tokens of the speech; None for an answer that is not spoken."""
 
     @classmethod
     def of_record(cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes) -> Self:
@@ -63,25 +65,26 @@ class OpenAIAssembler(Assembler, Generic[Options, Choice]):
         self.num_tokens += sum(len(delta.token_ids) for delta in record.choices)
         advanced = [self._advance(part, delta) for delta in record.choices]
         shown = [choice for choice in advanced if choice is not None]
-        if not shown:
-            return []
+        return [self._chunk(shown)] if shown else []
+
+    def _chunk(self, shown: list[Any]) -> Any:
         usage: MaybeUsage = UNSET
         if self.options.continuous_usage:
             usage = usage_of([Usage(self.options.prompt_tokens, self.num_tokens)])
         elif self.options.include_usage:
             usage = None
-        return [self._message(self.chunk_type, shown, usage)]
+        return self._message(self.chunk_type, shown, usage)
 
     def finish(self, part: int, usage: Usage) -> list[Any]:
         self.usages.append(usage)
         wanted = self.options.include_usage or self.options.continuous_usage
         if not wanted or len(self.usages) < self.options.parts:
             return []
-        return [self._message(self.chunk_type, [], usage_of(self.usages))]
+        return [self._message(self.chunk_type, [], usage_of(self.usages, self.audio_tokens))]
 
     def answer(self) -> Any:
         choices = [self._whole(index, choice) for index, choice in sorted(self.choices.items())]
-        return self._message(self.answer_type, choices, usage_of(self.usages))
+        return self._message(self.answer_type, choices, usage_of(self.usages, self.audio_tokens))
 
     def _message(self, message_type: type[Any], choices: list[Any], usage: MaybeUsage) -> Any:
         return message_type(self.request_id, self.created_s, self.model, choices, usage=usage)

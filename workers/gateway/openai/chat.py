@@ -99,6 +99,8 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
 def message_of(message: ChatMessage, field: str) -> Message:
     """Return the message for the bus. Raises InvalidRequest for one without content."""
     content = message.refusal if message.content is None else message.content
+    if content is None and message.audio is not None:
+        content = message.audio.transcript
     if content is None and not message.tool_calls:
         raise InvalidRequest("a message needs content", field=f"{field}.content")
     return Message(

@@ -1,23 +1,31 @@
 """Assembler of chat completions. Pure."""
 
+import base64
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from shared.protocol.records import ChoiceDelta
+from shared.protocol.records import AudioChunk, ChoiceDelta, OutputEnd, OutputSummary
 from workers.gateway.core.assembler import or_unset
 from workers.gateway.core.logprobs import openai_logprobs
+from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.openai.assembler import AnswerOptions, ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.spoken import AudioOptions
 from workers.gateway.openai.tool_calls import ChoiceText
 from workers.gateway.schemas.openai_response import (
+    AnswerAudio,
     AnswerMessage,
+    AudioDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    FinishReason,
     TokenLogprob,
 )
 
@@ -26,6 +34,7 @@ class ChatOptions(AnswerOptions, frozen=True, kw_only=True):
     form: str | None = None
     names: list[str] = msgspec.field(default_factory=list)
     one_call: bool = False
+    speech: AudioOptions | None = None
 
 
 @dataclass(slots=True)
@@ -34,10 +43,41 @@ class _Choice(ChoiceSoFar):
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Speech:
+    """The speech so far."""
+
+    id: str
+    expires_at: int
+    pieces: list[tuple[int, str]] = field(default_factory=list)
+    """Number of tokens with which a piece of text ends, and the text; those not transcribed yet."""
+    pcm: bytearray = field(default_factory=bytearray)
+    sample_rate: int = 24_000
+
+    def transcribe(self, num_tokens: int | None) -> str:
+        """Return the next text of the transcript, up to a number of tokens or to the end."""
+        done = [p for p in self.pieces if num_tokens is None or p[0] <= num_tokens]
+        del self.pieces[: len(done)]
+        return "".join(text for _, text in done)
+
+
+@dataclass(eq=False)
 class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
-    """Assembler of chat completions, with tool calls."""
+    """Assembler of chat completions, with tool calls or a speech.
+
+    The transcript is the answer's text. In a stream it comes with the samples that speak it if the
+    sound is timed, and else with the text.
+    """
 
     options_type, chunk_type, answer_type = ChatOptions, ChatChunk, ChatCompletion
+
+    def __post_init__(self) -> None:
+        audio = self.options.speech
+        self._speech = None
+        if audio is not None:
+            self.max_events = 2  # The end of the request, and its usage.
+            expires_at = self.created_s + audio.stored_s
+            self._speech = _Speech(f"audio_{self.request_id}", expires_at)
 
     def _advance(self, part: int, delta: ChoiceDelta) -> ChatChunkChoice | None:
         choice, options = self.choices.get(delta.index), self.options
@@ -55,7 +95,9 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         if is_last:
             choice.finish_reason = choice.text.finish_reason(delta.finish_reason)
             choice.stop_reason = delta.stop_reason
-        if choice.begun and not (content or calls or logprobs or is_last):
+        # The reason of an answer that is spoken comes when the speech has ended.
+        shows_reason = is_last and self._speech is None
+        if choice.begun and not (content or calls or logprobs or shows_reason):
             return None
         first, choice.begun = not choice.begun, True
         return ChatChunkChoice(
@@ -64,17 +106,72 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
                 role="assistant" if first else UNSET,
                 content=content if content or (first and not calls) else UNSET,
                 tool_calls=calls or UNSET,
+                audio=self._transcript_of(delta, content),
             ),
             None if logprobs is None else ChatLogprobs(logprobs),
-            choice.finish_reason if is_last else None,
-            or_unset(choice.stop_reason),
+            choice.finish_reason if shows_reason else None,
+            or_unset(choice.stop_reason) if shows_reason else UNSET,
         )
+
+    def _transcript_of(self, delta: ChoiceDelta, content: str) -> AudioDelta | UnsetType:
+        speech, audio = self._speech, self.options.speech
+        if speech is None or audio is None or not content:
+            return UNSET
+        speech.pieces.append((delta.position + len(delta.token_ids), content))
+        if audio.timed:
+            return UNSET
+        return AudioDelta(speech.id, transcript=speech.transcribe(None))
+
+    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+        speech = self._speech
+        assert speech is not None
+        match record:
+            case AudioChunk():
+                if self.collects_answer:
+                    speech.pcm += base64.b64decode(record.pcm)
+                    speech.sample_rate = record.sample_rate
+                text = speech.transcribe(record.end_token or 0)
+                return [self._audio_chunk(AudioDelta(speech.id, record.pcm, text or UNSET))]
+            case OutputEnd():
+                text = speech.transcribe(None)
+                if not text:
+                    return []
+                return [self._audio_chunk(AudioDelta(speech.id, transcript=text))]
+
+    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
+        speech = self._speech
+        if speech is None:
+            return []
+        frames = sum(summary.units.get("frames", 0) for summary in outputs.values())
+        self.audio_tokens = int(frames)
+        choice = self.choices[0]
+        if any(summary.finish_reason == "length" for summary in outputs.values()):
+            choice.finish_reason = "length"
+        shown = AudioDelta(speech.id, expires_at=speech.expires_at)
+        return [self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))]
+
+    def _audio_chunk(
+        self,
+        audio: AudioDelta,
+        finish_reason: FinishReason | None = None,
+        stop_reason: str | int | UnsetType = UNSET,
+    ) -> Any:
+        shown = ChatChunkChoice(0, Delta(audio=audio), None, finish_reason, stop_reason)
+        return self._chunk([shown])
+
+    def _audio_of(self, content: str | None) -> AnswerAudio | UnsetType:
+        speech, audio = self._speech, self.options.speech
+        if speech is None or audio is None:
+            return UNSET
+        head = wav_header(speech.sample_rate, len(speech.pcm)) if audio.format == WAV else b""
+        data = base64.b64encode(head + speech.pcm).decode()
+        return AnswerAudio(speech.id, data, content or "", speech.expires_at)
 
     def _whole(self, index: int, choice: _Choice) -> ChatChoice:
         content, calls = choice.text.whole()
         return ChatChoice(
             index,
-            AnswerMessage(content, tool_calls=calls),
+            AnswerMessage(content, tool_calls=calls, audio=self._audio_of(content)),
             ChatLogprobs(choice.logprobs) if self.options.logprobs else None,
             choice.finish_reason,
             or_unset(choice.stop_reason),

@@ -21,6 +21,7 @@ from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
+from workers.gateway.openai.spoken import with_speech
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, Completion
@@ -41,7 +42,8 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     asked = await context.bodies.decode(request, ChatRequest, UNSUPPORTED)
     context.check_model(asked.model)
     card = await context.model_card(asked.model) if asked.tools else None
-    plan = plan_chat(asked, card)
+    pipeline, delivery = context.pipelines[asked.model], context.config.delivery
+    plan = with_speech(plan_chat(asked, card), asked, pipeline, delivery.token_log_age_s)
     with translated_errors("chat", plan.options):
         plan = await _with_prompt_tokens(context, plan, caller)
     return await submit(context, request, caller, "chat", plan)

@@ -102,7 +102,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     active = await find_request(context, request, caller)
     if active.is_overdue:
         await _read_last_records(active)
-    start = read_start(request, len(active.parts))
+    start = read_start(request, active.record.num_logs)
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
     # A client that only looks on does not end the request.
@@ -158,7 +158,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
             "id",
             active.record.kind,
         )
-        result = await active.collect_answer(active.follow_logs())
+        result = await active.collect_answer(active.follow_logs(), request.scope)
     return RequestBody(
         id=active.request_id,
         state=state,

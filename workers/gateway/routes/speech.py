@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest, Unavailable
-from shared.protocol.pipeline import AUDIO, Pipeline
+from shared.protocol.pipeline import AUDIO
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.sound import MEDIA_TYPES, SoundStream
@@ -35,7 +35,7 @@ async def speak(context: AppContext, request: Request, caller: Caller) -> Respon
     asked = await context.bodies.decode(request, SpeechRequest, UNSUPPORTED)
     context.check_model(asked.model)
     part = context.pipelines[asked.model].with_text_given
-    output = _audio_of(part)
+    output = part.output_of(AUDIO)
     if output is None:
         raise InvalidRequest(f"{asked.model} does not speak", field="model")
     if asked.voice is not None:
@@ -48,10 +48,10 @@ async def speak(context: AppContext, request: Request, caller: Caller) -> Respon
         request_id=request_id,
         given_text=asked.input,
         voice=asked.voice,
-        outputs=[output],
+        outputs=[output.name],
         timeout_s=asked.timeout_s or context.config.delivery.default_timeout_s,
     )
-    return SoundStream(context, wanted, output, asked.response_format, caller.tenant)
+    return SoundStream(context, wanted, output.name, asked.response_format, caller.tenant)
 
 
 @ROUTES.endpoint("GET", "/v1/audio/voices", "The voices of all models", answer=VoiceList)
@@ -62,14 +62,6 @@ async def list_voices(context: AppContext, _: Request, __: Caller) -> Response:
         for voice in pipeline.with_text_given.voices
     ]
     return Json(VoiceList(voices))
-
-
-def _audio_of(pipeline: Pipeline) -> str | None:
-    """The name of the output of sound."""
-    for name, stage in pipeline.outputs.items():
-        if stage.output is not None and stage.output.kind == AUDIO:
-            return name
-    return None
 
 
 def _check_one(field: str, value: str, available: Iterable[str]) -> None:

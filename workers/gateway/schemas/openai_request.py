@@ -20,7 +20,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 UNSUPPORTED = frozenset(
     {
-        *("audio", "modalities", "prediction", "web_search_options", "verbosity", "functions"),
+        *("prediction", "web_search_options", "verbosity", "functions"),
         *("function_call", "reasoning_effort", "documents", "chat_template", "echo"),
         *("mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "best_of", "suffix"),
         *("use_beam_search", "length_penalty", "truncate_prompt_tokens", "prompt_embeds"),
@@ -141,6 +141,15 @@ class ChatToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
+class ChatMessageAudio(Struct, frozen=True, forbid_unknown_fields=True):
+    """A speech of this server. Its transcript counts where the message has no content."""
+
+    id: str
+    transcript: str | None = None
+    data: str | None = None
+    expires_at: int | None = None
+
+
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A message of a conversation. An answer of this server may be sent back unchanged."""
 
@@ -151,7 +160,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
+    audio: ChatMessageAudio | None = None
     function_call: None = None
 
 
@@ -167,6 +176,14 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+class ChatAudio(Struct, frozen=True, forbid_unknown_fields=True):
+    """How an answer is spoken."""
+
+    format: str
+    """`pcm16` in a stream, or else `pcm16` or `wav`."""
+    voice: str
+
+
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Positive | None = None
@@ -180,8 +197,9 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    modalities: list[Literal["text"]] | None = None
-    audio: None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    """`["text"]`, or `["text", "audio"]` to have the answer spoken as well."""
+    audio: ChatAudio | None = None
     functions: None = None
     function_call: None = None
     prediction: None = None

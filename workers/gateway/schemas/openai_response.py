@@ -12,19 +12,32 @@ class CachedTokens(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, frozen=True):
+    audio_tokens: int
+    """Codec frames of the speech."""
+    text_tokens: int
+
+
 class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
+    """Those of the text and those of its speech."""
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """For an answer that is spoken."""
 
 
-def usage_of(parts: list[Usage]) -> UsageBody:
-    """Return the sum of the usage of all prompts."""
+def usage_of(parts: list[Usage], audio_tokens: int | None = None) -> UsageBody:
+    """Return the sum of the usage of all prompts. `audio_tokens` is None without a speech."""
     prompt = sum(part.prompt_tokens for part in parts)
-    completion = sum(part.completion_tokens for part in parts)
-    cached = sum(part.cached_tokens for part in parts)
-    return UsageBody(prompt, completion, prompt + completion, CachedTokens(cached))
+    text = sum(part.completion_tokens for part in parts)
+    cached = CachedTokens(sum(part.cached_tokens for part in parts))
+    if audio_tokens is None:
+        return UsageBody(prompt, text, prompt + text, cached)
+    total = prompt + text + audio_tokens
+    details = CompletionDetails(audio_tokens, text)
+    return UsageBody(prompt, text + audio_tokens, total, cached, details)
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -58,10 +71,22 @@ class CallDelta(Struct, frozen=True):
     type: str | UnsetType = UNSET
 
 
+class AudioDelta(Struct, frozen=True):
+    """A piece of a speech."""
+
+    id: str
+    data: str | UnsetType = UNSET
+    """Base64 of 16-bit samples, least significant byte first."""
+    transcript: str | UnsetType = UNSET
+    expires_at: int | UnsetType = UNSET
+    """In the last piece."""
+
+
 class Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
+    audio: AudioDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -86,11 +111,23 @@ class ChatChunk(AnswerHead, frozen=True):
     usage: MaybeUsage = UNSET
 
 
+class AnswerAudio(Struct, frozen=True):
+    """A whole speech."""
+
+    id: str
+    data: str
+    """Base64 of the sound, in the format that was asked for."""
+    transcript: str
+    expires_at: int
+    """Unix seconds until which the speech is stored."""
+
+
 class AnswerMessage(Struct, frozen=True):
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    audio: AnswerAudio | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):

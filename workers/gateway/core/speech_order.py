@@ -1,0 +1,67 @@
+"""The order in which the records of a text and those of its sound are shown. Pure.
+
+Each log is in order, but they arrive independently. Nothing but the order inside each log may
+decide what a record shows, so that another gateway can continue the stream.
+"""
+
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputEnd, TokenChunk
+
+Numbered = tuple[int, AnyRecord]
+"""A record with the number of its log."""
+
+
+class SpeechOrder:
+    """Holds back the end of a request until its sound has ended.
+
+    For sound that is `timed`, it also holds back samples until the text that they speak has been
+    shown, and the end of the sound until the text has ended.
+    """
+
+    def __init__(self, *, timed: bool) -> None:
+        self._timed = timed
+        self._num_tokens = 0
+        self._has_text_ended = False
+        self._has_sound_ended = False
+        self._sound: deque[Numbered] = deque()
+        self._finish: Numbered | None = None
+
+    def add(self, part: int, record: AnyRecord) -> list[Numbered]:
+        """Return the records that can be shown now."""
+        shown: list[Numbered] = []
+        match record:
+            case AudioChunk() | OutputEnd():
+                self._sound.append((part, record))
+            case Finish():
+                self._has_text_ended, self._finish = True, (part, record)
+            case TokenChunk():
+                for delta in record.choices:
+                    self._num_tokens = delta.position + len(delta.token_ids)
+                    self._has_text_ended = delta.finish_reason is not None
+                shown.append((part, record))
+            case _:
+                shown.append((part, record))
+        while self._sound and self._is_due(self._sound[0][1]):
+            self._has_sound_ended = isinstance(self._sound[0][1], OutputEnd)
+            shown.append(self._sound.popleft())
+        if self._finish is not None and self._has_sound_ended:
+            shown.append(self._finish)
+            self._finish = None
+        return shown
+
+    def _is_due(self, record: AnyRecord) -> bool:
+        if not self._timed or self._has_text_ended:
+            return True
+        return isinstance(record, AudioChunk) and (record.end_token or 0) <= self._num_tokens
+
+
+async def in_speech_order(
+    records: AsyncIterator[Numbered], *, timed: bool
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the records of merged logs in the order of SpeechOrder."""
+    order = SpeechOrder(timed=timed)
+    async for part, record in records:
+        for shown in order.add(part, record):
+            yield shown

@@ -1,0 +1,85 @@
+"""Chat completions with a spoken answer: the checks and the plan. Pure."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shared.errors import InvalidRequest
+from shared.protocol.pipeline import AUDIO, TEXT, Pipeline
+from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.sound_formats import WAV
+from workers.gateway.http.errors import UnsupportedParameter
+from workers.gateway.schemas.openai_request import ChatAudio, ChatRequest
+
+PCM16 = "pcm16"
+
+
+class AudioOptions(Struct, frozen=True, kw_only=True):
+    """Options of a spoken answer, stored in the RequestRecord."""
+
+    output: str
+    """Name of the model's output of sound."""
+    format: str
+    stored_s: int
+    """Time for which the speech is stored."""
+    timed: bool = False
+    """As in the OutputSpec."""
+
+
+def with_speech(
+    plan: SubmitPlan, request: ChatRequest, pipeline: Pipeline, stored_s: float
+) -> SubmitPlan:
+    """Return the plan of a chat, with a speech if the request asks for one.
+
+    Raises a RequestError with the field.
+    """
+    given: Sequence[str] | None = request.modalities
+    modalities = given or [TEXT]
+    if AUDIO not in modalities:
+        if request.audio is not None:
+            raise InvalidRequest(f"audio requires {AUDIO!r} in modalities", field=AUDIO)
+        return plan
+    if sorted(modalities) != sorted([TEXT, AUDIO]):
+        raise InvalidRequest(
+            f"modalities: the combinations are [{TEXT!r}] and [{TEXT!r}, {AUDIO!r}]",
+            field="modalities",
+        )
+    output = pipeline.output_of(AUDIO)
+    if output is None:
+        raise InvalidRequest(f"modalities: {request.model} does not speak", field="modalities")
+    if request.audio is None:
+        raise InvalidRequest("modalities: speech requires audio", field=AUDIO)
+    outputs = [TEXT, output.name]
+    _check(request, request.audio, pipeline.part_for(outputs).voices, plan.sampling.get("n", 1))
+    options = AudioOptions(
+        output=output.name, format=request.audio.format, stored_s=int(stored_s), timed=output.timed
+    )
+    return replace(
+        plan,
+        requests=[
+            replace(part, outputs=outputs, voice=request.audio.voice) for part in plan.requests
+        ],
+        options=plan.options | {"speech": msgspec.structs.asdict(options)},
+    )
+
+
+def _check(request: ChatRequest, audio: ChatAudio, voices: list[str], n: int) -> None:
+    formats = [PCM16] if request.stream else [PCM16, WAV]
+    for field, value, available in (
+        ("audio.voice", audio.voice, voices),
+        ("audio.format", audio.format, formats),
+    ):
+        if value not in available:
+            there_are = ", ".join(available) or "none"
+            where = " in a stream" if request.stream and field == "audio.format" else ""
+            raise InvalidRequest(
+                f"{field}: {value!r} is not available{where}; available: {there_are}", field=field
+            )
+    if n > 1:
+        raise InvalidRequest("n: only one answer can be spoken", field="n")
+    if request.tools and request.tool_choice != "none":
+        raise UnsupportedParameter(
+            "tools are not supported for an answer that is spoken", field="tools"
+        )
