@@ -211,9 +211,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
-    """Limit on appends to token logs of all requests together; each log gets at most 25. First
-    tokens and ends are appended at once. Those between are batched, so that several share a record
-    and logging takes little time from the model."""
+    """Limit on appends to token logs of all requests together; each log gets at most 25, one of
+    codes 4. First tokens, ends and codes that complete a chunk are appended at once. Those between
+    are batched, so that several share a record and logging takes little time from the model."""
     step_timeout_s: Seconds = 120.0
     """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048

@@ -18,6 +18,7 @@ import msgspec
 
 from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import (
     IMAGE,
     Modality,
@@ -193,7 +194,7 @@ def build_talker(step_s: float, num_blocks: int, max_num_seqs: int) -> EngineCor
     return build_core(FakeRunner(step_s, None, NUM_CODES + 1), num_blocks, max_num_seqs)
 
 
-def code_output(bus: Any, stage: StageSpec) -> CodeOutput:
+def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) -> CodeOutput:
     """Return what the fake talker writes for its stage; its tokens of a text are bytes."""
     sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
     return CodeOutput(
@@ -204,6 +205,7 @@ def code_output(bus: Any, stage: StageSpec) -> CodeOutput:
         MAX_MODEL_LEN - (sampling.max_tokens or 1),
         lambda text: [1 + byte for byte in text.encode()],
         dict.fromkeys(stage.voices, IMAGE_TOKEN_ID),
+        chunks,
     )
 
 

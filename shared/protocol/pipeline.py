@@ -159,6 +159,11 @@ class Pipeline(Struct, frozen=True, dict=True):
         edges = self.edges_from(stage, "stream")
         return [e for e in edges if all(i.mode != "task" for i in self.edges_into(e.target))]
 
+    def chunks_behind(self, stage: str) -> list[ChunkSpec]:
+        """How the stages that follow this one cut its output."""
+        targets = (self.stage(edge.target) for edge in self.edges_from(stage, "stream"))
+        return [spec.chunks for spec in targets if spec is not None and spec.chunks is not None]
+
     @cached_property
     def outputs(self) -> dict[str, StageSpec]:
         """Output name → the stage that writes it."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, ContextTooLong
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
 from shared.protocol.sampling import SamplingParams
@@ -44,8 +45,12 @@ class CodeOutput:
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
     """The token of each voice, which is the last of a prompt."""
+    chunks: Sequence[ChunkSpec] = ()
+    """How the stages that follow cut the codes."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
+    # Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
+    appends_per_s: ClassVar[float] = 4.0
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Task[EngineBody]:
         """Raises RequestEnded, and ContextTooLong for a text that is too long."""
@@ -70,6 +75,14 @@ class CodeOutput:
         frames = (f for record in records if isinstance(record, CodeChunk) for f in record.frames)
         return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
 
+    def is_awaited(self, output: RequestOutput) -> bool:
+        return any(
+            chunks.completes(number)
+            for delta in output.choices
+            for number in range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
+            for chunks in self.chunks
+        )
+
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         for delta in merge_deltas(outputs):
             found = (token_id for token_id in delta.token_ids if token_id in self.codes)
@@ -88,10 +101,16 @@ class CodeOutput:
         )
 
 
-def stage_output(bus: Bus, stage: StageSpec | None, loaded: "LoadedModel", key: str) -> StageOutput:
+def stage_output(
+    bus: Bus,
+    stage: StageSpec | None,
+    loaded: "LoadedModel",
+    key: str,
+    chunks: Sequence[ChunkSpec] = (),
+) -> StageOutput:
     """What an engine with this model writes for a stage; `key` is the stage's in the settings.
 
-    Raises ConfigError.
+    `chunks` are those of the stages that follow the codes. Raises ConfigError.
     """
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return TextOutput()
@@ -119,6 +138,7 @@ def stage_output(bus: Bus, stage: StageSpec | None, loaded: "LoadedModel", key: 
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
         {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
+        chunks,
     )
 
 
