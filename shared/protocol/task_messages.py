@@ -7,7 +7,7 @@ from msgspec import Struct
 from shared.protocol.encoding import Versioned
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
 from shared.protocol.records import StageSpan
-from shared.protocol.requests import EmbeddingParams, Prompt
+from shared.protocol.requests import EmbeddingParams, OnLate, Prompt
 from shared.protocol.sampling import SamplingParams
 
 TASK_VERSION = 2
@@ -67,6 +67,8 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """The request gives its text itself: it starts at the stages that follow a text."""
     voice: str | None = None
     """The voice that speaks the text; None where no stage of the request speaks."""
+    on_late: OnLate = "fail"
+    """As in the request."""
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = 1

@@ -269,6 +269,31 @@ async def end_request(
     )
 
 
+async def cut_outputs(
+    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
+) -> bool:
+    """End a request with its text alone: cut the outputs beside it, for the reason `error`.
+
+    Return whether the request has ended. If not, its text has not, whose stage then ends it.
+    """
+    summary, ends = OutputSummary(path=path, error=error_info(error)), None
+    for output in await output_ends.expected(bus, request_id):
+        if output == TEXT:
+            continue
+        end = await _close(
+            bus, request_id, output, lambda index: OutputEnd(index, attempt, summary, cut=True)
+        )
+        if end.cut and end.summary.error is None:
+            # The worker that cut it was to end the request with an error, and may have died.
+            await end_request(bus, request_id, attempt, error, path)
+            return True
+        ends = await output_ends.add(bus, request_id, output, end.summary)
+    if ends is None or not output_ends.is_complete(ends):
+        return False
+    await finish_request(bus, request_id, attempt, ends.ended)
+    return True
+
+
 async def finish_request(
     bus: Bus, request_id: str, attempt: int, ended: dict[str, OutputSummary]
 ) -> None:
@@ -286,16 +311,17 @@ async def finish_request(
     )
 
 
-async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> None:
-    """Append `final(index)` to a log, unless it has a final record already."""
+async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
+    """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
         if is_final(tail.known):
-            return
+            return tail.known
         try:
-            data = to_json(final(tail.next_index))
-            await bus.append(subjects.append(request_id, output), data, tail.last_sequence)
-            return
+            record = final(tail.next_index)
+            subject = subjects.append(request_id, output)
+            await bus.append(subject, to_json(record), tail.last_sequence)
+            return record
         except Fenced:
             # Another writer may have ended it, or only have added to it; or this append is stored
             # and its ack was lost. A replica that answers reads may not know of it yet.
