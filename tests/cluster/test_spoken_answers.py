@@ -423,7 +423,7 @@ def test_the_page_plays_a_speech_as_it_arrives(
         answer = page.run("return document.querySelector('.turn .text').textContent")
         played = page.run("return played")
         assert page.text(".turn .status").startswith("Done")
-        told = page.text(".turn .speech")
+        told = page.run("return document.querySelector('.turn dd.speech').textContent")
         assert page.console_errors() == []
     codes, _ = talker.speak(answer, MAX_CODES)
     samples = np.frombuffer(sound_of(processes.folder, codes), "<i2")
