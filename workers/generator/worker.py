@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
+from shared.heap import keep_freed_memory
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import AUDIO, CODES
@@ -48,6 +49,8 @@ async def main(context: Context) -> None:
     if stage is None or stage.chunks is None or stage.output is None or stage.output.kind != AUDIO:
         message = f"a generator follows an input {CODES!r}, and writes an output of kind {AUDIO!r}"
         raise ConfigError(f"{key}: {message}", field=key)
+    # Chunks are computed in arrays of the same sizes.
+    keep_freed_memory()
     context.step("loading the vocoder")
     folder = Path(stage.path or config.models[name].path)
     vocoder = await asyncio.to_thread(load_vocoder, folder, stage.chunks, key)
