@@ -48,7 +48,8 @@ RUNS: dict[str, Settings] = {
     "omni": Settings(
         engine="demo",
         requests=2000,
-        rate=5.0,
+        rate=4.0,
+        concurrency=32,
         engines=2,
         renderers=1,
         talkers=2,
@@ -156,7 +157,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, two gateways": Settings(
-        requests=170,
+        requests=120,
         rate=10.0,
         renderers=1,
         engines=2,

@@ -45,8 +45,8 @@ class CodeOutput:
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
     """The token of each voice, which is the last of a prompt."""
-    chunks: Sequence[ChunkSpec] = ()
-    """How the stages that follow cut the codes."""
+    awaited: frozenset[int] = frozenset()
+    """The numbers of frames with which a stage that follows has a further chunk."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     # Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
@@ -77,10 +77,10 @@ class CodeOutput:
 
     def is_awaited(self, output: RequestOutput) -> bool:
         return any(
-            chunks.completes(number)
+            not self.awaited.isdisjoint(
+                range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
+            )
             for delta in output.choices
-            for number in range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
-            for chunks in self.chunks
         )
 
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
@@ -138,8 +138,14 @@ def stage_output(
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
         {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
-        chunks,
+        awaited_frames(chunks, max_tokens),
     )
+
+
+def awaited_frames(chunks: Sequence[ChunkSpec], max_frames: int) -> frozenset[int]:
+    """The numbers of frames with which one of the stages that follow has a further chunk."""
+    numbers = range(1, max_frames + 1)
+    return frozenset(n for n in numbers if any(spec.completes(n) for spec in chunks))
 
 
 def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
