@@ -183,7 +183,7 @@ def _run_worker() -> None:
 
 def main(rounds: int = 3, num_texts: int = 48) -> None:
     # Before there is a thread or an event loop.
-    preloader = fork_preloader(["workers.engine.main", "workers.generator.worker"], _run_worker)
+    preloader = fork_preloader(["workers.engine.main", "workers.generator.main"], _run_worker)
     logs.configure_logging("error", role="bench")
     torch.set_num_threads(1)
     print_report(asyncio.run(run(rounds, num_texts, preloader)))

@@ -22,6 +22,7 @@ from workers.gateway.routes import (
     embeddings,
     generate,
     health,
+    images,
     models,
     openai,
     render,
@@ -42,7 +43,8 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES, requests.ROUTES),
+    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES, images.ROUTES),
+    requests.ROUTES,
     *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
     *(health.ROUTES, ROUTES),
 )

@@ -1,7 +1,5 @@
 """`/v1/audio/speech` and `/v1/audio/voices`."""
 
-from collections.abc import Iterable
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +9,7 @@ from shared.protocol.pipeline import AUDIO
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.sound import MEDIA_TYPES, SoundStream
+from workers.gateway.core.choices import check_choice
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import ANSWER_ERRORS, RouteTable
 from workers.gateway.schemas.speech import UNSUPPORTED, SpeechRequest, VoiceEntry, VoiceList
@@ -39,9 +38,9 @@ async def speak(context: AppContext, request: Request, caller: Caller) -> Respon
     if output is None:
         raise InvalidRequest(f"{asked.model} does not speak", field="model")
     if asked.voice is not None:
-        _check_one("voice", asked.voice, part.voices)
-    _check_one("response_format", asked.response_format, MEDIA_TYPES)
-    _check_one("stream_format", asked.stream_format or AUDIO, [AUDIO])
+        check_choice("voice", asked.voice, part.voices)
+    check_choice("response_format", asked.response_format, MEDIA_TYPES)
+    check_choice("stream_format", asked.stream_format or AUDIO, [AUDIO])
     context.bodies.release(request)
     wanted = GenerateRequest(
         asked.model,
@@ -62,11 +61,3 @@ async def list_voices(context: AppContext, _: Request, __: Caller) -> Response:
         for voice in pipeline.with_text_given.voices
     ]
     return Json(VoiceList(voices))
-
-
-def _check_one(field: str, value: str, available: Iterable[str]) -> None:
-    if value not in available:
-        there_are = ", ".join(available) or "none"
-        raise InvalidRequest(
-            f"{field}: {value!r} is not available; available: {there_are}", field=field
-        )
