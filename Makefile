@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-omni bench-payload bench-peers bench-rendering bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -117,6 +117,9 @@ bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minut
 bench-rendering: .venv/dev  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
 
+bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput, a kill of the talker; 3 minutes
+	$(BIN)/python -m ops.bench.omni
+
 bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 9 minutes
 	$(BIN)/python -m ops.bench.slots
 
@@ -139,9 +142,13 @@ chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes
 chaos-scale: .venv/dev  ## 500 requests at once to engines at zero, under kills; 2 minutes
 	$(BIN)/python -m ops.chaos run scale
 
-chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; 50 minutes
+chaos-omni: .venv/dev  ## 2,000 requests, half of them spoken, under kills of every stage; 10 minutes
+	$(BIN)/python -m ops.chaos run omni
+
+chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run kills
 	$(BIN)/python -m ops.chaos run model
+	$(BIN)/python -m ops.chaos run omni
 	$(BIN)/python -m ops.chaos run leaders
 	$(BIN)/python -m ops.chaos run rolling
 

@@ -1,7 +1,4 @@
-"""Configuration schema: the sections of `pagemill.yaml` as frozen Structs.
-
-`shared.config_parsing` decodes and checks the file.
-"""
+"""Schema of `pagemill.yaml`, as Structs; `shared.config_parsing` decodes and checks the file."""
 
 from typing import Annotated, Any, Literal
 
@@ -214,9 +211,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
-    """Limit on appends to token logs of all requests together; each log gets at most 25. First
-    tokens and ends are appended at once. Those between are batched, so that several share a record
-    and logging takes little time from the model."""
+    """Limit on appends to token logs of all requests together; each log gets at most 25, one of
+    codes 4. First tokens, ends and codes that complete a chunk are appended at once. Those between
+    are batched, so that several share a record and logging takes little time from the model."""
     step_timeout_s: Seconds = 120.0
     """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
@@ -312,6 +309,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_answer_mib: Positive = 256
     """Limit on the log probabilities or embeddings of an answer that is not streamed. Four of the
     largest may be in progress."""
+    public_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    """Address at which clients reach the gateway, for the URLs of images; by default what the Host
+    header of a request says."""
     cors_origins: list[str] = []
     """Origins whose web pages may call the gateway, such as `https://chat.example`."""
     tls_cert: str | None = None

@@ -38,7 +38,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @app.command
 def run(
-    name: Literal["kills", "model", "leaders", "rolling", "scale"],
+    name: Literal["kills", "model", "omni", "leaders", "rolling", "scale"],
     /,
     *,
     seed: int = 1,
@@ -126,7 +126,7 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     if keep or not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
-    for kind in ("payloads", "http"):
+    for kind in ("payloads", "http", "speech"):
         if counts := verdict.counts[kind]:
             line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
             console.print(f"  {kind}: {line}", markup=False)

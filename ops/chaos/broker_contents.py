@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import nats
@@ -15,7 +16,8 @@ from ops.chaos.history import now
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.messages import DeadLetter, Heartbeat
-from shared.protocol.records import LogRecord
+from shared.protocol.pipeline import ENDS
+from shared.protocol.records import LogRecord, OutputEnds, OutputRecord
 from shared.state.token_log import decode_record
 
 SETTLE_S = 30.0
@@ -33,6 +35,17 @@ COUNTED = (
 )
 
 _letter = msgspec.msgpack.Decoder(DeadLetter).decode
+_ends = msgspec.json.Decoder(OutputEnds).decode
+
+
+class Logs(NamedTuple):
+    """All logs of the broker, by request."""
+
+    requests: dict[str, list[LogRecord]]
+    outputs: dict[str, dict[str, list[OutputRecord]]]
+    """The logs of outputs beside the text, by name."""
+    ends: dict[str, OutputEnds]
+    """The lists of the outputs that have ended."""
 
 
 class Store:
@@ -112,13 +125,19 @@ class Store:
     async def beats(self) -> list[Heartbeat]:
         return await self._bus.read_heartbeats()
 
-    async def logs(self) -> dict[str, list[LogRecord]]:
-        found: dict[str, list[LogRecord]] = {}
+    async def logs(self) -> Logs:
+        found = Logs({}, {}, {})
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
             # The logs of other outputs have a name of their own behind the request id.
-            record = decode_record(data) if subject.count(".") == 2 else None
-            if isinstance(record, LogRecord):
-                found.setdefault(subject.rpartition(".")[2], []).append(record)
+            _, _, id, *output = subject.split(".")
+            if output == [ENDS]:
+                found.ends[id] = _ends(data)
+                continue
+            record = decode_record(data)
+            if output and isinstance(record, OutputRecord):
+                found.outputs.setdefault(id, {}).setdefault(output[0], []).append(record)
+            elif not output and isinstance(record, LogRecord):
+                found.requests.setdefault(id, []).append(record)
         return found
 
     async def gateway_records(self) -> list[str]:

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import (
     IMAGE,
     Modality,
@@ -23,7 +26,10 @@ from shared.protocol.multimodal import (
     PlaceholderRange,
     content_hash,
 )
+from shared.protocol.pipeline import StageSpec
 from shared.protocol.requests import ImagePart, Message, Prompt, TextPart
+from shared.protocol.sampling import SamplingParams
+from workers.engine.code_output import CodeOutput, awaited_frames
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
@@ -39,6 +45,8 @@ IMAGE_TOKEN_ID = 700
 IMAGE_KIB = (4, 40, 300, 2048)
 """Sizes of fake images; small ones travel in the message, large ones beside it."""
 MAX_MODEL_LEN = 2048
+NUM_CODES = 40
+"""Codes of the fake talker: the tokens from 1 on. Token 0 ends a speech."""
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 # Seeds by which a request does harm. The request carries the harm, so every engine meets it.
@@ -66,9 +74,16 @@ class FakeRunner:
     """
 
     def __init__(
-        self, step_s: float = 0.0, on_harm: Callable[[int, str], bool] | None = None
+        self,
+        step_s: float = 0.0,
+        on_harm: Callable[[int, str], bool] | None = None,
+        num_sampled: int = VOCAB_SIZE,
     ) -> None:
-        """`on_harm` is called with the seed and the id of a harmful request, and may prevent it."""
+        """`on_harm` is called with the seed and the id of a harmful request, and may prevent it.
+
+        Only tokens below `num_sampled` are in answers.
+        """
+        self._num_sampled = num_sampled
         self._step_s = step_s
         self._on_harm = on_harm
         self.encoded_items = 0
@@ -118,7 +133,7 @@ class FakeRunner:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
         seen = self._seen[sequence.request_id]
         digest = hashlib.blake2b(before + seen, digest_size=8).digest()
-        return int.from_bytes(digest, "big") % VOCAB_SIZE
+        return int.from_bytes(digest, "big") % self._num_sampled
 
     def _harm(self, sequence: EngineSequence, allows: Callable[[int, str], bool]) -> None:
         seed = sequence.seed
@@ -171,6 +186,26 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
+    )
+
+
+def build_talker(step_s: float, num_blocks: int, max_num_seqs: int) -> EngineCore:
+    """Return the engine core of a talker whose speeches have 40 codes on average."""
+    return build_core(FakeRunner(step_s, None, NUM_CODES + 1), num_blocks, max_num_seqs)
+
+
+def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) -> CodeOutput:
+    """Return what the fake talker writes for its stage; its tokens of a text are bytes."""
+    sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
+    return CodeOutput(
+        bus,
+        stage.name,
+        msgspec.structs.replace(sampling, n=1, detokenize=False),
+        range(1, NUM_CODES + 1),
+        MAX_MODEL_LEN - (sampling.max_tokens or 1),
+        lambda text: [1 + byte for byte in text.encode()],
+        dict.fromkeys(stage.voices, IMAGE_TOKEN_ID),
+        awaited_frames(chunks, sampling.max_tokens or 1),
     )
 
 

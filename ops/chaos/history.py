@@ -5,6 +5,7 @@ line is therefore complete as soon as it is written, however the process ends. T
 CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.protocol.messages import DeadLetter, Heartbeat
-from shared.protocol.records import LogRecord
+from shared.protocol.records import LogRecord, OutputEnds, OutputRecord
 
 now = time.monotonic
 
@@ -81,6 +82,33 @@ class CancelSent(Event, frozen=True):
     id: str
     gateway: int | None = None
     """Number of the gateway whose connection was closed."""
+
+
+class SoundReceived(Event, frozen=True):
+    """Samples of a speech reached a client."""
+
+    id: str
+    session: int
+    at: int
+    """Index of their first byte in the sound."""
+    num_bytes: int
+    digest: str
+
+
+class SoundEnded(Event, frozen=True):
+    """The sound of a speech has reached its end at a client."""
+
+    id: str
+    session: int
+    cut: bool
+
+
+class SpeechNamed(Event, frozen=True):
+    """A gateway said under which id it has published a speech."""
+
+    id: str
+    session: int
+    bus_id: str
 
 
 # -- the pool ---------------------------------------------------------------------------------
@@ -183,6 +211,9 @@ AnyEvent = (
     | EventReceived
     | SessionFailed
     | CancelSent
+    | SoundReceived
+    | SoundEnded
+    | SpeechNamed
     | Fault
     | Started
     | Ready
@@ -194,6 +225,10 @@ AnyEvent = (
 )
 _decode = msgspec.json.Decoder(AnyEvent).decode
 _encode = msgspec.json.Encoder().encode
+
+
+def digest_of(sound: bytes) -> str:
+    return hashlib.blake2b(sound, digest_size=8).hexdigest()
 
 
 class Journal:
@@ -225,6 +260,7 @@ class FinalState(Struct, frozen=True):
     settled: bool
     """The system came to rest within its time limit."""
     logs: dict[str, list[LogRecord]]
+    """By request of the plan; without those of `unnamed`."""
     letters: list[DeadLetter]
     messages: dict[str, int]
     """Number of messages by stream."""
@@ -246,3 +282,9 @@ class FinalState(Struct, frozen=True):
     """Ids of requests for which gateways have stored a record."""
     temp_files: list[str] = []
     """Names of the files that workers have left in their temporary folder."""
+    unnamed: dict[str, list[LogRecord]] = {}
+    """Logs of the speeches over HTTP, by the ids that gateways have made."""
+    outputs: dict[str, dict[str, list[OutputRecord]]] = {}
+    """Logs of the outputs beside the text, by request and name."""
+    ends: dict[str, OutputEnds] = {}
+    """The lists of the outputs that have ended, by request."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from ops.chaos import fake_model
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
@@ -14,6 +15,10 @@ from shared.protocol.sampling import SamplingParams
 from workers.gateway.core.ids import named_request_id
 
 MODEL = "demo"
+CODES, AUDIO = "codes", "audio"
+"""The outputs of a speech: what the talker writes, and the sound that is made of it."""
+TALKER, VOCODER = "talker", "code2wav"
+"""The stages of speech, which are also the names of their workers in a run."""
 ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "ops" / "demo_images"
 
@@ -44,6 +49,10 @@ class Mix(Struct, frozen=True):
     """Share of all harmless requests whose clients go through the gateways."""
     whole: float = 0.0
     """Share of the requests over HTTP that are answered with one JSON object."""
+    speech: float = 0.0
+    """Share of all harmless requests whose answers are spoken."""
+    given: float = 0.5
+    """Share of the speeches over NATS whose text is given; those over HTTP give all of theirs."""
 
 
 class Scaled(Struct, frozen=True):
@@ -83,6 +92,12 @@ class Settings(Struct, frozen=True):
     """Number of encoders; with 0, engines have vision towers of their own."""
     brokers: int = 1
     gateways: int = 0
+    talkers: int = 0
+    """Engines that write the codes of speeches; with 0, no request may be spoken."""
+    vocoders: int = 0
+    """Generators that make sound of the codes."""
+    max_codes: int = 96
+    """Most frames of a speech."""
     engine: Literal["fake", "demo"] = "fake"
     renderer: Literal["fake", "real"] = "real"
     fault_every_s: float = 0.0
@@ -138,6 +153,15 @@ class Planned(Struct, frozen=True):
     streamed: bool = True
 
     @property
+    def speaks(self) -> bool:
+        return AUDIO in self.request.outputs
+
+    @property
+    def over_chat(self) -> bool:
+        """Whether the answer comes through gateways as text, under an id of the client's choice."""
+        return self.http and not self.speaks
+
+    @property
     def bus_id(self) -> str:
         """Id of the request on the bus, which gateways derive from the client's own."""
         return named_request_id("chat", "", self.id) if self.http else self.id
@@ -185,7 +209,7 @@ def make_request(settings: Settings, index: int) -> Planned:
     behaviour, harm = _pick_behaviour(rng, settings.mix)
     sampling = _sampling(rng, settings, behaviour, harm)
     timeout_s = rng.choice([1.0, 1.5, 2.0]) if behaviour == "deadline" else settings.timeout_s
-    return Planned(
+    planned = Planned(
         id=f"c{settings.seed}-{index}",
         request=GenerateRequest(
             model=MODEL,
@@ -201,6 +225,27 @@ def make_request(settings: Settings, index: int) -> Planned:
         durable=rng.random() < settings.durable,
         streamed=rng.random() >= settings.mix.whole,
     )
+    # Speeches have random numbers of their own: runs without any keep their requests.
+    rng = random.Random(f"speech:{settings.seed}:{index}")
+    speaks = harm is None and rng.random() < settings.mix.speech
+    return _spoken(planned, rng, settings) if speaks else planned
+
+
+def _spoken(planned: Planned, rng: random.Random, settings: Settings) -> Planned:
+    """Return a request for a speech in the place of one for a text."""
+    request = planned.request
+    if planned.http or rng.random() < settings.mix.given:
+        text = " ".join(rng.choices(_WORDS, k=rng.randint(2, 12)))
+        request = replace(
+            request, messages=None, sampling_params=UNSET, given_text=text, outputs=[AUDIO]
+        )
+    else:
+        sampling = request.sampling_params
+        assert isinstance(sampling, SamplingParams)
+        low, high = settings.max_tokens
+        sampling = replace(sampling, n=1, max_tokens=rng.randint(low, high))
+        request = replace(request, sampling_params=sampling, outputs=["text", AUDIO])
+    return replace(planned, request=request, streamed=True)
 
 
 def make_requests(settings: Settings) -> list[Planned]:

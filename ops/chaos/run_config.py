@@ -6,11 +6,13 @@ import msgspec
 
 from ops.chaos.checks.recorded_run import Bounds
 from ops.chaos.fake_model import MAX_MODEL_LEN
-from ops.chaos.plan import MODEL, ROOT, Scaled, Settings
+from ops.chaos.plan import AUDIO, CODES, MODEL, ROOT, TALKER, VOCODER, Scaled, Settings
 
 EMBEDDINGS_TTL_S = 10.0
+VOICE = ROOT / "ops" / "demo_voice"
 RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
 FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
+VOCODER_RSS_MIB = 256.0
 
 
 def write_config(settings: Settings, folder: Path) -> Path:
@@ -32,6 +34,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 "slots": settings.slots,
                 "tower": "encoder" if settings.encoders else "engine",
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
+                "stages": _speech_stages(settings) if settings.talkers else {},
             }
         },
         "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
@@ -66,6 +69,30 @@ def fake_roles(settings: Settings) -> dict[str, bool]:
         "engine": settings.engine == "fake",
         "gateway": False,
         "autoscaler": False,
+        TALKER: settings.engine == "fake",
+        VOCODER: False,
+    }
+
+
+def _speech_stages(settings: Settings) -> dict[str, object]:
+    """The stages of a voice; that of the demo, in short chunks, so that a speech has many."""
+    return {
+        TALKER: {
+            "role": "engine",
+            "path": str(VOICE / "talker"),
+            "inputs": {"text": {"from": "engine", "function": "speech", "mode": "stream"}},
+            "output": {"name": CODES, "kind": "codes"},
+            # Without a seed the codes of the fake talker depend on the request's id.
+            "sampling_defaults": {"temperature": 0.0, "max_tokens": settings.max_codes, "seed": 1},
+            "voices": ["alloy"],
+        },
+        VOCODER: {
+            "role": "generator",
+            "path": str(VOICE),
+            "inputs": {"codes": {"from": TALKER, "function": "follow", "mode": "stream"}},
+            "output": {"name": AUDIO, "kind": "audio"},
+            "chunks": {"first": [3, 5], "size": 8, "left": 2, "right": 2},
+        },
     }
 
 
@@ -83,10 +110,12 @@ def bounds_of(settings: Settings) -> Bounds:
         "encoder": RSS_MIB["encoder"],
         "gateway": FAKE_RSS_MIB["gateway"],
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
+        TALKER: (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
+        VOCODER: VOCODER_RSS_MIB,
     }
     # Readers map the arenas of owners, and have buffers of the same size to receive into.
     arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
-    for role in ("renderer", "encoder", "engine"):
+    for role in ("renderer", "encoder", "engine", TALKER):
         rss_mib[role] += arenas_mib
     return Bounds(
         recovery_s=5.0 if fake else 15.0,

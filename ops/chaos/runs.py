@@ -17,6 +17,18 @@ DEMO = Settings(
     mix=Mix(images=0.5),
 )
 
+# Every process on the way of a speech.
+SPEECH_KILLS = {
+    "kill:engine": 2.0,
+    "kill:talker": 3.0,
+    "kill:code2wav": 3.0,
+    "kill:coordinator": 1.0,
+    "kill:broker": 1.0,
+    "kill:gateway": 1.5,
+    "kill:renderer": 0.3,
+    "kill:load": 0.2,
+}
+
 RUNS: dict[str, Settings] = {
     # A SIGKILL hits any process every 2 s.
     "kills": Settings(
@@ -31,6 +43,24 @@ RUNS: dict[str, Settings] = {
         DEMO,
         fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
+    ),
+    # Half of the answers are spoken. Images as answers are to come here.
+    "omni": Settings(
+        engine="demo",
+        requests=2000,
+        rate=4.0,
+        concurrency=32,
+        engines=2,
+        renderers=1,
+        talkers=2,
+        vocoders=2,
+        gateways=2,
+        timeout_s=120.0,
+        max_tokens=(8, 48),
+        max_choices=2,
+        fault_every_s=4.0,
+        faults=SPEECH_KILLS,
+        mix=Mix(http=0.4, whole=0.3, speech=0.5),
     ),
     "leaders": Settings(
         requests=10_000,
@@ -106,9 +136,28 @@ QUICK: dict[str, Settings] = {
         timeout_s=60.0,
         mix=Mix(images=0.7),
     ),
+    "speech, kills": Settings(
+        requests=90,
+        rate=9.0,
+        concurrency=24,
+        renderers=1,
+        engines=1,
+        coordinators=1,
+        talkers=2,
+        vocoders=2,
+        gateways=2,
+        renderer="fake",
+        fault_every_s=1.2,
+        faults=SPEECH_KILLS,
+        timeout_s=60.0,
+        step_ms=10.0,
+        max_tokens=(4, 24),
+        max_codes=48,
+        mix=Mix(http=0.4, speech=0.7, given=0.6),
+    ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, two gateways": Settings(
-        requests=170,
+        requests=120,
         rate=10.0,
         renderers=1,
         engines=2,

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.expected_answers import expect
+from ops.chaos.expected_speech import expect_speeches
 from ops.chaos.history import FinalState, Journal, read_events
-from ops.chaos.plan import MODEL, Settings, make_requests
+from ops.chaos.plan import AUDIO, MODEL, TALKER, VOCODER, Settings, make_requests
 from ops.chaos.processes import nemesis
 from ops.chaos.processes.cluster import Cluster
 from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
@@ -34,6 +36,8 @@ from shared.stage.runtime import HEARTBEAT_S
 from workers.cli import settings as product_settings
 from workers.cli.preloader import Preloader
 
+# Ids that gateways make.
+UNNAMED = "req-"
 NUM_WARM_UPS = 24
 WARM_UP_S = 5.0
 WARM_UP_TIMEOUT_S = 10.0
@@ -106,6 +110,8 @@ class Scenario:
                 "renderer": settings.renderers,
                 "encoder": settings.encoders,
                 "engine": settings.engines if settings.scaled is None else 0,
+                TALKER: settings.talkers,
+                VOCODER: settings.vocoders,
                 "gateway": settings.gateways,
                 "autoscaler": int(settings.scaled is not None),
                 ACTUATOR: int(settings.scaled is not None),
@@ -173,9 +179,11 @@ class Scenario:
             settled = await store.settle()
             await self._wait_for_zero()
             await wait_for_embeddings(self.settings)
-            logs = await store.logs()
+            logs, outputs, ends = await store.logs()
             warm = self.gateways.warm_up_ids
-            mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
+            logs = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
+            unnamed = {id: log for id, log in logs.items() if id.startswith(UNNAMED)}
+            mine = {id: log for id, log in logs.items() if id not in unnamed}
             noted = [id for id in await store.gateway_records() if id not in warm]
             planned = make_requests(self.settings)
             # Heartbeats are read before the wait, after which all payloads have expired.
@@ -197,6 +205,9 @@ class Scenario:
                 sockets=arena_sockets(),
                 gateway_records=plan_ids(planned, noted),
                 temp_files=temp_files(self.folder),
+                unnamed=unnamed,
+                outputs={id: found for id, found in outputs.items() if id[:4] != "warm"},
+                ends={id: found for id, found in ends.items() if id[:4] != "warm"},
             )
         finally:
             await store.close()
@@ -219,6 +230,8 @@ class Scenario:
             sampling = SamplingParams(max_tokens=4, seed=number)
             question = [Message("user", f"warm {number}")]
             request = GenerateRequest(MODEL, question, sampling, timeout_s=WARM_UP_TIMEOUT_S)
+            if self.settings.talkers and number % 2:
+                request = replace(request, outputs=["text", AUDIO])
             # Crash points and planted bugs may fail warm-up requests, which are not checked.
             with contextlib.suppress(PagemillError):
                 async for _ in client.ask(bus, request, f"warm-{number}"):
@@ -267,10 +280,12 @@ def read_run(folder: Path) -> RecordedRun:
     settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
     planned = make_requests(settings)
     config = product_settings.load_config(folder / "pagemill.yaml")
+    expected = expect(settings, config, planned)
     return RecordedRun(
         settings=settings,
         planned={one.id: one for one in planned},
-        expected=expect(settings, config, planned),
+        expected=expected,
+        speeches=expect_speeches(settings, config, planned, expected),
         clients=list(read_events(folder / "clients.jsonl")),
         pool=list(read_events(folder / "pool.jsonl")),
         workers=[

@@ -23,6 +23,15 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
     right: Context = 2
     """Frames behind a chunk, as far as there are any."""
 
+    def completes(self, num_frames: int) -> bool:
+        """Whether a chunk can be computed with so many frames, and not with one less."""
+        behind = num_frames - self.right
+        for size in self.first:
+            if behind <= size:
+                return behind == size
+            behind -= size
+        return behind > 0 and behind % self.size == 0
+
     def __str__(self) -> str:
         sizes = [*map(str, self.first), f"{'then ' if self.first else ''}{self.size}"]
         return f"{', '.join(sizes)} frames, with {self.left} before and {self.right} behind"

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.encoding import json_or_msgpack, to_json
+from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.subjects import NAME_RULE, is_name
@@ -183,6 +184,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     on_late: OnLate = "fail"
     """What becomes of a request with several outputs when the others are not complete by the
     deadline, or one of them fails: `text` ends it with its text alone, if that is complete."""
+    image: ImageParams | None = None
+    """How images are painted of the `prompt`; only for a model that paints."""
     embedding: EmbeddingParams | None = None
     """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 

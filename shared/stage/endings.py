@@ -5,7 +5,8 @@ from shared.errors import PagemillError
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import StageSpan
 from shared.stage.job import Job
-from shared.state.token_log import cut_outputs, end_request
+from shared.state.text_alone import cut_outputs
+from shared.state.token_log import end_request
 
 
 async def end_with_error(

@@ -32,11 +32,13 @@ from shared.protocol.records import (
     CodeChunk,
     Failure,
     Finish,
+    ImageRecord,
     LogRecord,
     MediaChunk,
     OutputEnd,
     OutputSummary,
     StageSpan,
+    StepState,
     TokenChunk,
     TokenLogprobs,
     error_info,
@@ -193,6 +195,17 @@ class LogWriter:
         )
         await self._append(chunk)
 
+    async def step(
+        self, number: int, step: int, steps: int, *, state: str = "", preview: str = ""
+    ) -> None:
+        """Append how far an image is; see StepState for the arguments."""
+        chunk = StepState(self._next_index, self._attempt, number, step, steps, state, preview)
+        await self._append(chunk)
+
+    async def image(self, number: int, media: str, size: tuple[int, int], seed: int) -> None:
+        """Append a finished image; see ImageRecord for the arguments."""
+        await self._append(ImageRecord(self._next_index, self._attempt, number, media, *size, seed))
+
     async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:
         """Append the record that ends the request; `outputs` are those beside its text."""
         assert summary.usage is not None
@@ -256,42 +269,31 @@ async def end_request(
 
     Outputs beside its text are closed first, so that no worker appends to one after the end.
     """
-    for output in await output_ends.expected(bus, request_id):
+    had_outputs = await close_outputs(bus, request_id, attempt)
+    await close_log(
+        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
+    )
+    if not had_outputs:
+        # A coordinator may have written the list of them in the meantime. One that writes it from
+        # now on finds the request ended, and closes them itself.
+        await close_outputs(bus, request_id, attempt)
+
+
+async def close_outputs(bus: Bus, request_id: str, attempt: int) -> bool:
+    """Cut those outputs of a request, beside its text, that have not ended.
+
+    False for a request without a list of its outputs, which may be one that is yet to be admitted.
+    """
+    expected = await output_ends.expected(bus, request_id)
+    for output in expected:
         if output != TEXT:
-            await _close(
+            await close_log(
                 bus,
                 request_id,
                 output,
                 lambda index: OutputEnd(index, attempt, OutputSummary(), cut=True),
             )
-    await _close(
-        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
-    )
-
-
-async def cut_outputs(
-    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
-) -> bool:
-    """End a request with its text alone: cut the outputs beside it, for the reason `error`.
-
-    Return whether the request has ended. If not, its text has not, whose stage then ends it.
-    """
-    summary, ends = OutputSummary(path=path, error=error_info(error)), None
-    for output in await output_ends.expected(bus, request_id):
-        if output == TEXT:
-            continue
-        end = await _close(
-            bus, request_id, output, lambda index: OutputEnd(index, attempt, summary, cut=True)
-        )
-        if end.cut and end.summary.error is None:
-            # The worker that cut it was to end the request with an error, and may have died.
-            await end_request(bus, request_id, attempt, error, path)
-            return True
-        ends = await output_ends.add(bus, request_id, output, end.summary)
-    if ends is None or not output_ends.is_complete(ends):
-        return False
-    await finish_request(bus, request_id, attempt, ends.ended)
-    return True
+    return bool(expected)
 
 
 async def finish_request(
@@ -303,7 +305,7 @@ async def finish_request(
     spans = {span for summary in ended.values() for span in summary.path}
     path = sorted(spans, key=lambda span: (span.received_ms, span.sent_ms))
     usage = text.usage or output_ends.NO_USAGE
-    await _close(
+    await close_log(
         bus,
         request_id,
         TEXT,
@@ -311,7 +313,7 @@ async def finish_request(
     )
 
 
-async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
+async def close_log(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
     """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)

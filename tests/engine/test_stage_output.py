@@ -6,12 +6,14 @@ from typing import Any, cast
 import pytest
 
 from shared.errors import ConfigError
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import ChoiceDelta, CodeChunk, OutputEnd, OutputSummary, Usage
-from workers.engine.code_output import CodeOutput, stage_output
+from workers.engine.code_output import CodeOutput, awaited_frames, stage_output
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 from workers.engine.loader import LoadedModel
 from workers.engine.stage_output import TextOutput
+from workers.generator.core.schedule import window_at
 
 VOICE = {"<|voice_alloy|>": [95]}
 LOADED = LoadedModel(
@@ -110,6 +112,22 @@ async def test_the_tokens_of_several_steps_are_one_record_and_the_end_is_no_fram
     assert log.codes_of == {3: [[0], [9]]}
     assert await output.append(cast(Any, log), steps[-1:])
     assert log.codes_of == {3: [[0], [9]]}
+
+
+def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
+    spec = ChunkSpec(first=(3, 5), size=8, right=2)
+    output = replace(code_output(), awaited=awaited_frames([spec], 40))
+    awaited = [n + 1 for n in range(40) if output.is_awaited(step(n, [80]))]
+    assert awaited == [5, 10, 18, 26, 34]
+    # These are the numbers of frames with which the vocoder has a further chunk.
+    starts = [0, 3, 8, 16, 24]
+    for number, start in zip(awaited, starts, strict=True):
+        assert window_at(spec, start, number - 1, is_complete=False) is None
+        assert window_at(spec, start, number, is_complete=False) is not None
+    assert output.is_awaited(step(8, [80, 81, 82]))
+    assert not output.is_awaited(step(10, [80, 81, 82]))
+    assert not code_output().is_awaited(step(4, [80]))
+    assert not TextOutput().is_awaited(step(4, [80]))
 
 
 @pytest.mark.parametrize(("reason", "num_frames"), [("stop", 5), ("length", 6)])

@@ -17,7 +17,8 @@ from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
-from shared.state.token_log import cut_outputs, end_request, is_final, last_record
+from shared.state.text_alone import cut_outputs
+from shared.state.token_log import close_outputs, end_request, is_final, last_record
 from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
@@ -80,8 +81,7 @@ class Coordinator:
                 f" with {subjects.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
                 field="request_id",
             )
-        if is_final(await last_record(bus, job.request_id)):
-            await self._stage.finish(job)
+        if await self._has_ended(job, job.request_id):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
@@ -111,14 +111,27 @@ class Coordinator:
             text_given=request.given_text is not None,
             voice=admitted.voice,
             on_late=request.on_late,
+            image=admitted.image,
             version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
+        if admitted.outputs:
+            await output_ends.begin(bus, job.request_id, admitted.outputs)
+            # A cancellation may have come first, and found no outputs to close.
+            if await self._has_ended(job, job.request_id):
+                return
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 
+    async def _has_ended(self, job: Job, request_id: str) -> bool:
+        """Whether the request has its final record; if so, close its outputs and settle it."""
+        bus = self._context.bus
+        if not is_final(await last_record(bus, request_id)):
+            return False
+        await close_outputs(bus, request_id, job.delivery.attempt)
+        await self._stage.finish(job)
+        return True
+
     async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> None:
-        if header.outputs:
-            await output_ends.begin(self._context.bus, header.request_id, header.outputs)
         pipeline = self._context.pipelines[header.model]
         await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
         self._stage.counters.handled(job)

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, ContextTooLong
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
 from shared.protocol.sampling import SamplingParams
@@ -17,9 +18,12 @@ from shared.protocol.task_messages import EngineBody, SpeechBody, Task, TaskBody
 from shared.stage.inputs import follow_text
 from shared.state.token_log import LogWriter
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
-from workers.engine.loader import LoadedModel
 from workers.engine.log_records import merge_deltas
 from workers.engine.stage_output import Progress, StageOutput, TextOutput
+
+if TYPE_CHECKING:
+    # It imports torch, which an output does without.
+    from workers.engine.loader import LoadedModel
 
 # How often a request that waits for its text reports that it is not forgotten.
 PROGRESS_S = 1.0
@@ -41,8 +45,12 @@ class CodeOutput:
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
     """The token of each voice, which is the last of a prompt."""
+    awaited: frozenset[int] = frozenset()
+    """The numbers of frames with which a stage that follows has a further chunk."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
+    # Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
+    appends_per_s: ClassVar[float] = 4.0
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Task[EngineBody]:
         """Raises RequestEnded, and ContextTooLong for a text that is too long."""
@@ -67,6 +75,14 @@ class CodeOutput:
         frames = (f for record in records if isinstance(record, CodeChunk) for f in record.frames)
         return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
 
+    def is_awaited(self, output: RequestOutput) -> bool:
+        return any(
+            not self.awaited.isdisjoint(
+                range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
+            )
+            for delta in output.choices
+        )
+
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         for delta in merge_deltas(outputs):
             found = (token_id for token_id in delta.token_ids if token_id in self.codes)
@@ -88,10 +104,16 @@ class CodeOutput:
         )
 
 
-def stage_output(bus: Bus, stage: StageSpec | None, loaded: LoadedModel, key: str) -> StageOutput:
+def stage_output(
+    bus: Bus,
+    stage: StageSpec | None,
+    loaded: "LoadedModel",
+    key: str,
+    chunks: Sequence[ChunkSpec] = (),
+) -> StageOutput:
     """What an engine with this model writes for a stage; `key` is the stage's in the settings.
 
-    Raises ConfigError.
+    `chunks` are those of the stages that follow the codes. Raises ConfigError.
     """
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return TextOutput()
@@ -119,10 +141,17 @@ def stage_output(bus: Bus, stage: StageSpec | None, loaded: LoadedModel, key: st
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
         {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
+        awaited_frames(chunks, max_tokens),
     )
 
 
-def _token_of(voice: str, loaded: LoadedModel, key: str) -> int:
+def awaited_frames(chunks: Sequence[ChunkSpec], max_frames: int) -> frozenset[int]:
+    """The numbers of frames with which one of the stages that follow has a further chunk."""
+    numbers = range(1, max_frames + 1)
+    return frozenset(n for n in numbers if any(spec.completes(n) for spec in chunks))
+
+
+def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
     token_ids = loaded.encode_part(f"<|voice_{voice}|>")
     if len(token_ids) != 1:
         raise ConfigError(f"{key}: the model has no token <|voice_{voice}|>", field=key)

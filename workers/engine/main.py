@@ -96,7 +96,8 @@ async def build(context: Context, reads_last: bool = True) -> Built:
 
 def _output_of(context: Context, built: Built) -> StageOutput:
     key = f"models.{built.model}.stages.{context.stage.name}"
-    return stage_output(context.bus, _stage_of(context, built.model), built.loaded, key)
+    chunks = context.pipelines[built.model].chunks_behind(context.stage.name)
+    return stage_output(context.bus, _stage_of(context, built.model), built.loaded, key, chunks)
 
 
 def _stage_of(context: Context, model: str) -> StageSpec | None:

@@ -10,10 +10,6 @@ from workers.engine.core.sequence import RequestOutput
 from workers.engine.log_records import num_for_record
 from workers.engine.metrics import RequestTiming
 
-# A reader sees a text grow steadily at this rate. An append is a synced write, and work for four
-# processes.
-MAX_APPENDS_OF_REQUEST_PER_S = 25
-
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
@@ -30,10 +26,10 @@ class OpenRequest:
     """The request was ended elsewhere: no further record is to be written."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def push(self, output: RequestOutput) -> None:
-        """Add an output of a step. A first token and an end go to the log at once."""
+    def push(self, output: RequestOutput, *, awaited: bool = False) -> None:
+        """Add an output of a step. First tokens, an end, and what is awaited are logged at once."""
         self.pending.append(output)
-        if not self.begun or output.usage is not None or output.error is not None:
+        if awaited or not self.begun or output.usage is not None or output.error is not None:
             self.begun = True
             self.release()
 
@@ -66,8 +62,14 @@ class RecordPacer:
     The more requests there are, the more tokens of each share a record.
     """
 
-    def __init__(self, appends_per_s: float, requests: Callable[[], Iterable[OpenRequest]]) -> None:
+    def __init__(
+        self,
+        appends_per_s: float,
+        appends_of_request_per_s: float,
+        requests: Callable[[], Iterable[OpenRequest]],
+    ) -> None:
         self._appends_per_s = appends_per_s
+        self._appends_of_request_per_s = appends_of_request_per_s
         self._requests = requests
         self._released_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -75,7 +77,7 @@ class RecordPacer:
     def release_in_time(self, num_requests: int) -> None:
         """Release now, or as soon as the rate allows it."""
         loop = asyncio.get_running_loop()
-        period_s = max(num_requests / self._appends_per_s, 1 / MAX_APPENDS_OF_REQUEST_PER_S)
+        period_s = max(num_requests / self._appends_per_s, 1 / self._appends_of_request_per_s)
         wait_s = self._released_s + period_s - loop.time()
         if wait_s <= 0:
             self._release()

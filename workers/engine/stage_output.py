@@ -33,6 +33,13 @@ class StageOutput(Protocol):
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         """The tokens of each choice that are in a log; no choices for an empty log."""
 
+    @property
+    def appends_per_s(self) -> float:
+        """The rate at which a log grows steadily, for readers of what is in between."""
+
+    def is_awaited(self, output: RequestOutput) -> bool:
+        """Whether a stage can go on with these tokens, which are to be appended at once."""
+
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         """Append the tokens of some steps; returns whether there were any."""
 
@@ -44,12 +51,18 @@ class TextOutput:
 
     body = EngineBody
     is_answer = True
+    # A reader sees a text grow steadily at this rate. An append is a synced write, and work for
+    # four processes.
+    appends_per_s = 25.0
 
     async def render(self, task: Task[EngineBody], progress: Progress) -> Task[EngineBody]:
         return task
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         return logged_choices(records, n)
+
+    def is_awaited(self, output: RequestOutput) -> bool:
+        return False
 
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         choices = merge_deltas(outputs)

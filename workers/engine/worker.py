@@ -80,7 +80,9 @@ class EngineWorker:
         self._kv_log = KVLogWriter(context.bus, context.worker)
         limits = context.config.engine
         self._max_num_seqs = limits.max_num_seqs
-        self._pacer = RecordPacer(limits.max_appends_per_s, self._requests.values)
+        self._pacer = RecordPacer(
+            limits.max_appends_per_s, self._output.appends_per_s, self._requests.values
+        )
         self._loop = WorkerLoop(context)
         loop = asyncio.get_running_loop()
         self._steps: StepThread[OpenRequest] = StepThread(
@@ -283,7 +285,7 @@ class EngineWorker:
         self._metrics.on_step(first_scheduled, timed, stats, began_s, ended_s)
         self._publish_kv_events()
         for opened, output in outputs:
-            opened.push(output)
+            opened.push(output, awaited=self._output.is_awaited(output))
         self._pacer.release_in_time(len(requests))
         self._adjust_capacity()
         # Never by a timer: a step that hangs reports no progress, and loses its requests.

@@ -33,6 +33,8 @@ MIN_PULSE_VOICING = 0.3
 """Steps with a smaller voicing have noise alone."""
 BREATH_HZ, BREATH_RANGE_HZ, MAX_BREATH = 3500.0, 2500.0, 0.6
 """Above the first frequency a share of the pulses that grows to the maximum is noise."""
+FRAMES_AT_ONCE = 32
+"""Frames that are computed together: few chunks save calls, and many do not fit into the cache."""
 PHASES = 2**32
 """Phases of a period: the phase of a sample is a 32-bit integer."""
 
@@ -85,6 +87,11 @@ class TableVocoder:
         return int(self._increments(pitch_hz)[0, :num_steps].sum()) * self._step % PHASES
 
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
+        at_once = max(1, FRAMES_AT_ONCE // len(chunks[0].codes))
+        parts = (chunks[n : n + at_once] for n in range(0, len(chunks), at_once))
+        return [samples for part in parts for samples in self._synthesize(part)]
+
+    def _synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
         left, right = chunks[0].left, chunks[0].right
         codes = np.stack([chunk.codes[:, 0] for chunk in chunks])  # [num_chunks, num_frames]
         num_frames = codes.shape[1]

@@ -31,6 +31,19 @@ SCALED = replace(
     timeout_s=120.0,
     mix=replace(CALM, resubmit_during=0.05, resubmit_after=0.05, follow=0.05),
 )
+# Every answer is spoken, and a third of them by gateways.
+SPEECHES = replace(
+    BASE,
+    requests=45,
+    engines=1,
+    coordinators=1,
+    talkers=1,
+    vocoders=1,
+    gateways=1,
+    max_tokens=(4, 16),
+    max_codes=64,
+    mix=replace(CALM, speech=1.0, http=0.33),
+)
 SCENARIOS = {
     "calm": BASE,
     # Engines die in the middle of answers.
@@ -116,6 +129,31 @@ SCENARIOS = {
     ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
+    "speeches": SPEECHES,
+    # Vocoders thaw with speeches that others have gone on with, or that were cancelled.
+    "frozen vocoders": replace(
+        SPEECHES,
+        rate=5.0,
+        vocoders=2,
+        fault_every_s=2.0,
+        faults={"stop:code2wav": 1.0},
+        max_codes=120,
+        step_ms=40.0,
+        mix=replace(CALM, speech=1.0, cancel=0.4),
+        timeout_s=60.0,
+    ),
+    "dying in speeches": replace(
+        SPEECHES,
+        rate=5.0,
+        talkers=2,
+        vocoders=2,
+        fault_every_s=1.2,
+        faults={"kill:talker": 1.0, "kill:code2wav": 1.0},
+        max_codes=120,
+        step_ms=30.0,
+        mix=replace(CALM, speech=1.0),
+        timeout_s=60.0,
+    ),
     "scaled to zero": replace(
         SCALED,
         scaled=Scaled(

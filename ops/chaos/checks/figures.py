@@ -14,7 +14,7 @@ from ops.chaos.history import (
     RequestSent,
     SessionFailed,
 )
-from shared.protocol.records import Failure, LogRecord, TokenChunk
+from shared.protocol.records import AudioChunk, Failure, Finish, LogRecord, OutputEnd, TokenChunk
 from shared.state.token_log import is_final
 
 
@@ -65,6 +65,21 @@ def _over_http(run: RecordedRun) -> Counter[str]:
     return found
 
 
+def _spoken(run: RecordedRun) -> Counter[str]:
+    """Count the speeches, their ends, and the outputs that another worker has gone on with."""
+    found: Counter[str] = Counter()
+    for id in run.final.ends:
+        log = run.final.logs.get(id, []) or run.final.unnamed.get(id, [])
+        ended = bool(log) and isinstance(log[-1], Finish)
+        found["whole" if ended else "cut"] += 1
+        found["over HTTP"] += id in run.final.unnamed
+        for name, records in run.final.outputs.get(id, {}).items():
+            chunks = [record for record in records if not isinstance(record, OutputEnd)]
+            found[f"resumed {name}"] += len({chunk.attempt for chunk in chunks}) > 1
+            found["samples"] += sum(c.num_samples for c in chunks if isinstance(c, AudioChunk))
+    return +found
+
+
 def _num_tokens(run: RecordedRun, id: str) -> int:
     chunks = [record for record in run.final.logs[id] if isinstance(record, TokenChunk)]
     return sum(len(delta.token_ids) for chunk in chunks for delta in chunk.choices)
@@ -101,5 +116,6 @@ def count(run: RecordedRun) -> dict[str, Counter[str]]:
             e.what for e in run.did if e.what == "rerendered" or e.what.startswith("read by")
         ),
         "http": _over_http(run),
+        "speech": _spoken(run),
         "behaviours": Counter(one.behaviour for one in run.planned.values()),
     }

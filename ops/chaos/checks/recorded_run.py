@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.expected_answers import Expected
+from ops.chaos.expected_speech import ExpectedSpeech
 from ops.chaos.history import (
     Accepted,
     AnyEvent,
@@ -82,6 +83,8 @@ class RecordedRun:
     workers: list[AnyEvent]
     final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
+    speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
+    """What the requests that are spoken must sound like."""
 
     @cached_property
     def sessions(self) -> dict[str, list[Session]]:
@@ -99,7 +102,7 @@ class RecordedRun:
         """Sessions over HTTP by request, in the order in which they began."""
         found: dict[str, dict[int, HttpSession]] = defaultdict(dict)
         for event in self.clients:
-            if isinstance(event, RequestSent) and self.planned[event.id].http:
+            if isinstance(event, RequestSent) and self.planned[event.id].over_chat:
                 found[event.id][event.session] = HttpSession(event)
             elif isinstance(event, EventReceived):
                 found[event.id][event.session].events.append(event)

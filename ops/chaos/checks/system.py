@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from ops.chaos.checks import speech
 from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun
 from ops.chaos.checks.violation import Violation
 from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
+from ops.chaos.plan import TALKER, VOCODER
 from shared.protocol import subjects
 from shared.protocol.records import Failure
 
@@ -181,9 +183,10 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
     """
     over_nats = sorted(
         (sessions[0].opened.t, sessions[0].received[0].t)
-        for sessions in run.sessions.values()
-        if sessions[0].received and sessions[0].opened.publishes
+        for id, sessions in run.sessions.items()
+        if sessions[0].received and sessions[0].opened.publishes and not run.planned[id].speaks
     )
+    spoken = speech.first_samples(run)
     over_http = sorted(
         (sessions[0].opened.t, min(session.events[0].t for session in sessions if session.events))
         for id, sessions in run.http_sessions.items()
@@ -194,6 +197,8 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role in OFF_THE_PATH:
             continue
         firsts = over_http if fault.role == "gateway" else over_nats
+        if fault.role in (TALKER, VOCODER):
+            firsts = spoken
         sent = [t for t, _ in firsts]
         # All requests of the next two seconds count, because the first of them may be a long one.
         start, stop = bisect.bisect(sent, fault.t), bisect.bisect(sent, fault.t + 2.0)

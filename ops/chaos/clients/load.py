@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 
 from ops.chaos.clients.http_clients import HttpClients
 from ops.chaos.clients.http_exchange import DONE
+from ops.chaos.clients.sound import SpeechClients, read_sound
 from ops.chaos.history import (
     Accepted,
     CancelSent,
@@ -41,6 +42,8 @@ from shared.telemetry import logs
 PATIENCE_S = 20.0
 # The pause before a new session after an error.
 RETRY_PAUSE_S = 0.3
+# The end of a sound is stored before that of its request, and a request that was refused has none.
+SOUND_S = 5.0
 
 app = App(name="chaos-load")
 
@@ -54,6 +57,7 @@ class LoadClients:
         self._ends, self._sessions, began = _read_journal(file)
         self._journal = Journal(file)
         self._http = HttpClients(gateways, self._journal, self._new_session)
+        self._speeches = SpeechClients(gateways, self._journal, self._new_session)
         self._next_index = 0
         self._began = began or now()
 
@@ -68,6 +72,7 @@ class LoadClients:
         finally:
             await self._bus.close()
             await self._http.close()
+            await self._speeches.close()
 
     def _watch_acceptance(self, bus: Any) -> None:
         publish = bus.publish
@@ -95,7 +100,8 @@ class LoadClients:
     async def _run_client(self, planned: Planned) -> None:
         give_up = now() + planned.timeout_s + PATIENCE_S
         if planned.http:
-            await self._http.run_client(planned, give_up)
+            clients = self._speeches if planned.speaks else self._http
+            await clients.run_client(planned, give_up)
             return
         beside: list[asyncio.Task[bool]] = []
         while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
@@ -113,12 +119,16 @@ class LoadClients:
         session = self._new_session(planned.id)
         publishes = start is None
         self._journal.write(RequestSent(now(), planned.id, session, start or 0, publishes))
+        sound = self._read_sound(planned, session, beside) if planned.speaks else None
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
+                    if sound is not None and is_final(record):
+                        # An answer has ended when its sound has, too.
+                        await asyncio.wait([sound], timeout=SOUND_S)
                     self._journal.write(RecordReceived(now(), planned.id, session, record))
                     if beside is not None and record.index == planned.after_records:
-                        await self._intervene(planned, record, beside)
+                        await self._intervene(planned, beside, ended=is_final(record))
         except PagemillError as error:
             self._journal.write(
                 SessionFailed(now(), planned.id, session, error.code, error.message)
@@ -131,7 +141,23 @@ class LoadClients:
                 SessionFailed(now(), planned.id, session, "silence", "no final record")
             )
             return False
+        finally:
+            if sound is not None:
+                sound.cancel()
+                await asyncio.gather(sound, return_exceptions=True)
         return True
+
+    def _read_sound(
+        self, planned: Planned, session: int, beside: list[asyncio.Task[bool]] | None
+    ) -> asyncio.Task[None]:
+        """Read the sound of a request; a client whose text is given acts in the middle of it."""
+
+        async def act(number: int) -> None:
+            given = planned.request.given_text is not None
+            if given and beside is not None and number == planned.after_records:
+                await self._intervene(planned, beside)
+
+        return asyncio.create_task(read_sound(self._bus, planned, session, self._journal, act))
 
     def _new_session(self, id: str) -> int:
         self._sessions[id] = session = self._sessions.get(id, 0) + 1
@@ -143,10 +169,10 @@ class LoadClients:
         return client.follow(self._bus, planned.id, start)
 
     async def _intervene(
-        self, planned: Planned, record: LogRecord, beside: list[asyncio.Task[bool]]
+        self, planned: Planned, beside: list[asyncio.Task[bool]], *, ended: bool = False
     ) -> None:
         """Act in the middle of an answer as planned, unless it has ended."""
-        if is_final(record):
+        if ended:
             return
         if planned.behaviour == "cancel":
             await client.cancel(self._bus, planned.id)
@@ -154,7 +180,8 @@ class LoadClients:
         elif planned.behaviour == "resubmit_during":
             beside.append(asyncio.create_task(self._session(planned, None)))
         elif planned.behaviour == "follow":
-            beside.append(asyncio.create_task(self._session(planned, None, record.index)))
+            start = 0 if planned.request.given_text else planned.after_records
+            beside.append(asyncio.create_task(self._session(planned, None, start)))
 
 
 def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:

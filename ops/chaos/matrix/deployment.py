@@ -188,7 +188,7 @@ class Deployment:
             await wait_for_embeddings(settings)
             mine = f"c{settings.seed}-"
             planned = make_requests(settings)
-            by_name = key_by_plan_id(planned, await store.logs())
+            by_name = key_by_plan_id(planned, (await store.logs()).requests)
             logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
             noted = plan_ids(planned, await store.gateway_records())
             letters = [

@@ -26,12 +26,13 @@ from ops.chaos.history import (
     now,
     read_events,
 )
-from ops.chaos.plan import ROOT
+from ops.chaos.plan import ROOT, TALKER, VOCODER
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from workers.cli.local_cluster import Process
 from workers.cli.preloader import Preloader
 
-READY_TIMEOUT_S = 60.0
+# Engines with a model import torch first, which takes long on a busy machine.
+READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
 # One of so many faults may hit a process that is not ready yet.
@@ -47,6 +48,8 @@ FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
+# Workers of these stages → their roles in the product.
+SPEECH_ROLES = {TALKER: "engine", VOCODER: "generator"}
 
 
 class Brokers(Protocol):
@@ -350,8 +353,9 @@ class Pool:
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
     """Return the command line of a watched worker."""
-    command = [sys.executable, "-m", WORKER_MODULE, role, "--config", str(config)]
-    command += ["--nats", url]
+    command = [sys.executable, "-m", WORKER_MODULE, SPEECH_ROLES.get(role, role)]
+    command += ["--config", str(config), "--nats", url]
+    command += ["--stage", role] if role in SPEECH_ROLES else []
     return [*command, "--fake", "--step-ms", str(step_ms)] if fake else command
 
 

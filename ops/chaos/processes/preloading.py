@@ -6,7 +6,7 @@ take most of the processor time of a run that kills a worker every second.
 
 import sys
 
-from ops.chaos.plan import Settings
+from ops.chaos.plan import TALKER, VOCODER, Settings
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.roles import AUTOSCALER, role_of
 
@@ -22,15 +22,17 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules.append(role_of("renderer").module)
     if settings.engine == "fake":
         modules += FAKE_ENGINE
+    if settings.vocoders:
+        modules.append(role_of("generator").module)
     if settings.scaled is not None:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
-    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", AUTOSCALER)
+    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, AUTOSCALER)
     preloaders = dict.fromkeys(roles, light)
     if settings.engine != "fake":
-        using_torch = ("encoder", "engine")
-        modules = [*(role_of(role).module for role in using_torch), MAIN]
-        preloaders |= dict.fromkeys(using_torch, fork_preloader(modules, _run_worker))
+        modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]
+        using_torch = fork_preloader(modules, _run_worker)
+        preloaders |= dict.fromkeys(("encoder", "engine", TALKER), using_torch)
     return preloaders
 
 

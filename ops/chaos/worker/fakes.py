@@ -13,7 +13,7 @@ from shared.stage import runtime
 from shared.stage.runtime import Context
 from workers.engine.core.engine import EngineCore, EngineStats
 
-Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway", "autoscaler"]
+Role = Literal["coordinator", "renderer", "encoder", "engine", "generator", "gateway", "autoscaler"]
 
 
 def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
@@ -27,14 +27,22 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
 
     async def main(context: Context) -> None:
         from workers.engine.item_loader import ItemLoader
+        from workers.engine.stage_output import StageOutput, TextOutput
         from workers.engine.worker import EngineWorker
 
-        runner = fake_model.FakeRunner(step_ms / 1000, allows_harm)
-        limits = context.config.engine
-        core = fake_model.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
+        output: StageOutput
+        limits, stage = context.config.engine, context.pipelines[MODEL].stage(context.stage.name)
+        num_blocks, output = limits.num_blocks or 256, TextOutput()
+        if stage is not None and stage.voices:
+            core = fake_model.build_talker(step_ms / 1000, num_blocks, limits.max_num_seqs)
+            chunks = context.pipelines[MODEL].chunks_behind(stage.name)
+            output = fake_model.code_output(context.bus, stage, chunks)
+        else:
+            runner = fake_model.FakeRunner(step_ms / 1000, allows_harm)
+            core = fake_model.build_core(runner, num_blocks, limits.max_num_seqs)
         _watch_blocks(core, journal)
         opener = ItemLoader(await context.open_blobs(), None, lambda data: data)
-        await EngineWorker(context, MODEL, core, opener).serve()
+        await EngineWorker(context, MODEL, core, opener, _output=output).serve()
 
     return main
 

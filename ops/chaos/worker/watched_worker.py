@@ -41,6 +41,7 @@ def main(
     fake: bool = False,
     step_ms: float = 0.0,
     port: int | None = None,
+    stage: str | None = None,
 ) -> int:
     """Run one worker.
 
@@ -52,10 +53,13 @@ def main(
         Duration of a step of the fake engine.
     port
         Port of a gateway.
+    stage
+        The stage to serve, by whose name the worker goes in the run; by default the role's own.
     """
-    journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}-{os.getpid()}.jsonl")
+    name = stage or role
+    journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{name}-{os.getpid()}.jsonl")
     crash = CrashPoints(
-        parse_triggers(os.environ.get("CHAOS_CRASH", ""), role),
+        parse_triggers(os.environ.get("CHAOS_CRASH", ""), name),
         os.environ.get("CHAOS_SEED", ""),
         lambda point: journal.write(WorkerEvent(now(), f"crash {point}")),
     )
@@ -63,18 +67,18 @@ def main(
     if port is not None:
         loaded = replace(loaded, gateway=replace(loaded.gateway, port=port))
     role_main = prepare(role, journal, crash, fake, step_ms)
-    catalog.plant(os.environ.get("CHAOS_BUG", ""), role)
+    catalog.plant(os.environ.get("CHAOS_BUG", ""), name)
 
     async def observed(context: Context) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(
-            signal.SIGUSR2, lambda: journal.write(take_snapshot(context.role, context.bus))
+            signal.SIGUSR2, lambda: journal.write(take_snapshot(name, context.bus))
         )
         await role_main(context)
 
     journal.write(WorkerEvent(now(), "start"))
-    model = MODEL if role in ("encoder", "engine") else None
-    return uvloop.run(runtime.run(role, observed, loaded, nats, model, None))
+    model = MODEL if role in ("encoder", "engine", "generator") else None
+    return uvloop.run(runtime.run(role, observed, loaded, nats, model, stage))
 
 
 def prepare(

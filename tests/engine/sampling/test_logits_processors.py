@@ -112,6 +112,18 @@ def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list
     torch.testing.assert_close(adjusted(logits, sequence), processed(processor, logits, sequence))
 
 
+def test_lists_of_allowed_tokens_hold_each_for_its_rows() -> None:
+    one, other = [0, 7, VOCAB_SIZE - 1], [5]
+    lists = [one, None, other, one]
+    sequences = [sequence_of(SamplingParams(allowed_token_ids=allowed)) for allowed in lists]
+    logits = random_logits(3)[0]
+    for _ in range(2):
+        for row, allowed in zip(adjusted(logits, *sequences), lists, strict=True):
+            ids = list(range(VOCAB_SIZE)) if allowed is None else allowed
+            assert row.isfinite().nonzero()[:, 0].tolist() == ids
+            torch.testing.assert_close(row[ids], logits[ids])
+
+
 class Mask:
     """Made by hand, of the ids that may follow."""
 

@@ -185,12 +185,17 @@ def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) 
 async def test_it_continues_when_the_engine_is_killed(
     page: Browser, cluster: Cluster, bus: Bus
 ) -> None:
-    engine = await cluster.pid(bus, "engine")
-    ask(page, "What can you do?", LONG)
-    wait_for_text(page)
-    os.kill(engine, signal.SIGKILL)
-    assert ended(page).startswith("Done")
-    page.wait("/attempt [2-9]/.test(document.querySelector('.turn:last-child .stages').innerText)")
+    # On a busy machine the answer may have ended before the signal.
+    for _ in range(5):
+        engine = await cluster.pid(bus, "engine")
+        ask(page, "What can you do?", LONG)
+        wait_for_text(page)
+        os.kill(engine, signal.SIGKILL)
+        assert ended(page).startswith("Done")
+        if re.search("attempt [2-9]", page.text(f"{LAST} .stages")):
+            break
+    else:
+        pytest.fail("no answer had a second attempt")
     assert page.text(f"{LAST} .tokens") == "900 tokens"
     assert page.text(f"{LAST} .resumed") == "never"
 

@@ -7,7 +7,9 @@ later processor can bring back a banned token.
 The cost is proportional to the rows that need processing and, within a row, to the tokens affected.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
+
+# A list of tokens that are allowed can have as many as the model has.
+MAX_CACHED_LISTS = 16
 
 
 def needs_processing(sequence: Sequence) -> bool:
@@ -33,8 +38,7 @@ def needs_processing(sequence: Sequence) -> bool:
 def process_logits(logits: Tensor, sequences: list[Sequence]) -> None:
     """Change `logits` [num_sequences, vocab_size] float32 in place, one row per sequence."""
     _apply_masks(logits, sequences)
-    for row, sequence in zip(logits, sequences, strict=True):
-        _restrict_to_allowed(row, sequence.request.sampling)
+    _restrict_to_allowed(logits, sequences)
     banned = [
         (row, token_id) for row, s in enumerate(sequences) for token_id in _banned_token_ids(s)
     ]
@@ -67,11 +71,28 @@ def _apply_masks(logits: Tensor, sequences: list[Sequence]) -> None:
     logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
 
 
-def _restrict_to_allowed(row: Tensor, params: SamplingParams) -> None:
-    if params.allowed_token_ids is not None:
-        index = torch.tensor(params.allowed_token_ids, device=row.device)
-        allowed = row[index]
-        row.fill_(-torch.inf)[index] = allowed
+def _restrict_to_allowed(logits: Tensor, sequences: list[Sequence]) -> None:
+    lists: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = defaultdict(list)
+    for row, sequence in enumerate(sequences):
+        # The speeches of a talker all have the same list.
+        if (token_ids := sequence.request.sampling.allowed_token_ids) is not None:
+            lists[id(token_ids)] = token_ids
+            rows[id(token_ids)].append(row)
+    for key, token_ids in lists.items():
+        forbidden = _forbidden(tuple(token_ids), logits.shape[1], logits.device)
+        if len(rows[key]) == len(sequences):
+            logits.masked_fill_(forbidden, -torch.inf)
+        else:
+            logits[rows[key]] = logits[rows[key]].masked_fill_(forbidden, -torch.inf)
+
+
+@lru_cache(MAX_CACHED_LISTS)
+def _forbidden(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
+    """Return which tokens are not `allowed`, [vocab_size]; a talker needs the same at each step."""
+    mask = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    mask[torch.tensor(allowed, device=device)] = False
+    return mask
 
 
 def _banned_token_ids(sequence: Sequence) -> Iterator[int]:

@@ -14,9 +14,10 @@ from shared.protocol.pipeline import AUDIO, Pipeline
 from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
-from workers.gateway.openai.spoken import AudioOptions, check_available
+from workers.gateway.openai.spoken import AudioOptions
 from workers.gateway.schemas.speech import (
     SpeechDelta,
     SpeechDone,
@@ -41,9 +42,9 @@ def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> 
     if output is None:
         raise InvalidRequest(f"{request.model} does not speak", field="model")
     if request.voice is not None:
-        check_available("voice", request.voice, part.voices)
-    check_available("response_format", request.response_format, MEDIA_TYPES)
-    check_available("stream_format", request.stream_format or AUDIO, [AUDIO, SSE])
+        check_choice("voice", request.voice, part.voices)
+    check_choice("response_format", request.response_format, MEDIA_TYPES)
+    check_choice("stream_format", request.stream_format or AUDIO, [AUDIO, SSE])
     wanted = GenerateRequest(
         request.model,
         given_text=request.input,

@@ -1,6 +1,6 @@
 """Chat completions with a spoken answer: the checks and the plan. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO, TEXT, Pipeline
+from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import PCM16, WAV
 from workers.gateway.http.errors import UnsupportedParameter
@@ -67,20 +68,11 @@ def with_speech(
 
 
 def _check(request: ChatRequest, audio: ChatAudio, voices: list[str], n: int) -> None:
-    check_available("audio.voice", audio.voice, voices)
-    check_available("audio.format", audio.format, [PCM16] if request.stream else [PCM16, WAV])
+    check_choice("audio.voice", audio.voice, voices)
+    check_choice("audio.format", audio.format, [PCM16] if request.stream else [PCM16, WAV])
     if n > 1:
         raise InvalidRequest("n: only one answer can be spoken", field="n")
     if request.tools and request.tool_choice != "none":
         raise UnsupportedParameter(
             "tools are not supported for an answer that is spoken", field="tools"
-        )
-
-
-def check_available(field: str, value: str, available: Collection[str]) -> None:
-    """Raises InvalidRequest."""
-    if value not in available:
-        there_are = ", ".join(available) or "none"
-        raise InvalidRequest(
-            f"{field}: {value!r} is not available; available: {there_are}", field=field
         )

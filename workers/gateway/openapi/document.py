@@ -23,6 +23,7 @@ from workers.gateway.routes import (
     embeddings,
     generate,
     health,
+    images,
     models,
     openai,
     render,
@@ -43,7 +44,8 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES, requests.ROUTES),
+    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
+    *(images.ROUTES, requests.ROUTES),
     *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
     *(health.ROUTES, ROUTES),
 )

@@ -1,7 +1,8 @@
 // The page: a conversation that uses the public API alone.
 
 import { Images } from "./images.js";
-import { LIMITS } from "./pipeline.js";
+import { Painting, bodyOf } from "./painting.js";
+import { LIMITS, PAINTERS } from "./pipeline.js";
 import { Run, explain } from "./run.js";
 import { Follower } from "./scrolling.js";
 import { Player } from "./speech.js";
@@ -30,6 +31,7 @@ async function submit() {
   const asked = compose();
   if (asked === null) return;
   const kept = newTurn(asked.question, images.chosen);
+  if (paints()) kept.painted = "";
   const turn = show(kept, images.chosen.map(({ url }) => url));
   if (turn.urls.length && !store.saveImages(turn.number, turn.urls)) {
     turn.remark("The images are too large to be kept across a reload.");
@@ -56,7 +58,8 @@ function show(kept, urls) {
 /** Read the answer of a turn to its end. */
 async function follow(turn, body, player = null) {
   const save = saver(turn);
-  const run = new Run(turn, headers(), save.soon, player);
+  const kind = turn.kept.painted === null ? Run : Painting;
+  const run = new kind(turn, headers(), save.soon, player);
   running = run;
   drawButtons();
   save.now();
@@ -83,7 +86,11 @@ function saver(turn) {
 
 /** Show the conversation that this tab had before it was loaded again, and continue its last answer. */
 function restore() {
-  for (const { turn, urls } of store.load()) finishTimeline(show(turn, urls));
+  for (const { turn: kept, urls } of store.load()) {
+    const turn = show(kept, urls);
+    if (kept.painted === null) finishTimeline(turn);
+    else if (turn.busy) turn.end("cancelled", "Ended by a reload");
+  }
   resume();
 }
 
@@ -111,6 +118,7 @@ function startAnew() {
   $("question").focus();
 }
 
+const paints = () => PAINTERS.includes($("model").value);
 const isBusy = () => running !== null && !running.over;
 
 function drawButtons() {
@@ -136,6 +144,10 @@ function compose() {
   }
   for (const id of ["max-tokens", "temperature"]) {
     if (!$(id).checkValidity()) return complain($(id).validationMessage, $(id));
+  }
+  if (paints()) {
+    if (images.chosen.length) return complain("This model paints images, and takes none.", $("question"));
+    return { question, body: bodyOf($("model").value, question, more) };
   }
   const parts = images.chosen.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   const content = parts.length ? [...parts, { type: "text", text: question }] : question;

@@ -1,0 +1,193 @@
+"""Measure speech: the durable road beside a plain loop over the same weights in one process.
+
+- time to the first samples, p50 and p99, and the real-time factor, at 1, 4 and 16 speeches at once
+- the sound that is made in a second, and how much more of it at 16 than at 1
+- the steps to the first samples, and the processor time of each stage
+- by how much a kill of the talker delays the last sample
+
+`python -m ops.bench.omni [ROUNDS]`: the two roads take turns, and figures are medians of the
+rounds. Speeches of both have the same samples, or this ends with an error.
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from cyclopts import App
+from msgspec.structs import replace
+
+from ops.bench.omni.durable import MODEL, STEPS, TALKER, VOCODER, Site, site
+from ops.bench.omni.figures import Level, Spoken, level_of
+from ops.bench.omni.plain import PlainLoop
+from ops.chaos.plan import ROOT
+from shared.config import Config
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.commands import serve
+from workers.cli.preloader import Preloader, fork_preloader
+from workers.cli.terminal import run_app
+
+LEVELS = (1, 4, 16)
+ACK_WAIT_S = 4.0
+NUM_KILLS = 3
+"""Kills of a round."""
+COLORS = ("red", "blue", "green", "yellow", "white", "black", "gray", "purple")
+SHAPES = ("circles", "squares", "stars", "triangles")
+MAX_LESS_THROUGHPUT, MAX_MORE_FIRST_MS, MIN_BATCHED, MAX_DELAY_S = 0.1, 60.0, 3.0, ACK_WAIT_S + 2
+
+
+def make_texts(number: int) -> list[str]:
+    """Texts of about the same length, each of them another one."""
+    pairs = [(one, two) for one in COLORS for two in COLORS if one != two]
+    return [
+        f"{2 + n % 4} {pairs[n % len(pairs)][0]} {SHAPES[n % len(SHAPES)]} on"
+        f" {pairs[n % len(pairs)][1]}"
+        for n in range(number)
+    ]
+
+
+def write_config(folder: Path) -> tuple[Path, Config]:
+    config = settings.load_config(ROOT / "ops" / "demo_voice" / "pagemill.yaml")
+    tree = msgspec.to_builtins(
+        replace(
+            config,
+            delivery=replace(config.delivery, ack_wait_s=ACK_WAIT_S),
+            nats=replace(config.nats, port=0, store_dir=str(folder / "nats")),
+            engine=replace(config.engine, threads=1),
+            log_level="warning",
+        )
+    )
+    file = folder / "pagemill.yaml"
+    file.write_bytes(msgspec.json.encode(tree))
+    return file, settings.load_config(file)
+
+
+class Round:
+    """The figures of one round."""
+
+    def __init__(self) -> None:
+        self.plain: dict[int, Level] = {}
+        self.durable: dict[int, Level] = {}
+        self.steps: dict[str, float] = {}
+        self.processor: dict[str, float] = {}
+        self.delays_s: list[float] = []
+
+
+async def measure(plain: PlainLoop, running: Site, texts: Sequence[str]) -> Round:
+    found = Round()
+    for at_once in LEVELS:
+        some = texts if at_once > 1 else texts[: len(texts) // 2]
+        began_s = time.perf_counter()
+        floor = plain.speak(some, at_once)
+        found.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
+        before, began_s = running.processor_s(), time.perf_counter()
+        spoken = await running.speak(some, at_once)
+        found.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
+        after = running.processor_s()
+        check_same(floor, spoken)
+        found.processor = {name: after[name] - before[name] for name in after}
+    steps = [(await running.speak_one(text))[1] for text in texts[:8]]
+    found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
+    long = ". ".join(texts[:6])
+    found.delays_s = [await running.delay_of_kill(long) for _ in range(NUM_KILLS)]
+    return found
+
+
+def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
+    # In float32 a code may depend on what shares its batch.
+    same = len({one.sound for one in floor} & {one.sound for one in spoken})
+    if same < 0.9 * len(floor):
+        raise SystemExit(f"only {same} of {len(floor)} speeches are those of the plain loop")
+
+
+async def run(rounds: int, num_texts: int, preloader: Preloader) -> list[Round]:
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        file, config = write_config(Path(name))
+        plain = PlainLoop(config, MODEL, TALKER, VOCODER)
+        texts = make_texts(num_texts)
+        plain.speak(texts[:4], 4)
+        first_frames = 7
+        async with site(config, file, Path(name), preloader, first_frames) as running:
+            await running.speak(texts[:8], 4)
+            return [await measure(plain, running, texts) for _ in range(rounds)]
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def median_level(levels: Sequence[Level]) -> Level:
+    columns = zip(*levels, strict=True)
+    return Level(*(statistics.median(column) for column in columns))
+
+
+def print_report(rounds: Sequence[Round]) -> None:
+    lines = [
+        "| road | at once | first p50 ms | first p99 ms | real-time factor | sound s / s |",
+        "|---|---|---|---|---|---|",
+    ]
+    roads = {
+        "plain loop": {n: median_level([one.plain[n] for one in rounds]) for n in LEVELS},
+        "durable": {n: median_level([one.durable[n] for one in rounds]) for n in LEVELS},
+    }
+    for name, levels in roads.items():
+        for n, level in levels.items():
+            lines.append(
+                f"| {name} | {n} | {level.first_p50_ms:.0f} | {level.first_p99_ms:.0f}"
+                f" | {level.realtime_factor:.3f} | {level.throughput:.1f} |"
+            )
+    steps = {name: statistics.median(one.steps[name] for one in rounds) for name in STEPS}
+    lines.append("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
+    used = {k: statistics.median(one.processor[k] for one in rounds) for k in rounds[0].processor}
+    total = sum(used.values()) or 1.0
+    lines.append(
+        "processor time at 16: "
+        + ", ".join(f"{k} {100 * v / total:.0f} %" for k, v in used.items())
+    )
+    lines += [*goals(roads, rounds)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[str]:
+    plain, durable = roads["plain loop"], roads["durable"]
+    less = 1 - durable[16].throughput / plain[16].throughput
+    more_ms = durable[1].first_p50_ms - plain[1].first_p50_ms
+    batched = durable[16].throughput / durable[1].throughput
+    delay_s = max(delay for one in rounds for delay in one.delays_s)
+    found = [
+        ("less sound at 16", less, MAX_LESS_THROUGHPUT, less <= MAX_LESS_THROUGHPUT),
+        ("later first samples at 1, ms", more_ms, MAX_MORE_FIRST_MS, more_ms <= MAX_MORE_FIRST_MS),
+        ("times the sound at 16 of that at 1", batched, MIN_BATCHED, batched >= MIN_BATCHED),
+        ("last sample later by a kill, s", delay_s, MAX_DELAY_S, delay_s <= MAX_DELAY_S),
+    ]
+    plain_batched = plain[16].throughput / plain[1].throughput
+    return [
+        *(
+            f"{what}: {value:.2f}, the goal is {goal:.2f}: {'reached' if ok else 'MISSED'}"
+            for what, value, goal, ok in found
+        ),
+        f"the plain loop makes {plain_batched:.2f} times as much at 16",
+    ]
+
+
+def _run_worker() -> None:
+    forked = App(name="pagemill")
+    forked.command(serve.worker)
+    run_app(forked)
+
+
+def main(rounds: int = 3, num_texts: int = 48) -> None:
+    # Before there is a thread or an event loop.
+    preloader = fork_preloader(["workers.engine.main", "workers.generator.main"], _run_worker)
+    logs.configure_logging("error", role="bench")
+    torch.set_num_threads(1)
+    print_report(asyncio.run(run(rounds, num_texts, preloader)))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

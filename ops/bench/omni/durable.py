@@ -1,0 +1,139 @@
+"""Speeches by way of the queue: worker processes, an embedded broker, and a client that listens."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from ops.bench.omni.figures import Spoken
+from shared import client
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.protocol import subjects
+from shared.protocol.records import AudioChunk, CodeChunk, Finish
+from shared.protocol.requests import GenerateRequest
+from shared.state.token_log import decode_record
+from workers.cli.local_cluster import LocalCluster
+from workers.cli.preloader import Preloader
+from workers.cli.process_usage import usage_of
+from workers.roles import WorkerSpec
+
+MODEL, TALKER, VOCODER, CODES, AUDIO = "demo", "talker", "code2wav", "codes", "audio"
+SPECS = [
+    WorkerSpec("coordinator"),
+    WorkerSpec("engine", MODEL, TALKER),
+    WorkerSpec("generator", MODEL, VOCODER),
+]
+STEPS = ("talker begins", "first code", "codes of a chunk", "vocoder", "client")
+"""The steps to the first samples, each named by what ends it."""
+
+
+class Site:
+    """A running cluster, and a connection to its broker."""
+
+    def __init__(self, bus: Bus, cluster: LocalCluster, first_frames: int) -> None:
+        """`first_frames` are the frames that the first chunk needs."""
+        self._bus = bus
+        self._cluster = cluster
+        self._first_frames = first_frames
+
+    async def speak(self, texts: Sequence[str], at_once: int) -> list[Spoken]:
+        """Speak all texts, `at_once` of them at a time; the next begins when one has ended."""
+        waiting = deque(texts)
+        spoken: list[Spoken] = []
+
+        async def speak_some() -> None:
+            while waiting:
+                spoken.append((await self.speak_one(waiting.popleft()))[0])
+
+        await asyncio.gather(*(speak_some() for _ in range(at_once)))
+        return spoken
+
+    async def speak_one(self, text: str) -> tuple[Spoken, dict[str, float]]:
+        """Return a speech, and the milliseconds of each of STEPS."""
+        request_id, began_s, began_ms = client.new_request_id(), now_s(), self._bus.now_ms()
+        request = GenerateRequest(MODEL, given_text=text, outputs=[AUDIO], timeout_s=60.0)
+        finishing = asyncio.create_task(self._finish(request, request_id))
+        first_s, first_ms, sound, rate = 0.0, 0.0, bytearray(), 1
+        async for record in client.follow_output(self._bus, request_id, AUDIO):
+            if isinstance(record, AudioChunk):
+                first_s, first_ms = first_s or now_s() - began_s, first_ms or self._bus.now_ms()
+                sound += base64.b64decode(record.pcm)
+                rate = record.sample_rate
+        took_s = now_s() - began_s
+        finish = await finishing
+        spoken = Spoken(first_s or took_s, took_s, len(sound) / 2 / rate, bytes(sound))
+        return spoken, await self._steps(request_id, finish, began_ms, first_ms)
+
+    async def _finish(self, request: GenerateRequest, request_id: str) -> Finish:
+        last = [record async for record in client.ask(self._bus, request, request_id)][-1]
+        if not isinstance(last, Finish):
+            raise SystemExit(f"a speech has failed: {last}")
+        return last
+
+    async def _steps(
+        self, request_id: str, finish: Finish, began_ms: float, first_ms: float
+    ) -> dict[str, float]:
+        begun = {span.stage: span.received_ms for span in finish.path}
+        codes = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, CODES))
+        audio = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, AUDIO))
+        enough_ms, num_frames = codes[-1].stored_ms, 0
+        for message in codes:
+            record = decode_record(message.data)
+            if isinstance(record, CodeChunk):
+                num_frames += len(record.frames)
+            if num_frames >= self._first_frames:
+                enough_ms = message.stored_ms
+                break
+        times = [began_ms, begun[TALKER], codes[0].stored_ms, enough_ms]
+        times += [audio[0].stored_ms, first_ms]
+        return {name: times[n + 1] - times[n] for n, name in enumerate(STEPS)}
+
+    def processor_s(self) -> dict[str, float]:
+        """Processor time of each part so far."""
+        specs = {spec.stage or spec.role: spec for spec in SPECS}
+        found = {
+            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.slots(spec))
+            for name, spec in specs.items()
+        }
+        return found | {"client": time.process_time()}
+
+    async def delay_of_kill(self, text: str) -> float:
+        """Return by how much a kill of the talker delays the last sample of a speech.
+
+        The samples must be the same.
+        """
+        undisturbed, _ = await self.speak_one(text)
+        speaking = asyncio.create_task(self.speak_one(text))
+        await asyncio.sleep(undisturbed.first_s)
+        for slot in self._cluster.slots(SPECS[1]):
+            os.kill(slot.pid, signal.SIGKILL)
+        killed, _ = await speaking
+        if killed.sound != undisturbed.sound:
+            raise SystemExit("the speech of a killed talker has other samples")
+        return killed.last_s - undisturbed.last_s
+
+
+@contextlib.asynccontextmanager
+async def site(
+    config: Config, file: Path, folder: Path, preloader: Preloader, first_frames: int
+) -> AsyncIterator[Site]:
+    """Run the workers of a speech."""
+    cluster = LocalCluster(
+        config, file, list(SPECS), log_file=folder / "workers.log", preloader=preloader
+    )
+    try:
+        await cluster.start()
+        bus = await Bus.connect(cluster.url, "bench")
+        yield Site(bus, cluster, first_frames)
+        await bus.close()
+    finally:
+        await cluster.stop()
+
+
+now_s = time.perf_counter

@@ -1,0 +1,94 @@
+"""A plain loop that speaks: talker and vocoder in one process, without a queue or a log between.
+
+It is the floor of the durable road: the same weights, the same kernels, the same batches of the
+talker, and the same chunks.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ops.bench.omni.figures import Spoken
+from shared.config import Config, ModelConfig
+from shared.protocol.records import CodeChunk
+from shared.stage.pipelines import pipelines_of
+from workers.engine.code_output import CodeOutput, stage_output
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.loader import load
+from workers.engine.main import build_core
+from workers.generator.core.speech import Speech
+from workers.generator.core.vocoder import cut
+from workers.generator.loader import load_vocoder
+
+
+@dataclass(slots=True)
+class _Open:
+    """A speech that is being made."""
+
+    speech: Speech
+    began_s: float
+    first_s: float | None = None
+    sound: bytearray = field(default_factory=bytearray)
+
+
+class PlainLoop:
+    """Speaks texts, several at once."""
+
+    def __init__(self, config: Config, model: str, talker: str, vocoder: str) -> None:
+        pipeline = pipelines_of(config)[model]
+        stage, generator = pipeline.stage(talker), pipeline.stage(vocoder)
+        assert stage is not None
+        assert stage.path is not None
+        assert generator is not None
+        assert generator.path is not None
+        assert generator.chunks is not None
+        loaded = load(ModelConfig(stage.path, dtype=config.models[model].dtype), config.engine)
+        no_bus: Any = None
+        output = stage_output(no_bus, stage, loaded, talker)
+        assert isinstance(output, CodeOutput)
+        self._core: EngineCore = build_core(loaded, config.engine)
+        self._output = output
+        self._chunks = generator.chunks
+        self._vocoder = load_vocoder(Path(generator.path), generator.chunks, vocoder)
+        self._voice = next(iter(output.voices.values()))
+
+    def speak(self, texts: Sequence[str], at_once: int) -> list[Spoken]:
+        """Speak all texts, `at_once` of them at a time; the next begins when one has ended."""
+        waiting = list(enumerate(texts))[::-1]
+        opened: dict[str, _Open] = {}
+        spoken: list[Spoken] = []
+        while waiting or opened:
+            while waiting and len(opened) < at_once:
+                self._begin(*waiting.pop(), opened)
+            for output in self._core.step():
+                one = opened[output.request_id]
+                self._add(one, output)
+                if output.usage is not None:
+                    del opened[output.request_id]
+                    spoken.append(self._ended(one))
+        return spoken
+
+    def _begin(self, number: int, text: str, opened: dict[str, _Open]) -> None:
+        prompt = [*self._output.encode(text), self._voice]
+        self._core.add(EngineRequest(str(number), prompt, [], self._output.sampling))
+        opened[str(number)] = _Open(Speech(self._chunks, self._vocoder, []), time.perf_counter())
+
+    def _add(self, one: _Open, output: RequestOutput) -> None:
+        speech, codes = one.speech, self._output.codes
+        token_ids = [t for delta in output.choices for t in delta.token_ids if t in codes]
+        frames = [[codes.index(token_id)] for token_id in token_ids]
+        speech.add(CodeChunk(0, 1, len(speech.codes), frames))
+        speech.is_complete = output.usage is not None
+        while (window := speech.next_window()) is not None:
+            (samples,) = self._vocoder.synthesize([cut(self._vocoder, speech.codes, window)])
+            one.sound += samples.astype("<i2").tobytes()
+            speech.num_samples += len(samples)
+            one.first_s = one.first_s or time.perf_counter() - one.began_s
+
+    def _ended(self, one: _Open) -> Spoken:
+        sound_s = one.speech.num_samples / self._vocoder.sample_rate
+        took_s = time.perf_counter() - one.began_s
+        return Spoken(one.first_s or took_s, took_s, sound_s, bytes(one.sound))

@@ -1,0 +1,164 @@
+"""Bugs of the outputs beside a text: their writers, their ends, and what follows them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute
+
+
+@bug("code2wav", "frozen vocoders", "I2", "I4", "I16")
+def second_writer_of_output() -> None:
+    from shared.bus.bus import Bus
+
+    async def append(self: Bus, subject: str, data: bytes, last_sequence: int) -> int:
+        ack = await self._publish(subject, data, {})
+        assert ack is not None
+        return ack.seq
+
+    replace_attribute(Bus, "append", append)
+
+
+@bug("code2wav", "speeches", "I3")
+def context_one_frame_short() -> None:
+    from shared.protocol.chunks import ChunkSpec
+    from workers.generator.core import speech
+    from workers.generator.core.schedule import Window, window_at
+
+    def short(spec: ChunkSpec, start: int, num_frames: int, *, is_complete: bool) -> Window | None:
+        window = window_at(spec, start, num_frames, is_complete=is_complete)
+        if window is None or window.start - window.first < spec.left:
+            return window
+        return window._replace(first=window.first + 1)
+
+    replace_attribute(speech, "window_at", short)
+
+
+@bug("code2wav", "speeches", "I2")
+def samples_appended_twice() -> None:
+    from shared.state.token_log import LogWriter
+
+    audio = LogWriter.audio
+
+    async def twice(self: LogWriter, first_sample: int, pcm: bytes, sample_rate: int) -> None:
+        await audio(self, first_sample, pcm, sample_rate)
+        await audio(self, first_sample, pcm, sample_rate)
+
+    replace_attribute(LogWriter, "audio", twice)
+
+
+@bug("code2wav", "speeches", "I3")
+def codes_of_another_request() -> None:
+    """A vocoder follows the codes of the request before."""
+    from shared.bus.bus import Bus
+    from shared.protocol.records import CodeChunk
+    from shared.protocol.task_messages import TaskHeader
+    from shared.stage.inputs import follow_codes
+    from workers.generator import speech_worker
+
+    before: list[TaskHeader] = []
+
+    def follow_other(bus: Bus, header: TaskHeader, output: str) -> AsyncGenerator[CodeChunk, None]:
+        before.append(header)
+        return follow_codes(bus, before[-2] if len(before) % 4 == 0 else header, output)
+
+    replace_attribute(speech_worker, "follow_codes", follow_other)
+
+
+@bug("code2wav", "dying in speeches", "I2")
+def sound_begun_again_on_resume() -> None:
+    from shared.protocol.chunks import ChunkSpec
+    from shared.protocol.records import AnyRecord
+    from workers.generator.core.speech import Speech
+    from workers.generator.core.vocoder import Vocoder
+
+    begin = Speech.__init__
+
+    def forgetful(
+        self: Speech, spec: ChunkSpec, vocoder: Vocoder, records: list[AnyRecord]
+    ) -> None:
+        begin(self, spec, vocoder, [])
+
+    replace_attribute(Speech, "__init__", forgetful)
+
+
+@bug("talker", "dying in speeches", "I2", "I3")
+def frame_lost_on_resume() -> None:
+    from shared.protocol.records import AnyRecord
+    from workers.engine.code_output import CodeOutput
+    from workers.engine.core.sequence import LoggedChoice
+
+    logged = CodeOutput.logged
+
+    def without_last(self: CodeOutput, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+        return [LoggedChoice(found.token_ids[:-1], False) for found in logged(self, records, n)]
+
+    replace_attribute(CodeOutput, "logged", without_last)
+
+
+@bug("talker", "speeches", "I1", "I10", "I16")
+def end_of_codes_lost() -> None:
+    from shared.protocol.records import OutputSummary
+    from shared.state.token_log import LogWriter
+
+    async def lost(self: LogWriter, summary: OutputSummary) -> None:
+        pass
+
+    replace_attribute(LogWriter, "end", lost)
+
+
+@bug("any", "speeches", "I1", "I10", "I16")
+def ends_listed_without_fence() -> None:
+    """Two outputs that end at about the same time each write a list without the other."""
+    from shared.bus.bus import Bus
+    from shared.protocol import subjects
+    from shared.protocol.encoding import to_json
+    from shared.protocol.pipeline import ENDS
+    from shared.protocol.records import OutputEnds
+    from shared.state import output_ends
+
+    async def change(
+        bus: Bus, request_id: str, change: Callable[[OutputEnds | None], OutputEnds]
+    ) -> OutputEnds:
+        ends, _ = await output_ends._read(bus, request_id)
+        changed = change(ends)
+        await asyncio.sleep(0.3)
+        await bus.publish_without_id(subjects.append(request_id, ENDS), to_json(changed))
+        return changed
+
+    replace_attribute(output_ends, "_change", change)
+
+
+@bug("coordinator", "frozen vocoders", "I16")
+def outputs_left_open_at_cancel() -> None:
+    """A vocoder that was frozen at the time goes on writing behind the end of the request."""
+    from shared.bus.bus import Bus
+    from shared.state import output_ends
+
+    async def none_expected(bus: Bus, request_id: str) -> list[str]:
+        return []
+
+    replace_attribute(output_ends, "expected", none_expected)
+
+
+@bug("gateway", "speeches", "I2", "I3")
+def piece_of_sound_sent_twice() -> None:
+    from shared.protocol.records import AnyRecord
+    from workers.gateway.backend import sound
+    from workers.gateway.backend.active_request import ActiveRequest
+
+    encoded = sound._encoded
+
+    async def stammer(
+        active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], form: str
+    ) -> AsyncGenerator[bytes, None]:
+        number = 0
+        async for piece in encoded(active, logs, form):
+            number += 1
+            yield piece
+            if number == 2:
+                yield piece
+
+    replacement: Any = stammer
+    replace_attribute(sound, "_encoded", replacement)

@@ -1,0 +1,252 @@
+"""Invariants I1 to I5 and I16 of speeches: codes and samples of each, once and the right ones.
+
+Codes and samples are compared with those of a run without faults, which computes a speech in one
+piece. The samples of a log are then also those that the vocoder makes of the codes of that log.
+"""
+
+import base64
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from ops.chaos.checks.recorded_run import RecordedRun
+from ops.chaos.checks.requests import first_difference
+from ops.chaos.checks.violation import Violation
+from ops.chaos.expected_speech import ExpectedSpeech
+from ops.chaos.history import RequestSent, SoundEnded, SoundReceived, SpeechNamed, digest_of
+from ops.chaos.plan import AUDIO, CODES, Planned
+from shared.protocol.pipeline import TEXT
+from shared.protocol.records import (
+    AudioChunk,
+    CodeChunk,
+    Finish,
+    LogRecord,
+    OutputEnd,
+    OutputRecord,
+)
+from shared.state.token_log import is_final
+
+Faults = Iterator[tuple[str, str]]
+"""Invariants, and what is wrong."""
+
+OUTPUTS = (CODES, AUDIO)
+TRANSIENT_CODES = ("connection", "silence", "503")
+
+
+class Sound(NamedTuple):
+    """The sound of one session of a client."""
+
+    pieces: list[SoundReceived]
+    ends: list[SoundEnded]
+
+
+def find(run: RecordedRun) -> Iterator[Violation]:
+    """Yield the violations of all speeches."""
+    sounds = sounds_of(run)
+    for planned in run.planned.values():
+        if planned.speaks:
+            faults = _client_faults(run, planned, sounds.get(planned.id, {}))
+            if not planned.http:
+                log = run.final.logs.get(planned.id, [])
+                speech = run.speeches[planned.id]
+                faults = chain(faults, _log_faults(run, planned.id, log, speech))
+            yield from (Violation(invariant, planned.id, what) for invariant, what in faults)
+    for id, log in run.final.unnamed.items():
+        faults = _unnamed_faults(run, id, log)
+        yield from (Violation(invariant, id, what) for invariant, what in faults)
+    for id in run.final.outputs.keys() - run.final.logs.keys() - run.final.unnamed.keys():
+        yield Violation("I5", id, "outputs of a request that has no log")
+
+
+def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
+    """The sound that each session received, by request and session."""
+    found: dict[str, dict[int, Sound]] = defaultdict(dict)
+    for event in run.clients:
+        if isinstance(event, RequestSent) and run.planned[event.id].speaks:
+            found[event.id][event.session] = Sound([], [])
+        elif isinstance(event, SoundReceived):
+            found[event.id][event.session].pieces.append(event)
+        elif isinstance(event, SoundEnded):
+            found[event.id][event.session].ends.append(event)
+    return found
+
+
+def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
+    """When each speech was asked for first, and when its first samples came, in order."""
+    sounds = sounds_of(run)
+    asked: dict[str, float] = {}
+    for event in run.clients:
+        if isinstance(event, RequestSent) and run.planned[event.id].speaks:
+            asked.setdefault(event.id, event.t)
+    heard = {
+        id: [sound.pieces[0].t for sound in sessions.values() if sound.pieces]
+        for id, sessions in sounds.items()
+    }
+    return sorted((asked[id], min(times)) for id, times in heard.items() if times)
+
+
+# -- what clients have heard -------------------------------------------------------------------
+
+
+def _client_faults(run: RecordedRun, planned: Planned, sounds: Mapping[int, Sound]) -> Faults:
+    speech = run.speeches[planned.id]
+    for session, sound in sounds.items():
+        for invariant, what in _sound_faults(sound, speech):
+            yield invariant, f"session {session}: {what}"
+    whole = {session for session, sound in sounds.items() if _is_whole(sound)}
+    find_more = _gateway_client_faults if planned.http else _bus_client_faults
+    yield from find_more(run, planned, whole)
+
+
+def _is_whole(sound: Sound) -> bool:
+    return bool(sound.ends) and not sound.ends[0].cut
+
+
+def _bus_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> Faults:
+    for read in run.sessions.get(planned.id, []):
+        number, final = read.opened.session, read.final
+        finished = final is not None and isinstance(final.record, Finish)
+        if finished and number not in whole:
+            yield "I2", f"session {number} ended without the end of its sound"
+
+
+def _gateway_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> Faults:
+    if planned.behaviour == "deadline":
+        return  # Whatever failed may have been late.
+    failures = run.session_failures.get(planned.id, [])
+    for failed in failures:
+        if failed.code not in TRANSIENT_CODES:
+            yield "I10", f"failed with {failed.code}: {failed.reason}"
+    if not whole and planned.id not in run.cancelled:
+        yield "I1", f"its client never got the whole speech, after {len(failures)} failures"
+
+
+def _sound_faults(sound: Sound, speech: ExpectedSpeech) -> Faults:
+    reached = 0
+    for piece in sound.pieces:
+        if piece.at != reached:
+            kind = "repeated" if piece.at < reached else "missing"
+            yield "I2", f"samples at byte {piece.at} instead of {reached}: {kind}"
+            return
+        reached += piece.num_bytes
+        if piece.digest != digest_of(speech.sound[piece.at : reached]):
+            yield "I3", f"the {piece.num_bytes} bytes at {piece.at} have other samples"
+            return
+    if len(sound.ends) > 1:
+        yield "I2", f"its sound ended {len(sound.ends)} times"
+    if sound.ends and not sound.ends[0].cut and reached != len(speech.sound):
+        yield "I2", f"its sound ended at byte {reached} of {len(speech.sound)}"
+
+
+# -- the logs ----------------------------------------------------------------------------------
+
+
+def _unnamed_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
+    """Check the logs of a speech over HTTP, whose own log has its end and nothing else."""
+    speech = _speech_of_id(run, id)
+    if speech is None:
+        yield "I5", "a speech that no client has asked for"
+        return
+    yield from _log_faults(run, id, log, speech)
+    if not (log and is_final(log[-1])):
+        yield "I1", "its log has no end"
+    if len(log) > 1 or any(record.index for record in log):
+        yield "I2", f"its log has {len(log)} records in place of its end alone"
+
+
+def _log_faults(
+    run: RecordedRun, id: str, log: Sequence[LogRecord], speech: ExpectedSpeech
+) -> Faults:
+    outputs = run.final.outputs.get(id, {})
+    for name, records in outputs.items():
+        for invariant, what in _output_faults(records):
+            yield invariant, f"{name}: {what}"
+    finished = bool(log) and isinstance(log[-1], Finish)
+    made: list[tuple[str, Sequence[int], Sequence[int]]] = [
+        (CODES, codes_of(outputs), speech.codes),
+        (AUDIO, sound_of(outputs), speech.sound),
+    ]
+    for name, found, wanted in made:
+        if found != wanted[: None if finished else len(found)]:
+            at = first_difference(found, wanted)
+            yield "I3", f"{name}: {at} of {len(found)} differs, {len(wanted)} are right"
+    yield from _end_faults(run, id, log)
+
+
+def _output_faults(records: Sequence[OutputRecord]) -> Faults:
+    """Check one output's log: no gap, nothing twice, one end, no attempt behind a later one."""
+    position = 0
+    for wanted, record in enumerate(records):
+        if record.index != wanted:
+            kind = "repeated" if record.index < wanted else "missing"
+            yield "I2", f"record {record.index} instead of {wanted}: {kind}"
+            return
+        # A coordinator that cuts an output has attempts of its own.
+        is_cut = isinstance(record, OutputEnd) and record.cut
+        if wanted and not is_cut and record.attempt < records[wanted - 1].attempt:
+            yield "I4", f"record {wanted} is of attempt {record.attempt}, after a later one"
+        if isinstance(record, OutputEnd) and wanted + 1 < len(records):
+            yield "I16", f"{len(records) - wanted - 1} records follow its end"
+            return
+        match record:
+            case CodeChunk(position=at, frames=frames):
+                length = len(frames)
+            case AudioChunk(first_sample=at, num_samples=length, pcm=pcm):
+                if 2 * length != len(base64.b64decode(pcm)):
+                    yield "I2", f"record {wanted} says that it has {length} samples"
+            case _:
+                continue
+        if at != position:
+            yield "I2", f"goes on at {at} instead of {position}, in record {wanted}"
+        position = at + length
+
+
+def codes_of(outputs: Mapping[str, Sequence[OutputRecord]]) -> list[int]:
+    chunks = (record for record in outputs.get(CODES, ()) if isinstance(record, CodeChunk))
+    return [frame[0] for chunk in chunks for frame in chunk.frames]
+
+
+def sound_of(outputs: Mapping[str, Sequence[OutputRecord]]) -> bytes:
+    chunks = (record for record in outputs.get(AUDIO, ()) if isinstance(record, AudioChunk))
+    return b"".join(base64.b64decode(chunk.pcm) for chunk in chunks)
+
+
+def _speech_of_id(run: RecordedRun, id: str) -> ExpectedSpeech | None:
+    """The planned speech with the id that a gateway has made.
+
+    Where the gateway died before its client learned the id, it is one with the codes of the log.
+    """
+    for event in run.clients:
+        if isinstance(event, SpeechNamed) and event.bus_id == id:
+            return run.speeches[event.id]
+    codes = codes_of(run.final.outputs.get(id, {}))
+    over_http = (one.id for one in run.planned.values() if one.speaks and one.http)
+    speeches = (run.speeches[one] for one in over_http)
+    return next((s for s in speeches if s.codes[: len(codes)] == codes), None)
+
+
+# -- I16: outputs end as their request does ----------------------------------------------------
+
+
+def _end_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
+    outputs, ends = run.final.outputs.get(id, {}), run.final.ends.get(id)
+    end = log[-1] if log else None
+    if ends is None:
+        # It was refused, or ended before it was admitted.
+        if outputs or isinstance(end, Finish):
+            yield "I16", "it has no list of its outputs"
+        return
+    finals = {name: records[-1] for name, records in outputs.items()}
+    for name in ends.expected:
+        if name == TEXT:
+            continue
+        last = finals.get(name)
+        if not isinstance(last, OutputEnd):
+            yield "I16", f"{name}: has no end, although the request has"
+        elif isinstance(end, Finish) and last.cut:
+            yield "I16", f"{name}: was cut, although the request finished"
+        elif isinstance(end, Finish) and end.outputs.get(name) != last.summary:
+            yield "I16", f"{name}: the request says other than the output's own end"
+    if isinstance(end, Finish) and ends.ended.keys() != set(ends.expected):
+        yield "I16", f"finished with the ends of {sorted(ends.ended)} alone"

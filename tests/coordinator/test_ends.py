@@ -1,0 +1,117 @@
+"""A request that is cancelled while it is admitted: each of its outputs has an end, as always."""
+
+import secrets
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.errors import Cancelled
+from shared.protocol import subjects
+from shared.protocol.records import OutputEnd
+from shared.protocol.requests import GenerateRequest, encode_request
+from shared.stage.job import Job
+from shared.stage.runtime import Context
+from shared.state import output_ends
+from shared.state.token_log import LogWriter, end_request
+from workers.cli import settings
+from workers.coordinator.worker import Coordinator
+
+CONFIG = Path(__file__).parents[2] / "ops" / "demo_voice" / "pagemill.yaml"
+OUTPUTS = ["codes", "audio"]
+
+
+@pytest.fixture
+def request_id() -> str:
+    return f"t-{secrets.token_hex(6)}"
+
+
+async def cancel(bus: Bus, request_id: str) -> None:
+    await end_request(bus, request_id, 1, Cancelled("cancelled"), [])
+
+
+async def admit(bus: Bus, request_id: str) -> list[str]:
+    """Have a coordinator admit a request for a speech; return how it settles the delivery."""
+    settled = []
+
+    async def retry(after_s: float) -> None:
+        settled.append("retried")
+
+    async def ack() -> None:
+        settled.append("acknowledged")
+
+    request = GenerateRequest("demo", given_text="three red circles", outputs=["audio"])
+    delivery: Any = SimpleNamespace(
+        subject=subjects.request("demo"),
+        data=encode_request(request),
+        stored_ms=bus.now_ms(),
+        attempt=1,
+        sequence=10**9,
+        receipt="r",
+        tenant=None,
+        msg_id=request_id,
+        retry=retry,
+        ack=ack,
+        abandon=lambda: None,
+    )
+    config: Config = settings.load_config(CONFIG)
+    context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
+    await Coordinator(context)._admit_or_end(Job(delivery, bus.now_ms(), request_id))
+    return settled
+
+
+async def ends_of(bus: Bus, request_id: str) -> list[bool]:
+    """Whether the end of each output says that it was cut."""
+    logs = [await LogWriter.open(bus, request_id, 9, output) for output in OUTPUTS]
+    ends = [log.records[-1] for log in logs if log.closed]
+    return [end.cut for end in ends if isinstance(end, OutputEnd)]
+
+
+async def test_outputs_are_cut_although_their_list_was_written_after_it_was_read(
+    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = output_ends.expected
+
+    async def read_too_early(bus: Bus, request_id: str) -> list[str]:
+        found = await expected(bus, request_id)
+        await output_ends.begin(bus, request_id, OUTPUTS)
+        return found
+
+    monkeypatch.setattr(output_ends, "expected", read_too_early)
+    await cancel(bus, request_id)
+    assert await ends_of(bus, request_id) == [True, True]
+
+
+async def test_a_coordinator_closes_the_outputs_of_a_request_that_was_cancelled_before_their_list(
+    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = output_ends.begin
+
+    async def begin_after_cancel(bus: Bus, request_id: str, outputs: list[str]) -> None:
+        await cancel(bus, request_id)
+        await begin(bus, request_id, outputs)
+
+    monkeypatch.setattr(output_ends, "begin", begin_after_cancel)
+    assert await admit(bus, request_id) == ["acknowledged"]
+    assert await ends_of(bus, request_id) == [True, True]
+    tasks = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+    assert tasks is None
+
+
+async def test_a_coordinator_that_died_behind_the_list_has_its_outputs_closed_by_the_next(
+    bus: Bus, request_id: str
+) -> None:
+    await cancel(bus, request_id)
+    await output_ends.begin(bus, request_id, OUTPUTS)
+    assert await admit(bus, request_id) == ["acknowledged"]
+    assert await ends_of(bus, request_id) == [True, True]
+
+
+async def test_a_request_in_time_is_admitted(bus: Bus, request_id: str) -> None:
+    assert await admit(bus, request_id) == ["retried"]
+    assert await output_ends.expected(bus, request_id) == OUTPUTS
+    assert await ends_of(bus, request_id) == []
