@@ -69,6 +69,8 @@ class BatchThread(ABC, Generic[Item, Result]):
             # memory. The last batch is empty.
             while batch := self._take():
                 await self._serve([pending for pending in batch if not pending.done.done()])
+                # Whoever has a result may add its next item, which joins those that wait already.
+                await asyncio.sleep(0)
             self._arrived.clear()
 
     async def _serve(self, batch: Sequence[Pending[Item, Result]]) -> None:

@@ -1,4 +1,4 @@
-"""The part of the configuration about generators, which compute chunks of several requests."""
+"""The part of the configuration about generators, which compute sound and images."""
 
 from typing import Annotated
 
@@ -13,6 +13,14 @@ class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_batch: Positive = 1
     """Limit on the chunks of one batch, which are of different requests. A table's vocoder takes as
     long for each chunk of a batch as for one alone, so the first ones would only come later."""
+    max_images: Positive = 8
+    """Limit on the images of one batch, each of which may be at another step. With guidance, an
+    image takes two rows of the batch."""
+    checkpoint_s: Annotated[float, Meta(ge=0)] = 5.0
+    """An image is stored after so much time of computing, so that another worker goes on there; 0
+    stores it after each step."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """Number of torch threads of a stage that paints; 0 leaves it to torch."""
     max_tasks: Positive = 64
     """Limit on tasks in flight, most of which wait for the stage before."""
     step_timeout_s: Annotated[float, Meta(gt=0)] = 120.0

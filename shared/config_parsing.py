@@ -16,7 +16,8 @@ import yaml
 from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
-from shared.protocol.pipeline import Fault
+from shared.protocol.images import ImageParams
+from shared.protocol.pipeline import IMAGE_KIND, Fault
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.validation import split_validation_error
@@ -51,7 +52,9 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
         for stage, changes in model.stages.items():
             key = f"models.{name}.stages.{stage}.sampling_defaults"
-            _convert(changes.sampling_defaults, SamplingParams, key, overrides, source)
+            paints = changes.output is not None and changes.output.kind == IMAGE_KIND
+            kind = ImageParams if paints else SamplingParams
+            _convert(changes.sampling_defaults, kind, key, overrides, source)
     for check in (_faults_of_models, _faults_of_sections, _faults_of_gateway):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.images import ImageSize
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -52,3 +53,6 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     voices: list[Voice] = []
     """Names of the voices of a stage that speaks; the first one is the default. The model has a
     token `<|voice_NAME|>` for each."""
+    sizes: list[ImageSize] = []
+    """Sizes of image, such as `96x96`, of a stage with an output of kind `image`; the first one is
+    the default."""

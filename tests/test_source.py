@@ -78,6 +78,7 @@ ALLOWED = {
     "shared.native.library": {".read_text"},  # the processor
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
+    "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
 }
 

@@ -27,7 +27,9 @@ class RoleSpec:
     one_model: bool = True
     """Whether a worker serves one model, not all."""
     uses_torch: bool = True
-    """Whether a worker computes with torch; otherwise it starts without it."""
+    """Whether every worker computes with torch; otherwise it starts without it."""
+    may_load_torch: bool = False
+    """Whether a worker that starts without torch loads it for some models."""
     min_workers: int = 0
     """Workers that a pool of this role always needs."""
     section: str = ""
@@ -88,11 +90,12 @@ for _spec in (
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
     RoleSpec(
         "generator",
-        "workers.generator.worker",
+        "workers.generator.main",
         "Generator",
-        "turns codes into sound",
-        # The one vocoder that there is computes with numpy.
+        "turns codes into sound, and text into images",
+        # The one vocoder that there is computes with numpy; a stage that paints loads torch itself.
         uses_torch=False,
+        may_load_torch=True,
     ),
     RoleSpec(
         AUTOSCALER,

@@ -57,7 +57,8 @@ def check_isolation(compose: Compose, port: int) -> Step:
     if faults:
         raise CheckFailed("; ".join(faults))
     internal = {name for name in compose.networks() if compose.is_internal(name)}
-    open_to = [c.name for c in containers if c not in doors and not set(c.networks) <= internal]
+    rest = [c for c in containers if c.name not in published]
+    open_to = [c.name for c in rest if not set(c.networks) <= internal]
     if open_to or not internal:
         raise CheckFailed(f"these containers have a way out of the network: {', '.join(open_to)}")
     return Step("isolation", f"{len(containers)} containers, 1 published port, 1 way out")

@@ -42,6 +42,8 @@ CODES: OutputKind = "codes"
 """Frames of a codec, of which a later stage makes sound."""
 AUDIO: OutputKind = "audio"
 """Sound."""
+IMAGE_KIND: OutputKind = "image"
+"""Painted images."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
 
 
@@ -71,6 +73,8 @@ class StageSpec(Struct, frozen=True):
     """How the stage cuts the codes that it follows; None for a stage that follows none."""
     voices: list[str] = []
     """The voices that the stage speaks with; the first one is the default."""
+    sizes: list[str] = []
+    """The sizes of image that the stage paints; the first one is the default."""
     slots: int = 1
     """Queues of a lane; see `shared.stage.slots`."""
 
@@ -179,6 +183,12 @@ class Pipeline(Struct, frozen=True, dict=True):
     def voices(self) -> list[str]:
         """The voices of the stage that speaks; none without such a stage."""
         return next((stage.voices for stage in self.stages if stage.voices), [])
+
+    @property
+    def painter(self) -> StageSpec | None:
+        """The stage that paints images."""
+        outputs = self.outputs.values()
+        return next((s for s in outputs if s.output and s.output.kind == IMAGE_KIND), None)
 
     def part_for(self, outputs: Collection[str], *, text_given: bool = False) -> "Pipeline":
         """The part that runs for a request with these outputs.

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import PagemillError
-from shared.protocol.pipeline import AUDIO, CODES
+from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND
 
 
 class StageSpan(Struct, frozen=True, array_like=True):
@@ -164,6 +164,37 @@ class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):
     """Tokens of the text that are spoken by the end of these samples, where the stage knows it."""
 
 
+class StepState(Struct, frozen=True, tag="step", omit_defaults=True):
+    """How far an image is. For each image, only the last record with `state` counts."""
+
+    index: int
+    attempt: int
+    number: int
+    """Number of the image in the request, from 0."""
+    step: int
+    """Steps that are done."""
+    steps: int
+    state: str = ""
+    """`media:<sha256>` of the latents after this step, from which another worker goes on."""
+    preview: str = ""
+    """`media:<sha256>` of a PNG of what the image will be, as far as that is known."""
+
+
+class ImageRecord(Struct, frozen=True, tag=IMAGE_KIND):
+    """An image that is finished."""
+
+    index: int
+    attempt: int
+    number: int
+    """Number of the image in the request, from 0. Images may end in any order."""
+    media: str
+    """`media:<sha256>` of the PNG file."""
+    width: int
+    height: int
+    seed: int
+    """The seed that the noise is made of, with the number."""
+
+
 class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """Last record of an output that has a log of its own."""
 
@@ -174,7 +205,7 @@ class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """The request was ended before the output was complete."""
 
 
-OutputRecord = MediaChunk | CodeChunk | AudioChunk | OutputEnd
+OutputRecord = MediaChunk | CodeChunk | AudioChunk | StepState | ImageRecord | OutputEnd
 """Records of the log of an output that is not text."""
 
 

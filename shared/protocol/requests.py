@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.encoding import json_or_msgpack, to_json
+from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.subjects import NAME_RULE, is_name
@@ -177,6 +178,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     of it as it is. Only with outputs that are made of the text."""
     voice: str | None = None
     """Name of the voice that speaks the text; by default the model's first one."""
+    image: ImageParams | None = None
+    """How images are painted of the `prompt`; only for a model that paints."""
     embedding: EmbeddingParams | None = None
     """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from shared.protocol.encoding import Versioned
+from shared.protocol.images import PaintParams
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
 from shared.protocol.records import StageSpan
 from shared.protocol.requests import EmbeddingParams, Prompt
@@ -67,6 +68,8 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """The request gives its text itself: it starts at the stages that follow a text."""
     voice: str | None = None
     """The voice that speaks the text; None where no stage of the request speaks."""
+    image: PaintParams | None = None
+    """How images are painted; None where no stage of the request paints."""
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = 1
@@ -148,6 +151,12 @@ class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
 
     text: str | None = None
     """None for the request's own text, which another stage writes."""
+
+
+class PaintBody(TaskBody, frozen=True):
+    """For a stage that paints images of a text."""
+
+    text: str
 
 
 class ItemResult(Versioned, frozen=True):

@@ -4,12 +4,18 @@ from msgspec import Struct
 
 from shared.protocol.pipeline import ANY, TEXT, edge_function
 from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import FollowBody, RenderBody, SpeechBody
+from shared.protocol.task_messages import FollowBody, PaintBody, RenderBody, SpeechBody
 
 
 @edge_function("prompt", carries="prompt")
 def _render(prompt: Prompt) -> RenderBody:
     return RenderBody(prompt)
+
+
+@edge_function("paint", carries="prompt")
+def _paint(prompt: Prompt) -> PaintBody:
+    """Admission lets no request without a text through to a stage that paints."""
+    return PaintBody(prompt.text or "")
 
 
 @edge_function("rendered", carries="tokens")

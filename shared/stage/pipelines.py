@@ -10,6 +10,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import (
     CODES,
+    IMAGE_KIND,
     REQUEST,
     TEXT,
     Edge,
@@ -78,7 +79,7 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
         named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
-        chunks = _faults_of_chunks(pipeline)
+        chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
         found = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
         for fault in (*named, *found):
@@ -119,6 +120,18 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
                 f"stages.{stage.name}.inputs.{CODES}",
                 f"the output of {source.name!r} is of kind {source.output.kind!r}, not {CODES!r}",
             )
+
+
+def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        paints = stage.output is not None and stage.output.kind == IMAGE_KIND
+        default = stage.sampling_defaults.get("size", "")
+        if paints != bool(stage.sizes):
+            message = f"a stage has sizes if it writes an output of kind {IMAGE_KIND!r}, only then"
+            yield Fault(f"stages.{stage.name}.sizes", message)
+        elif paints and default and default not in stage.sizes:
+            message = f"{default!r} is none of the stage's sizes"
+            yield Fault(f"stages.{stage.name}.sampling_defaults.size", message)
 
 
 def _faults_of_forwarders(pipeline: Pipeline) -> Iterator[Fault]:
@@ -172,6 +185,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.output or base.output,
         changes.chunks or chunks,
         changes.voices or base.voices,
+        changes.sizes or base.sizes,
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,
     )

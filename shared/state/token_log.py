@@ -32,11 +32,13 @@ from shared.protocol.records import (
     CodeChunk,
     Failure,
     Finish,
+    ImageRecord,
     LogRecord,
     MediaChunk,
     OutputEnd,
     OutputSummary,
     StageSpan,
+    StepState,
     TokenChunk,
     TokenLogprobs,
     error_info,
@@ -192,6 +194,17 @@ class LogWriter:
             self._next_index, self._attempt, first_sample, len(pcm) // 2, sample_rate, data
         )
         await self._append(chunk)
+
+    async def step(
+        self, number: int, step: int, steps: int, *, state: str = "", preview: str = ""
+    ) -> None:
+        """Append how far an image is; see StepState for the arguments."""
+        chunk = StepState(self._next_index, self._attempt, number, step, steps, state, preview)
+        await self._append(chunk)
+
+    async def image(self, number: int, media: str, size: tuple[int, int], seed: int) -> None:
+        """Append a finished image; see ImageRecord for the arguments."""
+        await self._append(ImageRecord(self._next_index, self._attempt, number, media, *size, seed))
 
     async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:
         """Append the record that ends the request; `outputs` are those beside its text."""

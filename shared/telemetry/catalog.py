@@ -132,9 +132,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("histogram", GENERATOR, SIZES): {
-        "generator_batch_chunks": "Chunks in one batch.",
+        "generator_batch_size": "Chunks of sound or steps of images in one batch.",
     },
     ("counter", GENERATOR, ()): {
+        "image_steps_total": "Denoising steps that were done, of all images.",
         "audio_seconds_total": "Sound that was made, in seconds of its length.",
         "audio_gap_seconds_total": (
             "Time for which clients had played all sound that there was, and more was to come, in"
@@ -142,7 +143,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", GENERATOR, ()): {
-        "generator_waiting_chunks": "Chunks that wait for a batch.",
+        "generator_waiting_units": "Chunks of sound and steps of images that wait for a batch.",
     },
     ("counter", RENDERER, ()): {
         "rendered_requests_total": "Requests forwarded to engines.",

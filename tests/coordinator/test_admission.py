@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from shared.config import ModelConfig
+from shared.config_stages import StageConfig
 from shared.errors import (
     InvalidRequest,
     RequestError,
@@ -15,11 +16,12 @@ from shared.errors import (
     UnsupportedContent,
 )
 from shared.protocol.encoding import json_or_msgpack, or_none
+from shared.protocol.images import PaintParams
 from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipeline_of
 from workers.coordinator import admission
-from workers.coordinator.admission import admit, request_id_of
+from workers.coordinator.admission import Admitted, admit, request_id_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
 PIPELINES = {name: pipeline_of(model) for name, model in MODELS.items()}
@@ -264,3 +266,63 @@ def test_the_subject_of_a_model_has_its_encoded_name() -> None:
         assert caught.value.field == "model"
         for part in (name, "pm.request.org=2Fdemo=2Ev1", wrong):
             assert part in caught.value.message
+
+
+PAINTER = {
+    "role": "generator",
+    "inputs": {"prompt": {"from": "request", "function": "paint"}},
+    "output": {"name": "image", "kind": "image"},
+    "sizes": ["96x96", "64x96"],
+    "sampling_defaults": {"steps": 20, "guidance": 3.0},
+}
+OFF = {"enabled": False}
+PAINTERS = {
+    "painter": ModelConfig(
+        "x",
+        stages=msgspec.convert(
+            {"renderer": OFF, "engine": OFF, "dit": PAINTER}, dict[str, StageConfig]
+        ),
+    ),
+    "demo": MODELS["demo"],
+}
+
+
+def admit_image(model: str = "painter", **fields: Any) -> Admitted:
+    data = json.dumps({"model": model, "prompt": "a star", **fields}).encode()
+    pipelines = {name: pipeline_of(config) for name, config in PAINTERS.items()}
+    return admit(f"pm.request.{model}", "r1", data, PAINTERS, pipelines)
+
+
+def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> None:
+    admitted = admit_image()
+    assert admitted.outputs == ["image"]
+    assert admitted.image == PaintParams("96x96", steps=20, guidance=3.0)
+    asked = {"size": "64x96", "n": 2, "steps": 24, "guidance": 2.5, "seed": 7}
+    assert admit_image(image=asked).image == PaintParams("64x96", 2, 24, 2.5, "", 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"image": {"size": "96x97"}}, "image.size", "available: 96x96, 64x96"),
+        ({"image": {"size": "large"}}, "image.size", ""),
+        ({"image": {"n": 11}}, "image.n", "<= 10"),
+        ({"image": {"steps": 201}}, "image.steps", "<= 200"),
+        ({"image": {"guidance": -1}}, "image.guidance", ">= 0"),
+        ({"image": {"style": "vivid"}}, "image.style", "unknown field"),
+        (
+            {"image": {"guidance": 1, "negative_prompt": "red"}},
+            *("image.negative_prompt", "no effect with a guidance of 1"),
+        ),
+        ({"prompt": " "}, "prompt", "a text"),
+        ({"sampling_params": {"seed": 1}}, "sampling_params", "no tokens"),
+        ({"model": "demo", "image": {}}, "image", "these outputs have no images"),
+    ],
+)
+def test_an_image_that_cannot_be_painted_is_refused(
+    fields: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        admit_image(**fields)
+    assert refused.value.field == field
+    assert message in refused.value.message

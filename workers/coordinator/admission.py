@@ -9,7 +9,8 @@ from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
-from shared.protocol.pipeline import TEXT, Pipeline, has_embeddings
+from shared.protocol.images import PaintParams, resolve_image
+from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
@@ -51,6 +52,8 @@ class Admitted(NamedTuple):
     """Empty for a request whose text is its only output."""
     voice: str | None
     """The voice that speaks, where a stage of the request does."""
+    image: PaintParams | None
+    """How images are painted, where a stage of the request paints."""
 
 
 def admit(
@@ -99,7 +102,8 @@ def admit(
     part = _part_of(request, pipeline)
     outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
     voice = _voice_of(request, part, resolved)
-    return Admitted(request, resolved, prompt_of(request), outputs, voice)
+    image = _image_of(request, part, given)
+    return Admitted(request, resolved, prompt_of(request), outputs, voice, image)
 
 
 def _sampling_of_embedding(
@@ -154,6 +158,26 @@ def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams
             field="sampling_params.n",
         )
     return request.voice or next(iter(voices), None)
+
+
+def _image_of(
+    request: GenerateRequest, part: Pipeline, given: Mapping[str, Any]
+) -> PaintParams | None:
+    """How the images of a request are painted.
+
+    Raises InvalidRequest for a field that has no effect, or a size that is not painted.
+    """
+    painter = part.painter
+    if painter is None:
+        if request.image is not None:
+            raise InvalidRequest("image: these outputs have no images", field="image")
+        return None
+    takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
+    if takes_prompt and not (request.prompt or "").strip():
+        raise InvalidRequest("prompt: an image is painted of a prompt, a text", field="prompt")
+    if given and TEXT not in part.outputs:
+        raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
+    return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:

@@ -108,6 +108,7 @@ class Coordinator:
             embedding=request.embedding,
             text_given=request.given_text is not None,
             voice=admitted.voice,
+            image=admitted.image,
             version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
         if admitted.outputs:

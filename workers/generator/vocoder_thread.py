@@ -2,25 +2,20 @@
 
 from collections.abc import Sequence
 
-from shared.batch_thread import BatchThread, Pending
-from shared.stage.inputs import RequestEnded
+from shared.batch_thread import Pending
 from workers.generator.core.schedule import Window
-from workers.generator.core.units import Unit, UnitQueue
+from workers.generator.core.units import Unit
 from workers.generator.core.vocoder import Codes, Samples, Vocoder, cut
+from workers.generator.unit_thread import UnitThread
 
 Item = tuple[Codes, Window]
 """All frames of a request so far, and the window of its next chunk."""
 
 
-class VocoderThread(BatchThread[Item, Samples]):
+class VocoderThread(UnitThread[Item, Samples]):
     def __init__(self, vocoder: Vocoder, max_batch: int) -> None:
-        super().__init__("vocoder")
+        super().__init__("vocoder", max_batch)
         self._vocoder = vocoder
-        self._queue: UnitQueue[Pending[Item, Samples]] = UnitQueue(max_batch)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
 
     async def speak(
         self, request_id: str, codes: Codes, window: Window, dry_at_s: float
@@ -31,20 +26,7 @@ class VocoderThread(BatchThread[Item, Samples]):
         it alone.
         """
         pending: Pending[Item, Samples] = Pending((codes, window))
-        self._queue.add(Unit(request_id, window.shape, dry_at_s, pending))
-        try:
-            return await self._result_of(pending)
-        finally:
-            self._queue.cancel(request_id)
-
-    def cancel(self, request_id: str) -> None:
-        """Do not compute the chunk of this request that waits, if there is one."""
-        unit = self._queue.cancel(request_id)
-        if unit is not None and not unit.work.done.done():
-            unit.work.done.set_exception(RequestEnded())
-
-    def _take(self) -> list[Pending[Item, Samples]]:
-        return [unit.work for unit in self._queue.take()]
+        return await self._compute_unit(Unit(request_id, window.shape, dry_at_s, pending))
 
     def _compute(self, items: Sequence[Item]) -> list[Samples]:
         chunks = [cut(self._vocoder, codes, window) for codes, window in items]

@@ -55,7 +55,7 @@ def codes_of_another_request() -> None:
     from shared.protocol.records import CodeChunk
     from shared.protocol.task_messages import TaskHeader
     from shared.stage.inputs import follow_codes
-    from workers.generator import worker
+    from workers.generator import speech_worker
 
     before: list[TaskHeader] = []
 
@@ -63,7 +63,7 @@ def codes_of_another_request() -> None:
         before.append(header)
         return follow_codes(bus, before[-2] if len(before) % 4 == 0 else header, output)
 
-    replace_attribute(worker, "follow_codes", follow_other)
+    replace_attribute(speech_worker, "follow_codes", follow_other)
 
 
 @bug("code2wav", "dying in speeches", "I2")

@@ -38,12 +38,22 @@ def test_a_batch_has_a_limit_and_takes_the_urgent_ones() -> None:
     assert taken(waiting) == ["r1", "r0"]
 
 
+def test_the_images_of_a_request_share_a_batch_and_are_cancelled_together() -> None:
+    images = [Unit("a", 1, 0.0, f"image {number}", number) for number in range(3)]
+    assert [each.work for each in queue(*images, unit("b"), max_batch=4).take()] == [
+        *("image 0", "image 1", "image 2", "work of b")
+    ]
+    waiting = queue(*images, unit("b"))
+    waiting.discard(images[1])
+    assert [each.number for each in waiting.cancel("a")] == [0, 2]
+    assert taken(waiting) == ["b"]
+
+
 def test_a_cancelled_unit_is_in_no_batch() -> None:
     waiting = queue(unit("a"), unit("b"))
-    cancelled = waiting.cancel("a")
-    assert cancelled is not None
+    (cancelled,) = waiting.cancel("a")
     assert cancelled.work == "work of a"
-    assert waiting.cancel("a") is None
+    assert waiting.cancel("a") == []
     assert len(waiting) == 1
     assert taken(waiting) == ["b"]
 

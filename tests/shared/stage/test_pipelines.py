@@ -24,6 +24,14 @@ def model_with(stages: dict[str, Any]) -> ModelConfig:
     return ModelConfig("nowhere", stages=msgspec.convert(stages, dict[str, StageConfig]))
 
 
+PAINTER: dict[str, Any] = {
+    "role": "engine",
+    "inputs": {"prompt": {"from": "request", "function": "paint"}},
+    "output": {"name": "image", "kind": "image"},
+    "sizes": ["8x8"],
+}
+
+
 def speech(**changes: Any) -> dict[str, Any]:
     return {"speech": SPEECH | changes}
 
@@ -139,6 +147,13 @@ REFUSED = [
         "stages.code2wav.inputs.codes",
         "of kind 'text', not 'codes'",
         code2wav(inputs={"codes": {"from": "engine", "function": "follow", "mode": "stream"}}),
+    ),
+    ("stages.speech.sizes", "only then", speech(sizes=["8x8"])),
+    ("stages.dit.sizes", "only then", {"dit": PAINTER | {"sizes": []}}),
+    (
+        "stages.dit.sampling_defaults.size",
+        "'8x9' is none of the stage's sizes",
+        {"dit": PAINTER | {"sampling_defaults": {"size": "8x9"}}},
     ),
     (
         "stages.engine.inputs",

@@ -170,7 +170,7 @@ def worker(
 def load_main(role: str) -> runtime.Main:
     """Import the module of a role, in the process that is to run it, and return its `main`."""
     spec = role_of(role)
-    if not spec.uses_torch:
+    if not spec.uses_torch and not spec.may_load_torch:
         # A renderer needs the tokenizers and image processors of transformers, which load torch
         # wherever they find it: four seconds of processor time and 340 MiB. With this entry no
         # search finds torch.

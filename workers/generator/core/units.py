@@ -1,7 +1,8 @@
 """Units of work of many requests: which of them are computed together next.
 
-A unit is one chunk of one request. The most urgent unit is next: the one whose client would run dry
-first. Units of other requests join its batch if they have the same shape, the urgent ones first.
+A unit is one chunk of a sound, or one denoising step of an image. The most urgent unit is next,
+such as the chunk of the client that would run dry first. Units of other requests join its batch if
+they have the same shape, the urgent ones first.
 """
 
 from collections.abc import Hashable
@@ -18,33 +19,48 @@ class Unit(Generic[Work]):
     request_id: str
     shape: Hashable
     """Units of equal shapes can be computed as one batch."""
-    dry_at_s: float
-    """When the client has played all that was made before; earlier is more urgent."""
+    due_s: float
+    """Earlier is more urgent: when the client has played all that was made before, or when the
+    request was accepted."""
     work: Work
+    number: int = 0
+    """Which of the request's images the unit belongs to."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.number
 
 
 class UnitQueue(Generic[Work]):
-    """The units that wait. A request has one at a time, so its chunks keep their order."""
+    """The units that wait. A sound or image has one at a time, so its units keep their order."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._waiting: dict[str, Unit[Work]] = {}
+        self._waiting: dict[tuple[str, int], Unit[Work]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, unit: Unit[Work]) -> None:
-        assert unit.request_id not in self._waiting
-        self._waiting[unit.request_id] = unit
+        assert unit.key not in self._waiting
+        self._waiting[unit.key] = unit
 
-    def cancel(self, request_id: str) -> Unit[Work] | None:
-        """Remove the unit of a request, if it has one here, and return it."""
-        return self._waiting.pop(request_id, None)
+    def cancel(self, request_id: str) -> list[Unit[Work]]:
+        """Remove the units of a request and return them."""
+        found = [unit for unit in self._waiting.values() if unit.request_id == request_id]
+        for unit in found:
+            del self._waiting[unit.key]
+        return found
+
+    def discard(self, unit: Unit[Work]) -> None:
+        """Remove a unit, if it is still here."""
+        if self._waiting.get(unit.key) is unit:
+            del self._waiting[unit.key]
 
     def take(self) -> list[Unit[Work]]:
         """Remove the next batch and return it, the most urgent unit first; none if none waits."""
-        by_urgency = sorted(self._waiting.values(), key=lambda unit: unit.dry_at_s)
+        by_urgency = sorted(self._waiting.values(), key=lambda unit: unit.due_s)
         batch = [unit for unit in by_urgency if unit.shape == by_urgency[0].shape]
         for unit in batch[: self._max_batch]:
-            del self._waiting[unit.request_id]
+            del self._waiting[unit.key]
         return batch[: self._max_batch]

@@ -27,9 +27,9 @@ from shared.state import output_ends
 from shared.state.token_log import LogWriter, decode_record, end_request
 from tests.generator.test_vocoder_thread import CountingVocoder, began
 from tests.shared.stage.test_worker_loop import accept, put, settled, until
-from workers.generator import worker
+from workers.generator import main, speech_worker
+from workers.generator.speech_worker import SpeechWorker
 from workers.generator.vocoder_thread import VocoderThread
-from workers.generator.worker import GeneratorWorker
 
 OUTPUTS = ["codes", "audio"]
 STAGES: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ async def serving(
     """Run a worker until the end of the block, in which the test may have stopped it."""
     context = make_context(bus, model)
     chunks = ChunkSpec(size=1, left=0, right=0)
-    running = asyncio.create_task(GeneratorWorker(context, model, chunks, vocoder, thread).serve())
+    running = asyncio.create_task(SpeechWorker(context, model, thread, chunks, vocoder).serve())
     try:
         yield context
     finally:
@@ -186,7 +186,7 @@ async def test_codes_that_the_vocoder_does_not_have_end_the_request(bus: Bus, mo
     "changes",
     [
         {"output": None},
-        {"output": {"name": "audio", "kind": "image"}},
+        {"output": {"name": "audio", "kind": "video"}},
         {"inputs": {"prompt": STAGES["talker"]["inputs"]["prompt"]}, "chunks": None},
     ],
 )
@@ -194,7 +194,7 @@ async def test_a_stage_that_makes_no_sound_of_codes_is_refused(
     bus: Bus, model: str, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match="a generator follows an input 'codes', and writes") as e:
-        await worker.main(make_context(bus, model, **changes))
+        await main.main(make_context(bus, model, **changes))
     assert e.value.field == f"models.{model}.stages.code2wav"
 
 
@@ -209,7 +209,7 @@ def suspects(monkeypatch: pytest.MonkeyPatch) -> None:
         return log
 
     monkeypatch.setattr(Stage, "claim", suspecting)
-    monkeypatch.setattr(worker, "SUSPECT_WAIT_S", 0.3)
+    monkeypatch.setattr(speech_worker, "SUSPECT_WAIT_S", 0.3)
 
 
 @pytest.mark.usefixtures("suspects")

@@ -1,0 +1,92 @@
+"""Parameters of painted images. Their ranges are part of their types and schemas. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import InvalidRequest
+from shared.protocol.sampling import MAX_SEED
+
+MAX_IMAGES = 10
+MAX_STEPS = 200
+MAX_PREVIEWS = 8
+
+ImageSize = Annotated[str, Meta(pattern="^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$")]
+"""Width and height in pixels, such as `96x96`."""
+
+
+NumImages = Annotated[int, Meta(ge=1, le=MAX_IMAGES)]
+NumSteps = Annotated[int, Meta(ge=1, le=MAX_STEPS)]
+Guidance = Annotated[float, Meta(ge=0.0, le=50.0)]
+NegativePrompt = Annotated[str, Meta(max_length=4096)]
+Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+NumPreviews = Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)]
+
+
+class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the images of a request are painted. What is left out is as the stage is configured."""
+
+    size: ImageSize | None = None
+    """Width and height in pixels; by default the first size of the stage."""
+    n: NumImages | None = None
+    """Number of images; by default 1."""
+    steps: NumSteps | None = None
+    """Denoising steps of each image; by default 24."""
+    guidance: Guidance | None = None
+    """Scale of the classifier-free guidance; by default 2.5. With 1 there is none, which takes half
+    of the work."""
+    negative_prompt: NegativePrompt | None = None
+    """What the images are guided away from; only with a guidance other than 1."""
+    seed: Seed | None = None
+    """The noise of an image is a function of the seed and its number in the request. Without a
+    seed, the request id is used, so that a resumed request continues as it began."""
+    partial_images: NumPreviews | None = None
+    """Previews of each image that are written on the way, at equal distances; by default none."""
+
+
+class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The parameters of a request's images, all resolved."""
+
+    size: ImageSize
+    n: NumImages = 1
+    steps: NumSteps = 24
+    guidance: Guidance = 2.5
+    negative_prompt: NegativePrompt = ""
+    seed: Seed | None = None
+    partial_images: NumPreviews = 0
+
+    def preview_steps(self) -> set[int]:
+        """The numbers of done steps after which there is a preview."""
+        parts = self.partial_images + 1
+        return {self.steps * part // parts for part in range(1, parts)} - {0, self.steps}
+
+
+def parse_size(size: str) -> tuple[int, int]:
+    """Return the width and the height of an ImageSize."""
+    width, _, height = size.partition("x")
+    return int(width), int(height)
+
+
+def resolve_image(
+    given: ImageParams | None, defaults: Mapping[str, Any], sizes: Sequence[str]
+) -> PaintParams:
+    """Return the parameters of a request for a stage with these defaults and sizes.
+
+    Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt that
+    would have no effect.
+    """
+    wanted = {} if given is None else msgspec.to_builtins(given)
+    params = msgspec.convert({"size": sizes[0], **defaults, **wanted}, PaintParams)
+    if params.size not in sizes:
+        raise InvalidRequest(
+            f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",
+            field="image.size",
+        )
+    if params.negative_prompt and params.guidance == 1.0:
+        raise InvalidRequest(
+            "image.negative_prompt: it has no effect with a guidance of 1",
+            field="image.negative_prompt",
+        )
+    return params

@@ -1,0 +1,48 @@
+"""A painter with random weights, and a plain loop over it that stands for a worker."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shared.protocol.images import PaintParams, parse_size
+from workers.generator.core.denoising import Step, Stepped, noise_of, time_of
+from workers.generator.image_worker import to_png
+from workers.generator.painter import Painter
+from workers.generator.painter_model import PainterConfig, PainterModel
+
+CONFIG = PainterConfig("pagemill_painter", 32, 2, 2, 64, 12, 63, 2)
+
+
+class WatchedPainter(PainterModel):
+    """A painter that notes the times of its batches, and may be made to wait before each."""
+
+    def __init__(self, *, gated: bool = False, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(7)
+        network = Painter(CONFIG.shape)
+        super().__init__(CONFIG, network, lambda text: [ord(c) % 60 for c in text], dtype)
+        self.batches: list[list[float]] = []
+        """The times of the images of each batch."""
+        self.began = threading.Semaphore(0)
+        self.may_go_on = threading.Semaphore(0 if gated else 10**6)
+
+    def step(self, steps: Sequence[Step]) -> list[Stepped]:
+        self.batches.append([step.time for step in steps])
+        self.began.release()
+        assert self.may_go_on.acquire(timeout=20)
+        return super().step(steps)
+
+
+def painted_alone(prompt: str, params: PaintParams, number: int = 0) -> bytes:
+    """The PNG file of an image, painted by itself."""
+    model = WatchedPainter()
+    assert params.seed is not None
+    shape = model.latents_shape(*parse_size(params.size))
+    latents = noise_of(params.seed, number, shape, np.dtype(np.float64))
+    texts = model.encode(prompt, ""), model.encode(params.negative_prompt, "")
+    for step in range(params.steps):
+        times = time_of(step, params.steps), time_of(step + 1, params.steps)
+        (done,) = model.step([Step(latents, *texts, params.guidance, *times)])
+        latents = done.latents
+    return to_png(model.pixels(latents))

@@ -1,0 +1,35 @@
+"""How far the images of one request are, by the records in the log of its images."""
+
+from collections.abc import Sequence
+
+from shared.protocol.images import PaintParams
+from shared.protocol.records import AnyRecord, ImageRecord, StepState
+
+
+class Painting:
+    """What earlier attempts have left of a request's images."""
+
+    def __init__(self, params: PaintParams, records: Sequence[AnyRecord]) -> None:
+        self._params = params
+        self._states: dict[int, StepState] = {}
+        self._previews: set[tuple[int, int]] = set()
+        finished: set[int] = set()
+        for record in records:
+            match record:
+                case StepState(number=number, step=step):
+                    if record.state:
+                        self._states[number] = record
+                    if record.preview:
+                        self._previews.add((number, step))
+                case ImageRecord(number=number):
+                    finished.add(number)
+        self.unfinished = [number for number in range(params.n) if number not in finished]
+        """The numbers of the images that are not in the log."""
+
+    def state_of(self, number: int) -> StepState | None:
+        """The last stored latents of an image."""
+        return self._states.get(number)
+
+    def lacks_preview(self, number: int, step: int) -> bool:
+        """Whether a preview after `step` steps is wanted, and is not in the log."""
+        return step in self._params.preview_steps() and (number, step) not in self._previews

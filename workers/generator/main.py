@@ -1,0 +1,65 @@
+"""Generator: makes sound of the codec frames that another stage writes, or paints images."""
+
+import asyncio
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.heap import keep_freed_memory
+from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, StageSpec
+from shared.stage.runtime import Context
+
+
+async def main(context: Context) -> None:
+    name = context.model
+    if name is None:
+        raise ConfigError("a generator serves one model: name it with --model", field="model")
+    stage = context.pipelines[name].stage(context.stage.name)
+    key = f"models.{name}.stages.{context.stage.name}"
+    kind = None if stage is None or stage.output is None else stage.output.kind
+    if stage is not None and kind == AUDIO and stage.chunks is not None:
+        await _serve_sound(context, name, stage, key)
+    elif stage is not None and kind == IMAGE_KIND:
+        await _serve_images(context, name, stage, key)
+    else:
+        message = (
+            f"a generator follows an input {CODES!r}, and writes an output of kind {AUDIO!r}, or"
+            f" writes one of kind {IMAGE_KIND!r}"
+        )
+        raise ConfigError(f"{key}: {message}", field=key)
+
+
+def _folder(context: Context, model: str, stage: StageSpec) -> Path:
+    return Path(stage.path or context.config.models[model].path)
+
+
+async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str) -> None:
+    from workers.generator.loader import load_vocoder
+    from workers.generator.speech_worker import SpeechWorker
+    from workers.generator.vocoder_thread import VocoderThread
+
+    assert stage.chunks is not None
+    # Chunks are computed in arrays of the same sizes.
+    keep_freed_memory()
+    context.step("loading the vocoder")
+    folder = _folder(context, model, stage)
+    vocoder = await asyncio.to_thread(load_vocoder, folder, stage.chunks, key)
+    thread = VocoderThread(vocoder, context.config.generator.max_batch)
+    await SpeechWorker(context, model, thread, stage.chunks, vocoder).serve()
+
+
+async def _serve_images(context: Context, model: str, stage: StageSpec, key: str) -> None:
+    # Only a worker that paints loads torch.
+    import torch
+
+    from workers.generator.image_thread import ImageThread
+    from workers.generator.image_worker import ImageWorker
+    from workers.generator.painter_model import load_painter
+
+    config = context.config
+    if config.generator.threads:
+        torch.set_num_threads(config.generator.threads)
+    context.step("loading the painter")
+    folder, dtype = _folder(context, model, stage), config.models[model].dtype
+    painter = await asyncio.to_thread(load_painter, folder, dtype, stage.sizes, key)
+    thread = ImageThread(painter, config.generator.max_images)
+    await ImageWorker(context, model, thread, painter).serve()

@@ -1,0 +1,175 @@
+"""Painter of a folder: its files, and the denoising steps of a batch of images."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigError, ContextTooLong
+from shared.protocol.images import parse_size
+from workers.generator.core.denoising import ImageModel, Latents, Pixels, Step, Stepped
+from workers.generator.painter import (
+    CHANNELS,
+    HEAD_WIDTH,
+    Painter,
+    PainterShape,
+    places_of,
+    to_images,
+    to_patches,
+)
+
+CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "config.json", "model.safetensors", "tokenizer.json"
+# Attention over the patches of an image is quadratic, and one image must not take all the memory.
+MAX_PATCHES = 4096
+
+Count = Annotated[int, Meta(ge=1, le=2**16)]
+
+
+class PainterConfig(Struct, frozen=True):
+    """What `config.json` of a painter says."""
+
+    model_type: Literal["pagemill_painter"]
+    width: Annotated[int, Meta(ge=HEAD_WIDTH, le=8192, multiple_of=HEAD_WIDTH)]
+    depth: Annotated[int, Meta(ge=1, le=256)]
+    patch: Annotated[int, Meta(ge=1, le=64)]
+    num_tokens: Count
+    max_text: Annotated[int, Meta(ge=1, le=1024)]
+    pad_token_id: Annotated[int, Meta(ge=0)]
+    scale: Annotated[int, Meta(ge=1, le=64)]
+    """An image has so many times the pixels of its latents, in each direction."""
+
+    @property
+    def multiple(self) -> int:
+        """Widths and heights are multiples of this."""
+        return self.patch * self.scale
+
+    @property
+    def shape(self) -> PainterShape:
+        return PainterShape(self.width, self.depth, self.patch, self.num_tokens, self.max_text)
+
+
+class PainterModel:
+    """A painter with its tokenizer. Latents are pixels from -1 to 1, fewer than the image has."""
+
+    def __init__(
+        self,
+        config: PainterConfig,
+        network: Painter,
+        encode: Callable[[str], list[int]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype: np.dtype[np.floating[Any]] = np.dtype(str(dtype).removeprefix("torch."))
+        self._config, self._encode, self._dtype = config, encode, dtype
+        self._network = network.to(dtype).eval().requires_grad_(requires_grad=False)
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
+
+    def encode(self, text: str, field: str) -> tuple[int, ...]:
+        token_ids, limit = self._encode(text), self._config.max_text
+        if len(token_ids) > limit:
+            raise ContextTooLong(
+                f"{field}: the text has {len(token_ids)} tokens, and the painter reads at most"
+                f" {limit}",
+                field=field,
+            )
+        return tuple(token_ids)
+
+    def latents_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        return CHANNELS, height // self._config.scale, width // self._config.scale
+
+    @torch.inference_mode()
+    def step(self, steps: Sequence[Step]) -> list[Stepped]:
+        patch = self._config.patch
+        _, height, width = steps[0].latents.shape
+        latents = torch.from_numpy(np.stack([step.latents for step in steps]))
+        patches = to_patches(latents, patch)
+        # Guidance takes a second row: the image without the prompt, or with the negative one.
+        guided = [number for number, step in enumerate(steps) if step.guidance != 1.0]
+        texts = [step.tokens for step in steps] + [steps[n].negative for n in guided]
+        rows = torch.tensor([*range(len(steps)), *guided])
+        times = torch.tensor([step.time for step in steps], dtype=self._dtype)
+        places = self._places_of(height // patch, width // patch)
+        painted = self._network(patches[rows], times[rows], self._padded(texts), places)
+        finished = painted[: len(steps)].clone()
+        for number, other in zip(guided, painted[len(steps) :], strict=True):
+            finished[number] = torch.lerp(other, painted[number], steps[number].guidance)
+        images = to_images(finished, patch, height // patch).numpy()
+        return [
+            Stepped(_moved(step, image), image) for step, image in zip(steps, images, strict=True)
+        ]
+
+    def pixels(self, latents: Latents) -> Pixels:
+        scale = self._config.scale
+        values = np.rint(np.clip(latents, -1, 1) * 127.5 + 127.5).astype(np.uint8)
+        small = Image.fromarray(np.ascontiguousarray(values.transpose(1, 2, 0)))
+        size = (small.width * scale, small.height * scale)
+        return np.asarray(small.resize(size, Image.Resampling.BICUBIC))
+
+    def check_sizes(self, sizes: Sequence[str], key: str) -> None:
+        """Raise ConfigError for a size that the network cannot paint."""
+        multiple = self._config.multiple
+        for size in sizes:
+            width, height = parse_size(size)
+            if width % multiple or height % multiple:
+                message = f"{size}: width and height must be multiples of {multiple}"
+            elif (num := width * height // multiple**2) > MAX_PATCHES:
+                message = f"{size}: {num} patches are over the limit of {MAX_PATCHES}"
+            else:
+                continue
+            raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
+
+    def _padded(self, texts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        length, pad = self._config.max_text, self._config.pad_token_id
+        return torch.tensor([[*text, *[pad] * (length - len(text))] for text in texts])
+
+    def _places_of(self, rows: int, columns: int) -> torch.Tensor:
+        if (rows, columns) not in self._places:
+            self._places[rows, columns] = places_of(rows, columns).to(self._dtype)
+        return self._places[rows, columns]
+
+
+def _moved(step: Step, finished: Latents) -> Latents:
+    """The latents at the next time, on the line from those of this step to the finished image."""
+    part = (step.next_time - step.time) / (1 - step.time)
+    moved: Latents = step.latents + part * (finished - step.latents)
+    return moved.astype(finished.dtype)
+
+
+def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> ImageModel:
+    """Load the painter of a folder for these sizes; `key` is the stage's in the settings.
+
+    Raises ConfigError, which names the file.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=PainterConfig)
+        network = Painter(config.shape)
+        file = folder / WEIGHTS_FILE
+        network.load_state_dict(load_file(file))
+        file = folder / TOKENIZER_FILE
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+    except (OSError, msgspec.DecodeError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
+    except Exception as error:
+        # The tokenizers library raises nothing more special.
+        if type(error) is not Exception:
+            raise
+        raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
+    if max(config.pad_token_id + 1, tokenizer.get_vocab_size()) > config.num_tokens:
+        message = f"{file}: more tokens than the {config.num_tokens} of {CONFIG_FILE}"
+        raise ConfigError(f"{key}.path: {message}", field=f"{key}.path")
+
+    def encode(text: str) -> list[int]:
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    model = PainterModel(config, network, encode, getattr(torch, dtype))
+    model.check_sizes(sizes, key)
+    return model

@@ -1,0 +1,143 @@
+"""The generator of sound, which it makes of another stage's codec frames, chunk by chunk.
+
+A request's state is in two logs. The frames are in the log of the stage before, which is followed
+while it grows, and what was made of them is in this stage's own. So any generator can go on with a
+request, at the next chunk.
+"""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+from shared.codec.envelope import TensorData
+from shared.protocol import subjects
+from shared.protocol.chunks import ChunkSpec
+from shared.protocol.pipeline import CODES
+from shared.protocol.records import OutputSummary
+from shared.protocol.task_messages import FollowBody, Task
+from shared.stage.inputs import RequestEnded, follow_codes
+from shared.stage.job import Job
+from shared.stage.stage import SUSPECT_PAUSE_S
+from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
+from workers.generator.core.speech import Playback, Speech
+from workers.generator.core.vocoder import Vocoder
+from workers.generator.vocoder_thread import VocoderThread
+from workers.generator.worker import GeneratorWorker
+
+# A worker runs one suspect at a time. One whose frames are not there is to make room for others.
+SUSPECT_WAIT_S = 2.0
+BATCH_LAG_S = 5.0
+"""The head start of the interactive lane: a batch request is as urgent as one that runs dry so much
+later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that this worker has in flight."""
+
+    job: Job
+    speech: Speech
+    playback: Playback
+    lag_s: float
+    patience: asyncio.Timeout
+    """For how long a suspect waits for its first chunk's frames."""
+
+
+@dataclass(slots=True, eq=False)
+class SpeechWorker(GeneratorWorker):
+    """Makes sound, chunk by chunk."""
+
+    _thread: VocoderThread
+    _chunks: ChunkSpec
+    _vocoder: Vocoder
+    body = FollowBody
+    _num_samples: int = field(default=0, init=False)
+
+    def _register_metrics(self) -> None:
+        metrics = self._context.metrics.of(self._model)
+        metrics.set_function(
+            "audio_seconds_total", lambda: self._num_samples / self._vocoder.sample_rate
+        )
+
+    async def _handle(self, task: Task[FollowBody], _: list[TensorData], job: Job) -> Outcome:
+        assert job.log is not None
+        header = task.header
+        speech = Speech(self._chunks, self._vocoder, job.log.records)
+        lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
+        patience = asyncio.timeout(SUSPECT_WAIT_S if job.suspect else None)
+        request = _Open(job, speech, Playback(time.monotonic()), lag_s, patience)
+        self._in_flight[header.request_id] = job
+        try:
+            async with patience:
+                has_all = await self._follow(request, task)
+        except RequestEnded:
+            return Ended()
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            return Requeue(SUSPECT_PAUSE_S)
+        finally:
+            del self._in_flight[header.request_id]
+        if not has_all:
+            return Requeue()
+        self._log_finished(request)
+        return Done(OutputSummary(units={"samples": speech.num_samples}))
+
+    async def _follow(self, request: _Open, task: Task[FollowBody]) -> bool:
+        """Make chunks of the frames as they come. False when another worker is to go on.
+
+        Raises RequestEnded.
+        """
+        records = follow_codes(self._context.bus, task.header, task.body.inputs[CODES])
+        async with contextlib.aclosing(records):
+            async for record in records:
+                request.speech.add(record)
+                if not await self._make_chunks(request):
+                    return False
+        request.speech.is_complete = True
+        return await self._make_chunks(request)
+
+    async def _make_chunks(self, request: _Open) -> bool:
+        """Make the chunks whose frames are there, and append each to the log.
+
+        False when this worker stops, or a suspect has waited for too long: the next one goes on
+        behind what is in the log.
+        """
+        job, speech = request.job, request.speech
+        assert job.log is not None
+        assert job.request_id is not None
+        while (window := speech.next_window()) is not None:
+            # `wait_for` of Python 3.11 may swallow the cancellation of a timeout.
+            if self._context.shutdown.asked.is_set() or request.patience.expired():
+                return False
+            request.patience.reschedule(None)
+            dry_at_s = request.playback.dry_at_s + request.lag_s
+            samples = await self._thread.speak(job.request_id, speech.codes, window, dry_at_s)
+            pcm = samples.astype("<i2").tobytes()
+            await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate)
+            # This request did not kill the workers that had it before.
+            job.suspect = False
+            self._on_made(request, len(samples))
+        return True
+
+    def _on_made(self, request: _Open, num_samples: int) -> None:
+        metrics, speech = self._context.metrics.of(self._model), request.speech
+        ticket = request.job.ticket
+        if speech.num_samples == 0 and ticket is not None:
+            waited_s = max(0.0, self._context.bus.now_ms() - ticket.accepted_ms) / 1000
+            metrics.histogram("time_to_first_audio_seconds").observe(waited_s)
+        gap_s = request.playback.add(num_samples / self._vocoder.sample_rate, time.monotonic())
+        metrics.counter("audio_gap_seconds_total").add(gap_s)
+        speech.num_samples += num_samples
+        self._num_samples += num_samples
+
+    def _log_finished(self, request: _Open) -> None:
+        job, speech = request.job, request.speech
+        self._context.log.info(
+            "spoken",
+            request_id=job.request_id,
+            attempt=job.delivery.attempt,
+            frames=len(speech.codes),
+            ms=round(self._context.bus.now_ms() - job.received_ms, 1),
+        )

@@ -1,0 +1,43 @@
+"""Thread that computes units of several requests, batch by batch."""
+
+from typing import TypeVar
+
+from shared.batch_thread import BatchThread, Pending
+from shared.stage.inputs import RequestEnded
+from workers.generator.core.units import Unit, UnitQueue
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class UnitThread(BatchThread[Item, Result]):
+    """The queue of units and their cancellation; a subclass has the computation."""
+
+    def __init__(self, name: str, max_batch: int) -> None:
+        super().__init__(name)
+        self._queue: UnitQueue[Pending[Item, Result]] = UnitQueue(max_batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def _compute_unit(self, unit: Unit[Pending[Item, Result]]) -> Result:
+        """Return the result of a unit.
+
+        Raises RequestEnded after `cancel`, and any error of the computation for the unit that
+        causes it alone.
+        """
+        self._queue.add(unit)
+        try:
+            return await self._result_of(unit.work)
+        finally:
+            self._queue.discard(unit)
+
+    def cancel(self, request_id: str) -> None:
+        """Do not compute the units of this request that wait."""
+        for unit in self._queue.cancel(request_id):
+            if not unit.work.done.done():
+                unit.work.done.set_exception(RequestEnded())
+
+    def _take(self) -> list[Pending[Item, Result]]:
+        return [unit.work for unit in self._queue.take()]
