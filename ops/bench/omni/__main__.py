@@ -82,6 +82,7 @@ class Round:
         self.durable: dict[int, Level] = {}
         self.steps: dict[str, float] = {}
         self.processor: dict[str, float] = {}
+        """Milliseconds of processor time for a second of sound, at the last level."""
         self.delays_s: list[float] = []
         self.plain_images: dict[int, float] = {}
         self.durable_images: dict[int, float] = {}
@@ -92,15 +93,18 @@ async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
     found = Round()
     for at_once in LEVELS:
         some = texts if at_once > 1 else texts[: len(texts) // 2]
-        began_s = time.perf_counter()
+        used_s, began_s = time.process_time(), time.perf_counter()
         floor = plain.speak(some, at_once)
         found.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
+        used_s = time.process_time() - used_s
         before, began_s = site.processor_s(), time.perf_counter()
         spoken = await site.speak(some, at_once)
         found.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
         after = site.processor_s()
         check_same(floor, spoken)
-        found.processor = {name: after[name] - before[name] for name in after}
+        sound_s = sum(one.sound_s for one in spoken)
+        used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
+        found.processor = {name: 1000 * used[name] / sound_s for name in used}
     steps = [(await site.speak_one(text))[1] for text in texts[:8]]
     found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
     long = ". ".join(texts[:6])
@@ -163,10 +167,9 @@ def print_report(rounds: Sequence[Round]) -> None:
     steps = {name: statistics.median(one.steps[name] for one in rounds) for name in STEPS}
     lines.append("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
     used = {k: statistics.median(one.processor[k] for one in rounds) for k in rounds[0].processor}
-    total = sum(used.values()) or 1.0
     lines.append(
-        "processor time at 16: "
-        + ", ".join(f"{k} {100 * v / total:.0f} %" for k, v in used.items())
+        f"processor ms for a second of sound, at {LEVELS[-1]}: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in used.items())
     )
     lines += [*goals(roads, rounds), *image_lines(rounds)]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -211,9 +214,8 @@ def _run_worker() -> None:
 
 def main(rounds: int = 3, num_texts: int = 48) -> None:
     # Before there is a thread or an event loop.
-    preloader = fork_preloader(
-        ["workers.engine.main", "workers.generator.speech_worker"], _run_worker
-    )
+    modules = ["workers.engine.main", "workers.generator.speech_worker"]
+    preloader = fork_preloader(modules, _run_worker)
     logs.configure_logging("error", role="bench")
     torch.set_num_threads(1)
     print_report(asyncio.run(run(rounds, num_texts, preloader)))
