@@ -12,7 +12,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "compose"
 FILE = FOLDER / "docker-compose.yml"
-PROFILES = ("encoder",)
+PROFILES = ("encoder", "speech")
 POLL_S = 0.5
 COMMAND_TIMEOUT_S = 300.0
 
@@ -117,6 +117,7 @@ class Compose:
     project: str
     env: dict[str, str]
     words: list[str] = field(default_factory=find_compose)
+    scale: dict[str, int] = field(default_factory=dict)
 
     def command(self, *arguments: str) -> str:
         files = ["--project-directory", str(FOLDER), "--file", str(FILE)]
@@ -125,8 +126,13 @@ class Compose:
         return run([*prefix, *arguments], self.env)
 
     def up(self, **scale: int) -> None:
-        """Start what is not running, with so many containers of the named services."""
-        counts = [word for name, n in scale.items() for word in ("--scale", f"{name}={n}")]
+        """Start what is not running, with so many containers of the named services.
+
+        Services that are not named keep the number that an earlier call gave; `docker compose up`
+        would bring them back to one container.
+        """
+        self.scale.update(scale)
+        counts = [word for name, n in self.scale.items() for word in ("--scale", f"{name}={n}")]
         self.command("up", "--detach", "--no-recreate", *counts)
 
     def down(self) -> None:

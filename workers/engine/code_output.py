@@ -97,7 +97,10 @@ class CodeOutput:
         # The token of the end is no frame.
         num_frames = last.usage.completion_tokens - (reason == "stop")
         return OutputSummary(
-            kv_blocks=last.kv_blocks, units={"frames": num_frames}, finish_reason=reason
+            usage=replace(last.usage, completion_tokens=num_frames),
+            kv_blocks=last.kv_blocks,
+            units={"frames": num_frames},
+            finish_reason=reason,
         )
 
 
