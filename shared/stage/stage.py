@@ -30,6 +30,7 @@ from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
+from shared.stage.edge_functions import input_of_follower
 from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request, finish_request, is_final, last_record
@@ -171,8 +172,8 @@ class Stage:
         if pipeline is None:
             return
         for edge in pipeline.followers_of(self.name):
-            inputs = pipeline.inputs_of(edge.target)
-            await tasks.publish(self.bus, edge, self._header_behind(job), inputs)
+            source = input_of_follower(pipeline, edge, job.body)
+            await tasks.publish(self.bus, edge, self._header_behind(job), source)
 
     def _header_behind(self, job: Job) -> TaskHeader:
         """The header for a next stage: the path now includes this one."""
