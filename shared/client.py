@@ -20,6 +20,8 @@ from shared.state.log_reader import LogReader, NotEnded
 
 # A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
+MAX_MEDIA_BYTES = 256 * 2**20
+"""Limit on a file that is read at once."""
 
 
 def new_request_id() -> str:
@@ -116,6 +118,23 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
     name = await media_store.hash_media(data)
     await media_store.store(bus, name, data, tenant)
     return media_store.media_url(name)
+
+
+async def find_media(bus: Bus, url: str, tenant: str = "") -> bytes | None:
+    """Return the file that a `media:` URL names; None if it is not stored for this tenant.
+
+    Raises Unavailable, and MediaTooLarge for a file over MAX_MEDIA_BYTES.
+    """
+    name = media_store.parse_media_url(url)
+    return None if name is None else await media_store.find(bus, name, MAX_MEDIA_BYTES, tenant)
+
+
+async def read_media(bus: Bus, url: str, tenant: str = "") -> bytes:
+    """Return the file that a `media:` URL names. Raises Unavailable if it is not stored."""
+    data = await find_media(bus, url, tenant)
+    if data is None:
+        raise Unavailable("the file of an image is not stored any more")
+    return data
 
 
 async def render(

@@ -1,7 +1,4 @@
-"""Configuration schema: the sections of `pagemill.yaml` as frozen Structs.
-
-`shared.config_parsing` decodes and checks the file.
-"""
+"""Schema of `pagemill.yaml`, as Structs; `shared.config_parsing` decodes and checks the file."""
 
 from typing import Annotated, Any, Literal
 
@@ -312,6 +309,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_answer_mib: Positive = 256
     """Limit on the log probabilities or embeddings of an answer that is not streamed. Four of the
     largest may be in progress."""
+    public_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    """Address at which clients reach the gateway, for the URLs of images; by default what the Host
+    header of a request says."""
     cors_origins: list[str] = []
     """Origins whose web pages may call the gateway, such as `https://chat.example`."""
     tls_cert: str | None = None

@@ -17,6 +17,7 @@ COMMANDS = (
     "workers.cli.commands.models:models",
     "workers.cli.commands.requests:ask",
     "workers.cli.commands.speech:say",
+    "workers.cli.commands.painting:draw",
     "workers.cli.commands.chat:chat",
     "workers.cli.commands.preview:render",
     "workers.cli.commands.preview:tokenize",

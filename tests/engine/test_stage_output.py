@@ -10,7 +10,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import ChoiceDelta, CodeChunk, OutputEnd, OutputSummary, Usage
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
-from workers.engine.code_output import CodeOutput, TalkerOutput, stage_output
+from workers.engine.code_output import CodeOutput, TalkerOutput, awaited_frames, stage_output
 from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
 from workers.engine.loader import LoadedModel
 from workers.engine.stage_output import TextOutput
@@ -117,7 +117,7 @@ async def test_the_tokens_of_several_steps_are_one_record_and_the_end_is_no_fram
 
 def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
     spec = ChunkSpec(first=(3, 5), size=8, right=2)
-    output = replace(code_output(), chunks=[spec])
+    output = replace(code_output(), awaited=awaited_frames([spec], 40))
     awaited = [n + 1 for n in range(40) if output.is_awaited(step(n, [80]))]
     assert awaited == [5, 10, 18, 26, 34]
     # These are the numbers of frames with which the vocoder has a further chunk.

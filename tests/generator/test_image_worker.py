@@ -140,13 +140,16 @@ async def test_images_that_join_and_leave_a_batch_equal_those_painted_alone(
     assert max(map(len, painter.batches)) == 4
     end = (await records_of(bus, headers[1]))[-1]
     assert isinstance(end, OutputEnd)
-    assert end.summary.units == {"images": 3.0, "steps": 15.0}
+    assert end.summary.units == {"images": 3, "steps": 15, "prompt_tokens": 4}
 
 
-async def test_no_step_is_done_of_an_image_whose_request_has_ended(bus: Bus, model: str) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_no_step_is_done_of_an_image_whose_request_has_ended(
+    bus: Bus, model: str, n: int
+) -> None:
     painter = WatchedPainter(gated=True)
     async with serving(bus, model, painter, batch=1):
-        header = await asked(bus, model, "red", PaintParams("16x16", 2, 50, seed=1))
+        header = await asked(bus, model, "red", PaintParams("16x16", n, 50, seed=1))
         await began(painter)
         await end_request(bus, header.request_id, 1, Cancelled("cancelled"), [])
         await bus.notify(subjects.ended(header.request_id))

@@ -48,8 +48,8 @@ class CodeOutput:
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
     """The token of each voice, which is the last of a prompt."""
-    chunks: Sequence[ChunkSpec] = ()
-    """How the stages that follow cut the codes."""
+    awaited: frozenset[int] = frozenset()
+    """The numbers of frames with which a stage that follows has a further chunk."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
@@ -74,7 +74,7 @@ class CodeOutput:
         return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
 
     def is_awaited(self, output: RequestOutput) -> bool:
-        return _completes_chunk(output, self.chunks)
+        return _is_awaited(output, self.awaited)
 
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         for delta in merge_deltas(outputs):
@@ -98,8 +98,8 @@ class TalkerOutput:
     """That of the stage, for all requests. It allows codes and the end alone."""
     max_prompt_tokens: int
     talker: "Talker"
-    chunks: Sequence[ChunkSpec] = ()
-    """How the stages that follow cut the codes."""
+    awaited: frozenset[int] = frozenset()
+    """The numbers of frames with which a stage that follows has a further chunk."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
@@ -129,7 +129,7 @@ class TalkerOutput:
         return [LoggedChoice(codes, finished=False, residuals=residuals)]
 
     def is_awaited(self, output: RequestOutput) -> bool:
-        return _completes_chunk(output, self.chunks)
+        return _is_awaited(output, self.awaited)
 
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         deltas = [delta for output in outputs for delta in output.choices]
@@ -180,7 +180,8 @@ def stage_output(
     if loaded.talker is not None:
         _check_voices(stage.voices, loaded.talker, key)
         room = loaded.max_model_len - max_tokens
-        return TalkerOutput(bus, stage.name, spoken, room, loaded.talker, chunks)
+        awaited = awaited_frames(chunks, max_tokens)
+        return TalkerOutput(bus, stage.name, spoken, room, loaded.talker, awaited)
     return CodeOutput(
         bus,
         stage.name,
@@ -189,8 +190,14 @@ def stage_output(
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
         {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
-        chunks,
+        awaited_frames(chunks, max_tokens),
     )
+
+
+def awaited_frames(chunks: Sequence[ChunkSpec], max_frames: int) -> frozenset[int]:
+    """The numbers of frames with which one of the stages that follow has a further chunk."""
+    numbers = range(1, max_frames + 1)
+    return frozenset(n for n in numbers if any(spec.completes(n) for spec in chunks))
 
 
 def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
@@ -217,13 +224,11 @@ def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
         )
 
 
-def _completes_chunk(output: RequestOutput, specs: Sequence[ChunkSpec]) -> bool:
-    """Whether these frames are the last ones that a chunk waits for."""
+def _is_awaited(output: RequestOutput, awaited: frozenset[int]) -> bool:
+    """Whether a stage that follows can go on with the frames of a step."""
     return any(
-        chunks.completes(number)
+        not awaited.isdisjoint(range(delta.position + 1, delta.position + len(delta.token_ids) + 1))
         for delta in output.choices
-        for number in range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
-        for chunks in specs
     )
 
 
@@ -233,7 +238,10 @@ def _summary_of(last: RequestOutput) -> OutputSummary:
     # The token of the end is no frame.
     num_frames = last.usage.completion_tokens - (reason == "stop")
     return OutputSummary(
-        kv_blocks=last.kv_blocks, units={"frames": num_frames}, finish_reason=reason
+        usage=replace(last.usage, completion_tokens=num_frames),
+        kv_blocks=last.kv_blocks,
+        units={"frames": num_frames},
+        finish_reason=reason,
     )
 
 

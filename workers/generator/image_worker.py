@@ -103,7 +103,11 @@ class ImageWorker(GeneratorWorker):
             images=params.n,
             ms=round(self._context.bus.now_ms() - job.received_ms, 1),
         )
-        units = {"images": float(params.n), "steps": float(params.n * params.steps)}
+        units: dict[str, float] = {
+            "images": params.n,
+            "steps": params.n * params.steps,
+            "prompt_tokens": len(request.tokens),
+        }
         return Done(OutputSummary(units=units))
 
     def _opened(self, task: Task[PaintBody], job: Job) -> _Open:

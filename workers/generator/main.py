@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.heap import keep_freed_memory
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, StageSpec
 from shared.stage.runtime import Context
 
@@ -37,6 +38,8 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
     from workers.generator.vocoder_thread import VocoderThread
 
     assert stage.chunks is not None
+    # Chunks are computed in arrays of the same sizes.
+    keep_freed_memory()
     context.step("loading the vocoder")
     folder = _folder(context, model, stage)
     config = context.config

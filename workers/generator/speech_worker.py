@@ -44,6 +44,8 @@ class _Open:
     lag_s: float
     patience: asyncio.Timeout
     """For how long a suspect waits for its first chunk's frames."""
+    is_whole: bool
+    """Whether this attempt makes the speech from its beginning."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,8 @@ class SpeechWorker(GeneratorWorker):
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         patience = asyncio.timeout(SUSPECT_WAIT_S if job.suspect else None)
         speaker = Speaker(header.voice, seed_of(header.sampling, header.request_id))
-        request = _Open(job, speech, speaker, Playback(time.monotonic()), lag_s, patience)
+        playback, is_whole = Playback(time.monotonic()), speech.num_samples == 0
+        request = _Open(job, speech, speaker, playback, lag_s, patience, is_whole)
         self._in_flight[header.request_id] = job
         try:
             async with patience:
@@ -84,7 +87,7 @@ class SpeechWorker(GeneratorWorker):
             del self._in_flight[header.request_id]
         if not has_all:
             return Requeue()
-        self._log_finished(request)
+        self._on_finished(request)
         return Done(OutputSummary(units={"samples": speech.num_samples}))
 
     async def _follow(self, request: _Open, task: Task[FollowBody]) -> bool:
@@ -137,8 +140,13 @@ class SpeechWorker(GeneratorWorker):
         speech.num_samples += num_samples
         self._num_samples += num_samples
 
-    def _log_finished(self, request: _Open) -> None:
+    def _on_finished(self, request: _Open) -> None:
         job, speech = request.job, request.speech
+        if request.is_whole and speech.num_samples:
+            took_s = (self._context.bus.now_ms() - job.received_ms) / 1000
+            length_s = speech.num_samples / self._vocoder.sample_rate
+            metrics = self._context.metrics.of(self._model)
+            metrics.histogram("audio_realtime_factor").observe(took_s / length_s)
         self._context.log.info(
             "spoken",
             request_id=job.request_id,

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared.config import Config
+from shared.protocol.pipeline import TEXT
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
@@ -43,7 +44,11 @@ def routes(context: AppContext) -> list[Route]:
         return []
     folder = files("workers.gateway").joinpath("web")
     found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
-    about = {"STAGES": _stages(context.config), "LIMITS": _limits(context.config)}
+    about = {
+        "STAGES": _stages(context.config),
+        "LIMITS": _limits(context.config),
+        "PAINTERS": _painters(context.config),
+    }
     lines = (f"export const {name} = {json.dumps(value)};\n" for name, value in about.items())
     pipeline = ("pipeline.js", "".join(lines).encode())
     return [_route(context, name, content) for name, content in [*found, pipeline]]
@@ -57,6 +62,15 @@ def _stages(config: Config) -> list[tuple[str, str, str]]:
     return [
         (name, role.title if name == role.name else f"{role.title}: {name}", role.does)
         for name, role in roles.items()
+    ]
+
+
+def _painters(config: Config) -> list[str]:
+    """The models whose answer is an image."""
+    return [
+        name
+        for name, pipeline in pipelines_of(config).items()
+        if pipeline.painter is not None and TEXT not in pipeline.outputs
     ]
 
 

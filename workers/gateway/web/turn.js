@@ -8,6 +8,7 @@ const FACTS = [
   ["rate", "Tokens per second"],
   ["tokens", "Answer"],
   ["prompt", "Prompt"],
+  ["speech", "Speech"],
   ["resumed", "Resumed"],
 ];
 const COPIED_MS = 2000;
@@ -24,6 +25,7 @@ export function newTurn(question, images) {
     id: null,
     last: null, // the id of the last event whose text is in `texts`
     texts: [],
+    painted: null, // the URL of the image that is the answer, "" before it comes
     status: "Sending",
     error: [],
     facts: { resumed: "never" },
@@ -43,6 +45,7 @@ export class Turn {
     this.element = newElement("article", "turn");
     this.element.ariaLabel = `Question ${number + 1}`;
     this.element.append(this.askedPart(), this.answerPart(), this.timelinePart());
+    if (kept.painted) this.paint(kept.painted);
     kept.texts.forEach((text, index) => this.writerOf(index).write(text));
     this.busy = kept.state === "running";
     this.say(kept.status);
@@ -80,6 +83,13 @@ export class Turn {
     this.writerOf(index).write(text);
   }
 
+  /** Show an image, or a preview of it, in the place of the one before. */
+  paint(url) {
+    this.kept.painted = url;
+    this.image ??= Object.assign(add(this.text, "img", "painted"), { alt: `Painted: ${this.kept.question}` });
+    this.image.src = url;
+  }
+
   fact(name, text) {
     this.kept.facts[name] = text;
     this.facts[name].textContent = text;
@@ -108,7 +118,7 @@ export class Turn {
     this.busy = false;
     this.say(status);
     this.writers.forEach((writer) => writer.finish());
-    if (this.messages.length === 0) this.remark("This question has no answer, and later ones are sent without it.");
+    if (this.messages.length === 0 && this.kept.painted === null) this.remark("This question has no answer, and later ones are sent without it.");
   }
 
   remark(text) {

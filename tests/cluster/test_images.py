@@ -1,0 +1,321 @@
+"""From text to image by real processes: a generator paints, and is killed between its steps.
+
+    request ──▶ dit
+
+The bytes of every file equal those of a plain loop over the same weights.
+"""
+
+import asyncio
+import base64
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from ops.browser import ENTER, MISSING, browsing
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.images import ImageParams, PaintParams
+from shared.protocol.records import Failure, Finish, ImageRecord, StepState
+from shared.protocol.requests import GenerateRequest
+from shared.state.token_log import decode_record
+from tests import preloaded
+from tests.cluster.processes import Processes, running, until, until_nothing_is_left, until_ready
+from tests.generator import painters
+from workers.generator.core.denoising import ImageModel
+from workers.generator.painter_model import PainterModel, load_painter
+
+DEMO_MODEL = Path(__file__).parents[2] / "ops" / "demo_model"
+CONFIG = f"""
+models:
+  painter:
+    path: painter
+    dtype: float64
+    stages:
+      renderer: {{enabled: false}}
+      engine: {{enabled: false}}
+      dit:
+        role: generator
+        inputs: {{prompt: {{from: request, function: paint}}}}
+        output: {{name: image, kind: image}}
+        sizes: [16x16, 12x8]
+        sampling_defaults: {{steps: 6, guidance: 3.0}}
+  demo:
+    path: {DEMO_MODEL}
+generator: {{checkpoint_s: 0, threads: 1}}
+gateway: {{port: 0}}
+delivery: {{ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}}
+"""
+# Workers of the model `demo` are not needed.
+WORKERS = {
+    "coordinator": ["coordinator"],
+    "dit": ["generator", "--model", "painter"],
+    "gateway": ["gateway"],
+}
+STEP_S = 0.1
+"""How long a step takes here at least, so that a worker can be killed between two of them."""
+PROMPT = "a red circle on blue"
+# Notes each image that the page shows.
+WATCH_IMAGES = """
+window.shown = [];
+new MutationObserver(() => {
+  const source = document.querySelector(".painted")?.src;
+  if (source && window.shown.at(-1) !== source) window.shown.push(source);
+}).observe(document.body, { subtree: true, childList: true, attributes: true });
+"""
+
+
+def register_roles() -> None:
+    step = PainterModel.step
+
+    def slowly(self: PainterModel, steps: Any) -> Any:
+        time.sleep(STEP_S)
+        return step(self, steps)
+
+    # This process alone is a fork that paints.
+    PainterModel.step = slowly  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "pagemill.yaml").write_text(CONFIG)
+    painters.write(folder / "painter")
+    with running(folder, WORKERS, __name__) as started:
+        yield started
+
+
+@pytest.fixture
+async def bus(processes: Processes) -> AsyncIterator[Bus]:
+    connected = await Bus.connect(processes.url, "test")
+    await until_ready(connected, WORKERS)
+    yield connected
+    await connected.close()
+
+
+@pytest.fixture
+async def url(bus: Bus) -> str:
+    found = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+    assert found[0] is not None
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def painter(processes: Processes) -> ImageModel:
+    return load_painter(processes.folder / "painter", "float64", ["16x16"], "the stage")
+
+
+async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, "image"))
+    records = (decode_record(message.data) for message in stored)
+    return [record for record in records if isinstance(record, StepState)]
+
+
+async def test_the_generator_is_killed_between_the_steps_of_an_image(
+    processes: Processes, bus: Bus, painter: ImageModel
+) -> None:
+    asked = ImageParams(steps=8, seed=5, negative_prompt="a star")
+    request = GenerateRequest("painter", prompt=PROMPT, image=asked)
+
+    async def own() -> list[Any]:
+        return [record async for record in client.ask(bus, request, "killed")]
+
+    async def has_steps(number: int) -> bool:
+        return len(await steps_of(bus, "killed")) >= number
+
+    painting = asyncio.create_task(own())
+    for number in (2, 5):
+        await until(partial(has_steps, number))
+        processes.kill("dit")
+    (finish,) = await painting
+    assert isinstance(finish, Finish)
+    assert {span.stage for span in finish.path} == {"coordinator", "dit"}
+    records = [record async for record in client.follow_output(bus, "killed", "image")]
+    (image,) = (record for record in records if isinstance(record, ImageRecord))
+    params = PaintParams("16x16", 1, 8, 3.0, "a star", 5)
+    alone = painters.painted_alone(PROMPT, params, model=painter)
+    assert await client.read_media(bus, image.media) == alone
+    # What is in the log is not computed again.
+    states = await steps_of(bus, "killed")
+    assert [state.step for state in states] == [1, 2, 3, 4, 5, 6, 7]
+    assert len({state.attempt for state in states}) == 3
+    await until_nothing_is_left(bus)
+
+
+# -- over HTTP, and from the command line ---------------------------------------------------------
+
+
+async def test_the_official_client_has_images_painted(url: str, painter: ImageModel) -> None:
+    params = PaintParams("12x8", 2, 4, 3.0, "", 7)
+    right = [painters.painted_alone(PROMPT, params, number, painter) for number in range(2)]
+    more = {"seed": 7, "num_inference_steps": 4}
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        form: Any = {"model": "painter", "prompt": PROMPT, "n": 2, "size": "12x8"}
+        whole, by_url = await asyncio.gather(
+            api.images.generate(**form, extra_body=more),
+            api.images.generate(**form, response_format="url", extra_body=more),
+        )
+    assert [base64.b64decode(image.b64_json or "") for image in whole.data or []] == right
+    assert (whole.size, whole.output_format) == ("12x8", "png")
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == len(painter.encode(PROMPT, ""))
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for image, file in zip(by_url.data or [], right, strict=True):
+            assert image.url is not None
+            assert image.url.startswith(f"{url}/v1/images/")
+            answer = await http.get(image.url)
+            assert (answer.headers["content-type"], answer.content) == ("image/png", file)
+        for name in ("0" * 64, "x"):
+            assert (await http.get(f"{url}/v1/images/{name}")).status_code == 404
+
+
+async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        stream = await api.images.generate(
+            model="painter",
+            prompt=PROMPT,
+            stream=True,
+            partial_images=2,
+            extra_body={"seed": 3, "guidance_scale": 1.0},
+        )
+        *previews, last = [event async for event in stream]
+    assert [event.type for event in previews] == ["image_generation.partial_image"] * 2
+    assert [getattr(event, "partial_image_index", None) for event in previews] == [0, 1]
+    assert last.type == "image_generation.completed"
+    alone = painters.painted_alone(PROMPT, PaintParams("16x16", 1, 6, 1.0, "", 3), model=painter)
+    assert base64.b64decode(last.b64_json) == alone
+    assert len({event.b64_json for event in (*previews, last)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "message"),
+    [
+        ({"size": "17x16"}, "size", "available: 16x16, 12x8"),
+        ({"n": 11}, "n", "<= 10"),
+        ({"n": 2, "stream": True}, "n", "a stream has one image"),
+        ({"output_format": "jpeg"}, "output_format", "available: png"),
+        ({"response_format": "file"}, "response_format", "available: b64_json, url"),
+        ({"response_format": "url", "stream": True}, "response_format", "available: b64_json"),
+        ({"partial_images": 2}, "partial_images", "require stream"),
+        ({"num_inference_steps": 201}, "num_inference_steps", "<= 200"),
+        ({"quality": "high"}, "quality", "not supported"),
+        ({"guidance_scale": 1, "negative_prompt": "red"}, "negative_prompt", "^negative_prompt: "),
+        ({"prompt": "red " * 20}, "prompt", "reads at most 12"),
+        ({"negative_prompt": "red " * 20}, "negative_prompt", "^negative_prompt: the text has"),
+        ({"model": "demo"}, "model", "demo paints no images"),
+        ({"model": "none"}, "model", "no model"),
+    ],
+)
+async def test_what_cannot_be_painted_is_refused_by_the_field(
+    url: str, changed: dict[str, Any], field: str, message: str
+) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        form: Any = {"model": "painter", "prompt": PROMPT} | changed
+        with pytest.raises(openai.APIStatusError) as refused:
+            await api.post("/images/generations", cast_to=object, body=form)
+    assert refused.value.status_code == (404 if changed.get("model") == "none" else 400)
+    body: Any = refused.value.body
+    assert body["param"] == field
+    assert re.search(message, body["message"])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_image(bus: Bus, url: str, is_stream: bool) -> None:
+    body = {"model": "painter", "prompt": PROMPT, "num_inference_steps": 200, "stream": is_stream}
+    before = set(await steps_by_request(bus))
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        asking = asyncio.create_task(http.post(f"{url}/v1/images/generations", json=body))
+
+        async def new() -> set[str]:
+            return set(await steps_by_request(bus)) - before
+
+        (request_id,) = await until(new)
+        asking.cancel()
+
+    async def last() -> Any:
+        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+        return stored and decode_record(stored.data)
+
+    final = await until(last)
+    assert isinstance(final, Failure)
+    assert final.error.code == "cancelled"
+    await until_nothing_is_left(bus)
+    assert len(await steps_of(bus, request_id)) < 150
+
+
+@pytest.mark.skipif(MISSING is not None, reason="needs Debian's chromium and chromium-driver")
+@pytest.mark.timeout(180)
+async def test_the_page_shows_an_image_as_it_sharpens(
+    url: str, painter: ImageModel, tmp_path: Path
+) -> None:
+    alone = painters.painted_alone(PROMPT, PaintParams("16x16", 1, 9, 3.0, "", 11), model=painter)
+    await asyncio.to_thread(check_page, url, tmp_path, base64.b64encode(alone).decode())
+
+
+def check_page(url: str, folder: Path, image: str) -> None:
+    with browsing(folder) as page:
+        page.open(f"{url}/")
+        page.wait("!document.querySelector('#send').disabled")
+        page.run("document.querySelector('#model').value = 'painter'")
+        parameters = '{"seed": 11, "num_inference_steps": 9}'
+        page.run("document.querySelector('#more').value = arguments[0]", parameters)
+        page.run(WATCH_IMAGES)
+        page.type("#question", PROMPT + ENTER)
+        page.wait(
+            "document.querySelector('.turn .status')?.textContent.startsWith('Painted')",
+            timeout_s=60,
+        )
+        shown: list[str] = page.run("return window.shown")
+        assert len(shown) == len(set(shown)) == 7
+        assert shown[-1] == f"data:image/png;base64,{image}"
+        assert page.run("return document.querySelector('.painted').naturalWidth") == 16
+        # Stop cancels an image, and the next question may come.
+        page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
+        page.type("#question", PROMPT + ENTER)
+        page.wait("!document.querySelector('#cancel').hidden")
+        page.run("document.querySelector('#cancel').click()")
+        page.wait("document.querySelector('.turn:last-child .status').textContent === 'Cancelled'")
+        assert page.console_errors() == []
+
+
+async def steps_by_request(bus: Bus) -> list[str]:
+    """The requests whose images have begun."""
+    stored = await bus.read(subjects.TOKENS_STREAM, "pm.tokens.*.image")
+    return [message.subject.split(".")[2] for message in stored]
+
+
+async def test_the_command_line_saves_images(
+    processes: Processes, bus: Bus, painter: ImageModel, tmp_path: Path
+) -> None:
+    options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
+    form = ["--steps", "3", "--seed", "4", "--guidance", "2", "--negative", "a star", "--n", "2"]
+    file = tmp_path / "out.png"
+    drawn = await asyncio.to_thread(
+        preloaded.run, "draw", PROMPT, "-o", str(file), "--request-id", "drawn", *form, *options
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    params = PaintParams("16x16", 2, 3, 2.0, "a star", 4)
+    for number in range(2):
+        alone = painters.painted_alone(PROMPT, params, number, painter)
+        assert (tmp_path / f"out-{number + 1}.png").read_bytes() == alone
+    assert "16 x 16 pixels, seed 4" in drawn.stderr
+    where = await asyncio.to_thread(preloaded.run, "where", "drawn", *options)
+    assert "dit" in where.stdout
+    for more, said in (
+        (["--model", "demo"], "demo has no output of images"),
+        (["--size", "1x1"], "available: 16x16, 12x8"),
+        (["--steps", "0"], "steps"),
+    ):
+        refused = await asyncio.to_thread(
+            preloaded.run, "draw", PROMPT, "-o", str(file), *more, *options
+        )
+        assert refused.returncode == 1
+        assert said in refused.stderr

@@ -1,0 +1,132 @@
+"""`pagemill draw`: a text becomes images."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.errors import InvalidRequest
+from shared.protocol.images import ImageParams
+from shared.protocol.records import Finish, ImageRecord, LogRecord
+from shared.protocol.requests import GenerateRequest
+from shared.stage.pipelines import pipeline_of
+from shared.validation import invalid_request
+from workers.cli import settings
+from workers.cli.ask import print_answer
+from workers.cli.broker import connected
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
+from workers.cli.terminal import print_note
+
+
+async def draw(
+    prompt: str,
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
+    size: str | None = None,
+    n: int | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    negative: str | None = None,
+    model: ModelName = None,
+    timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
+    json: bool = False,
+    request_id: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Have images painted of a text, and write them to PNG files. Ctrl-C cancels the request.
+
+    Parameters
+    ----------
+    prompt
+        What the images are to show.
+    output
+        The PNG file. With several images, their numbers come behind its name.
+    size
+        Width and height in pixels, such as 120x120; by default the first size of the model.
+    n
+        Number of images.
+    seed
+        The noise that the images begin with; by default a new one for each request.
+    steps
+        Denoising steps of each image; by default as configured.
+    guidance
+        Scale of the guidance by the prompt, 1 for none; by default as configured.
+    negative
+        What the images are guided away from.
+    timeout_s
+        Maximum seconds from acceptance to the last image; by default as configured.
+    json
+        Print the records of the request's own log, one JSON object per line.
+    request_id
+        Id of the request; with the id of an earlier request, the command saves its images.
+    """
+    loaded = load(config)
+    model, name = _find_painter(loaded, model)
+    request = GenerateRequest(
+        model,
+        prompt=prompt,
+        image=_params(size, n, steps, guidance, negative, seed),
+        outputs=[name],
+        timeout_s=timeout_s,
+    )
+    request_id = request_id or client.new_request_id()
+    async with connected(nats or settings.nats_url(loaded), "draw") as bus:
+        records = client.ask(bus, request, request_id)
+        saved = _while_saving(bus, records, request_id, name, output)
+        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+
+
+def _params(*given: Any) -> ImageParams:
+    """Return the parameters in the order of ImageParams. Raises InvalidRequest."""
+    fields = dict(zip(ImageParams.__struct_fields__, given, strict=False))
+    try:
+        return msgspec.convert(fields, ImageParams)
+    except msgspec.ValidationError as error:
+        raise invalid_request(error) from error
+
+
+def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
+    """Return a model that paints, by default the first one, and the name of its output of images.
+
+    Raises InvalidRequest for a model without one.
+    """
+    for name in config.models if model is None else [model]:
+        painter = pipeline_of(config.models[name]).painter if name in config.models else None
+        if painter is not None and painter.output is not None:
+            return name, painter.output.name
+    who = "no configured model" if model is None else model
+    raise InvalidRequest(f"{who} has no output of images; see `pagemill check`", field="model")
+
+
+async def _while_saving(
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
+) -> AsyncIterator[LogRecord]:
+    """Yield the records of a request, and write its images to files when it has ended well."""
+    async for record in records:
+        yield record
+        if isinstance(record, Finish):
+            await _save(bus, request_id, output, file)
+
+
+async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
+    found = [
+        record
+        async for record in client.follow_output(bus, request_id, output)
+        if isinstance(record, ImageRecord)
+    ]
+    for image in sorted(found, key=lambda image: image.number):
+        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(found) > 1 else file
+        data = await client.read_media(bus, image.media)
+        try:
+            numbered.write_bytes(data)
+        except OSError as error:
+            raise InvalidRequest(f"{numbered}: {error.strerror}", field="output") from error
+        print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")

@@ -1,0 +1,101 @@
+"""Bodies of OpenAI's image generation, and the events of its streams. Pure."""
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from shared.protocol.images import Guidance, NegativePrompt, NumImages, NumPreviews, NumSteps, Seed
+
+UNSUPPORTED = frozenset(
+    {"background", "input_fidelity", "moderation", "output_compression", "quality", "style"}
+)
+AUTO = "auto"
+PNG = "png"
+B64_JSON, URL = "b64_json", "url"
+
+
+class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
+    """The text that the images are painted of."""
+    n: NumImages | None = None
+    """Number of images; by default 1, which is the limit of a stream."""
+    size: str | None = None
+    """One of the model's sizes, such as `120x120`; by default, and with `auto`, the first one."""
+    response_format: str = B64_JSON
+    """`b64_json`, or `url` for the address of a file, which is not for streams."""
+    output_format: str = PNG
+    """`png`"""
+    stream: bool = False
+    """Send events, among them previews."""
+    partial_images: NumPreviews | None = None
+    """Previews in a stream, at equal distances; by default none."""
+    seed: Seed | None = None
+    """With the same seed and the same parameters, the images are the same."""
+    num_inference_steps: NumSteps | None = None
+    """Denoising steps; by default as the model is configured."""
+    guidance_scale: Guidance | None = None
+    """Scale of the classifier-free guidance, 1 for none; by default as the model is configured."""
+    negative_prompt: NegativePrompt | None = None
+    """What the images are guided away from."""
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """Time from acceptance to the last image. The configured value is the default and maximum."""
+
+    # Only values without an effect.
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+    quality: Literal["auto", "standard"] | None = None
+
+    user: str | None = None
+    """No effect."""
+
+
+class ImageEntry(Struct, frozen=True, kw_only=True):
+    b64_json: str | UnsetType = UNSET
+    """Base64 of the file."""
+    url: str | UnsetType = UNSET
+    """The address of the file, for as long as the gateway stores it."""
+
+
+class ImageUsageDetails(Struct, frozen=True):
+    text_tokens: int
+    image_tokens: int = 0
+
+
+class ImageUsage(Struct, frozen=True):
+    """Tokens of the prompt. An image has none."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: ImageUsageDetails
+
+
+class ImagesAnswer(Struct, frozen=True):
+    created: int
+    data: list[ImageEntry]
+    size: str
+    usage: ImageUsage
+    output_format: str = PNG
+    background: str = "opaque"
+
+
+class ImageEvent(Struct, frozen=True, kw_only=True):
+    """A preview (`image_generation.partial_image`), or the image (`image_generation.completed`)."""
+
+    type: Literal["image_generation.partial_image", "image_generation.completed"]
+    b64_json: str
+    created_at: int
+    size: str
+    partial_image_index: int | UnsetType = UNSET
+    """The number of a preview, from 0."""
+    usage: ImageUsage | UnsetType = UNSET
+    """In the last event."""
+    output_format: str = PNG
+    quality: str = AUTO
+    background: str = "opaque"
+
+
+def usage_of(prompt_tokens: float) -> ImageUsage:
+    num = int(prompt_tokens)
+    return ImageUsage(num, 0, num, ImageUsageDetails(num))
