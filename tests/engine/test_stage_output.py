@@ -135,7 +135,10 @@ def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
 def test_the_summary_counts_frames(reason: Any, num_frames: int) -> None:
     last = replace(step(5, [96], finish_reason=reason), usage=Usage(3, 6), kv_blocks=2)
     assert code_output().summary(last) == OutputSummary(
-        kv_blocks=2, units={"frames": num_frames}, finish_reason=reason
+        usage=Usage(3, num_frames),
+        kv_blocks=2,
+        units={"frames": num_frames},
+        finish_reason=reason,
     )
 
 
