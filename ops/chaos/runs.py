@@ -48,7 +48,8 @@ RUNS: dict[str, Settings] = {
     "omni": Settings(
         engine="demo",
         requests=2000,
-        rate=5.0,
+        rate=4.0,
+        concurrency=32,
         engines=2,
         renderers=1,
         talkers=2,
@@ -95,7 +96,7 @@ QUICK: dict[str, Settings] = {
     # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
         DEMO,
-        requests=100,
+        requests=80,
         rate=4.0,
         # On a machine that cannot serve this rate, a backlog would hide how long recoveries take.
         concurrency=12,
@@ -113,11 +114,11 @@ QUICK: dict[str, Settings] = {
         },
     ),
     "fake engine, mixed faults": Settings(
-        requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
+        requests=300, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
     ),
     # Renderers die before their payloads are read, engines while they read, and other workers too.
     "fake engine, large payloads": Settings(
-        requests=240,
+        requests=180,
         rate=12.0,
         renderer="fake",
         fault_every_s=1.5,
@@ -136,7 +137,7 @@ QUICK: dict[str, Settings] = {
         mix=Mix(images=0.7),
     ),
     "speech, kills": Settings(
-        requests=90,
+        requests=70,
         rate=9.0,
         concurrency=24,
         renderers=1,
@@ -156,7 +157,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, two gateways": Settings(
-        requests=170,
+        requests=100,
         rate=10.0,
         renderers=1,
         engines=2,

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.heap import keep_freed_memory
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, StageSpec
 from shared.stage.runtime import Context
 
@@ -37,9 +38,20 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
     from workers.generator.vocoder_thread import VocoderThread
 
     assert stage.chunks is not None
+    # Chunks are computed in arrays of the same sizes.
+    keep_freed_memory()
     context.step("loading the vocoder")
     folder = _folder(context, model, stage)
-    vocoder = await asyncio.to_thread(load_vocoder, folder, stage.chunks, key)
+    config = context.config
+    vocoder = await asyncio.to_thread(
+        load_vocoder,
+        folder,
+        stage.chunks,
+        key,
+        voices=context.pipelines[model].voices,
+        dtype=config.models[model].dtype,
+        device=config.engine.device,
+    )
     thread = VocoderThread(vocoder, context.config.generator.max_batch)
     await SpeechWorker(context, model, thread, stage.chunks, vocoder).serve()
 

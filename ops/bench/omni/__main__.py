@@ -4,6 +4,7 @@
 - the sound that is made in a second, and how much more of it at 16 than at 1
 - the steps to the first samples, and the processor time of each stage
 - by how much a kill of the talker delays the last sample
+- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights
 
 `python -m ops.bench.omni [ROUNDS]`: the two roads take turns, and figures are medians of the
 rounds. Speeches of both have the same samples, or this ends with an error.
@@ -22,7 +23,8 @@ import torch
 from cyclopts import App
 from msgspec.structs import replace
 
-from ops.bench.omni.durable import MODEL, STEPS, TALKER, VOCODER, Site, site
+from ops.bench.omni import images
+from ops.bench.omni.durable import MODEL, SPECS, STEPS, TALKER, VOCODER, Site, running
 from ops.bench.omni.figures import Level, Spoken, level_of
 from ops.bench.omni.plain import PlainLoop
 from ops.chaos.plan import ROOT
@@ -63,6 +65,10 @@ def write_config(folder: Path) -> tuple[Path, Config]:
             log_level="warning",
         )
     )
+    painter = folder / "painter"
+    images.write_painter(painter)
+    tree["models"][images.MODEL] = images.model_config(painter)
+    tree["generator"]["threads"] = 1
     file = folder / "pagemill.yaml"
     file.write_bytes(msgspec.json.encode(tree))
     return file, settings.load_config(file)
@@ -76,26 +82,33 @@ class Round:
         self.durable: dict[int, Level] = {}
         self.steps: dict[str, float] = {}
         self.processor: dict[str, float] = {}
+        """Milliseconds of processor time for a second of sound, at the last level."""
         self.delays_s: list[float] = []
+        self.plain_images: dict[int, float] = {}
+        self.durable_images: dict[int, float] = {}
+        """Images a minute."""
 
 
-async def measure(plain: PlainLoop, running: Site, texts: Sequence[str]) -> Round:
+async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
     found = Round()
     for at_once in LEVELS:
         some = texts if at_once > 1 else texts[: len(texts) // 2]
-        began_s = time.perf_counter()
+        used_s, began_s = time.process_time(), time.perf_counter()
         floor = plain.speak(some, at_once)
         found.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
-        before, began_s = running.processor_s(), time.perf_counter()
-        spoken = await running.speak(some, at_once)
+        used_s = time.process_time() - used_s
+        before, began_s = site.processor_s(), time.perf_counter()
+        spoken = await site.speak(some, at_once)
         found.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
-        after = running.processor_s()
+        after = site.processor_s()
         check_same(floor, spoken)
-        found.processor = {name: after[name] - before[name] for name in after}
-    steps = [(await running.speak_one(text))[1] for text in texts[:8]]
+        sound_s = sum(one.sound_s for one in spoken)
+        used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
+        found.processor = {name: 1000 * used[name] / sound_s for name in used}
+    steps = [(await site.speak_one(text))[1] for text in texts[:8]]
     found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
     long = ". ".join(texts[:6])
-    found.delays_s = [await running.delay_of_kill(long) for _ in range(NUM_KILLS)]
+    found.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
     return found
 
 
@@ -113,9 +126,19 @@ async def run(rounds: int, num_texts: int, preloader: Preloader) -> list[Round]:
         texts = make_texts(num_texts)
         plain.speak(texts[:4], 4)
         first_frames = 7
-        async with site(config, file, Path(name), preloader, first_frames) as running:
-            await running.speak(texts[:8], 4)
-            return [await measure(plain, running, texts) for _ in range(rounds)]
+        specs = [*SPECS, *images.SPECS[1:]]
+        async with running(config, file, specs, preloader) as (bus, cluster):
+            site = Site(bus, cluster, first_frames)
+            await site.speak(texts[:8], 4)
+            found = [await measure(plain, site, texts) for _ in range(rounds)]
+            painter = images.PlainPainter(Path(name) / "painter")
+            await images.paint_by_queue(bus, texts[:4], 4)
+            for one in found:
+                for at_once in LEVELS:
+                    one.plain_images[at_once] = painter.paint(texts, at_once)
+                    made = await images.paint_by_queue(bus, texts, at_once)
+                    one.durable_images[at_once] = made
+            return found
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -144,12 +167,11 @@ def print_report(rounds: Sequence[Round]) -> None:
     steps = {name: statistics.median(one.steps[name] for one in rounds) for name in STEPS}
     lines.append("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
     used = {k: statistics.median(one.processor[k] for one in rounds) for k in rounds[0].processor}
-    total = sum(used.values()) or 1.0
     lines.append(
-        "processor time at 16: "
-        + ", ".join(f"{k} {100 * v / total:.0f} %" for k, v in used.items())
+        f"processor ms for a second of sound, at {LEVELS[-1]}: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in used.items())
     )
-    lines += [*goals(roads, rounds)]
+    lines += [*goals(roads, rounds), *image_lines(rounds)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -175,6 +197,15 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     ]
 
 
+def image_lines(rounds: Sequence[Round]) -> list[str]:
+    found = ["| images a minute, at once | plain loop | durable |", "|---|---|---|"]
+    for at_once in LEVELS:
+        plain = statistics.median(one.plain_images[at_once] for one in rounds)
+        durable = statistics.median(one.durable_images[at_once] for one in rounds)
+        found.append(f"| {at_once} | {plain:.0f} | {durable:.0f} |")
+    return found
+
+
 def _run_worker() -> None:
     forked = App(name="pagemill")
     forked.command(serve.worker)
@@ -183,7 +214,8 @@ def _run_worker() -> None:
 
 def main(rounds: int = 3, num_texts: int = 48) -> None:
     # Before there is a thread or an event loop.
-    preloader = fork_preloader(["workers.engine.main", "workers.generator.main"], _run_worker)
+    modules = ["workers.engine.main", "workers.generator.speech_worker"]
+    preloader = fork_preloader(modules, _run_worker)
     logs.configure_logging("error", role="bench")
     torch.set_num_threads(1)
     print_report(asyncio.run(run(rounds, num_texts, preloader)))

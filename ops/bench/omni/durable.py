@@ -120,17 +120,16 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(
-    config: Config, file: Path, folder: Path, preloader: Preloader, first_frames: int
-) -> AsyncIterator[Site]:
-    """Run the workers of a speech."""
-    cluster = LocalCluster(
-        config, file, list(SPECS), log_file=folder / "workers.log", preloader=preloader
-    )
+async def running(
+    config: Config, file: Path, specs: list[WorkerSpec], preloader: Preloader
+) -> AsyncIterator[tuple[Bus, LocalCluster]]:
+    """Run workers, and a broker for them."""
+    log_file = file.with_name("workers.log")
+    cluster = LocalCluster(config, file, specs, log_file=log_file, preloader=preloader)
     try:
         await cluster.start()
         bus = await Bus.connect(cluster.url, "bench")
-        yield Site(bus, cluster, first_frames)
+        yield bus, cluster
         await bus.close()
     finally:
         await cluster.stop()

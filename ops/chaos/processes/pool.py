@@ -31,7 +31,8 @@ from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from workers.cli.local_cluster import Process
 from workers.cli.preloader import Preloader
 
-READY_TIMEOUT_S = 60.0
+# Engines with a model import torch first, which takes long on a busy machine.
+READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
 # One of so many faults may hit a process that is not ready yet.

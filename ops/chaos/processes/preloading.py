@@ -12,6 +12,7 @@ from workers.roles import AUTOSCALER, role_of
 
 MAIN = "ops.chaos.worker.watched_worker"
 LIGHT = "ops.chaos.worker.light"
+GENERATOR = ("workers.generator.loader", "workers.generator.speech_worker")
 FAKE_ENGINE = ("workers.engine.item_loader", "workers.engine.worker")
 
 
@@ -23,7 +24,7 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
     if settings.engine == "fake":
         modules += FAKE_ENGINE
     if settings.vocoders:
-        modules.append(role_of("generator").module)
+        modules += GENERATOR
     if settings.scaled is not None:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
