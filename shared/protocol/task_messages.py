@@ -153,6 +153,8 @@ class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
 
     text: str | None = None
     """None for the request's own text, which another stage writes."""
+    prompt_token_ids: list[int] = []
+    """For a talker that needs it, the prompt that the request's own text answers."""
 
 
 class PaintBody(TaskBody, frozen=True):

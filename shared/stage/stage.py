@@ -172,8 +172,8 @@ class Stage:
         if pipeline is None:
             return
         for edge in pipeline.followers_of(self.name):
-            inputs = pipeline.inputs_of(edge.target)
-            await tasks.publish(self.bus, edge, self._header_behind(job), inputs)
+            header = self._header_behind(job)
+            await tasks.publish_follower(self.bus, pipeline, edge, header, job.body)
 
     def _header_behind(self, job: Job) -> TaskHeader:
         """The header for a next stage: the path now includes this one."""

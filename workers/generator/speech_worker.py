@@ -15,13 +15,14 @@ from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import CODES
 from shared.protocol.records import OutputSummary
+from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import FollowBody, Task
 from shared.stage.inputs import RequestEnded, follow_codes
 from shared.stage.job import Job
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from workers.generator.core.speech import Playback, Speech
-from workers.generator.core.vocoder import Vocoder
+from workers.generator.core.vocoder import Speaker, Vocoder
 from workers.generator.vocoder_thread import VocoderThread
 from workers.generator.worker import GeneratorWorker
 
@@ -38,6 +39,7 @@ class _Open:
 
     job: Job
     speech: Speech
+    speaker: Speaker
     playback: Playback
     lag_s: float
     patience: asyncio.Timeout
@@ -68,8 +70,9 @@ class SpeechWorker(GeneratorWorker):
         speech = Speech(self._chunks, self._vocoder, job.log.records)
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         patience = asyncio.timeout(SUSPECT_WAIT_S if job.suspect else None)
+        speaker = Speaker(header.voice, seed_of(header.sampling, header.request_id))
         playback, is_whole = Playback(time.monotonic()), speech.num_samples == 0
-        request = _Open(job, speech, playback, lag_s, patience, is_whole)
+        request = _Open(job, speech, speaker, playback, lag_s, patience, is_whole)
         self._in_flight[header.request_id] = job
         try:
             async with patience:
@@ -116,7 +119,9 @@ class SpeechWorker(GeneratorWorker):
                 return False
             request.patience.reschedule(None)
             dry_at_s = request.playback.dry_at_s + request.lag_s
-            samples = await self._thread.speak(job.request_id, speech.codes, window, dry_at_s)
+            samples = await self._thread.speak(
+                job.request_id, speech.codes, window, dry_at_s, request.speaker
+            )
             pcm = samples.astype("<i2").tobytes()
             await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate)
             # This request did not kill the workers that had it before.
