@@ -19,7 +19,7 @@ SCREENS = [("page.png", 1280, 720, "light"), ("page-phone.png", 390, 844, "dark"
 
 
 async def main() -> None:
-    async with serving() as (url, folder):
+    async with serving(spoken=True) as (url, folder):
         await asyncio.to_thread(take_screenshots, f"{url}/", folder)
 
 
@@ -30,6 +30,8 @@ def take_screenshots(url: str, folder: Path) -> None:
             browser.open(url)
             browser.wait("!document.querySelector('#send').disabled")
             browser.run("document.querySelector('#new').click()")
+            browser.wait("!document.querySelector('#speech').hidden")
+            browser.run("document.querySelector('#speak').checked = true")
             ask(browser, "What can you do?")
             ask(browser, "Describe the image.", "yellow_star.jpg")
             (DOCS / file).write_bytes(browser.screenshot())

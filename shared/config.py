@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from shared.config_generator import GeneratorConfig
 from shared.config_scale import ScaleConfig
-from shared.config_stages import MAX_SLOTS, Positive, StageConfig
+from shared.config_stages import MAX_SLOTS, Graph, Positive, StageConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -68,16 +68,16 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sampling_defaults: dict[str, Any] = {}
     """Sampling parameters of requests that do not set them."""
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
-    """The format in which the model writes tool calls; by default derived from the chat
-    template."""
+    """The format of the model's tool calls; by default derived from the chat template."""
     hash_model_id: str | None = None
-    """Model name in the mm_hashes of images that are rendered for other servers, which must have
-    been started with the same name; by default `path`."""
+    """Model name in mm_hashes of images for other servers, the same in all; by default `path`."""
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: peft's folders, relative to the configuration file."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Queues of the model's engines in each lane. With more than 1, requests with the same
     beginning wait in the same one, which one engine serves before the others do."""
+    graph: Graph | None = None
+    """Further stages that come with the product, for a model that speaks; `stages` changes them."""
     stages: dict[str, StageConfig] = {}
     """Changes and additions to the model's pipeline, by stage name; see `pagemill check`."""
 

@@ -1,6 +1,6 @@
 """The part of a model's configuration that changes or extends its pipeline."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -8,6 +8,8 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
+Graph = Literal["qwen3-omni", "qwen2.5-omni"]
+"""A talker and a vocoder, which load their parts of the model's folder; see `stage.graphs`."""
 Positive = Annotated[int, Meta(ge=1)]
 Voice = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 # Each is a consumer of the broker in each lane, and two pulls a second of each engine.

@@ -32,7 +32,8 @@ from ops.cluster.door import Door
 
 PROJECT = "pagemill-check"
 ENGINES = 3
-STEPS = ("answers", "transports", "rolling", "drain", "starting")
+STEPS = ("answers", "transports", "speech", "rolling", "drain", "starting")
+VOICE = FOLDER.parent / "ops" / "demo_voice"
 
 
 def say(text: str) -> None:
@@ -56,9 +57,16 @@ def ensure_image(image: str) -> None:
 
 
 def write_config(folder: Path) -> Path:
-    """Write the cluster's configuration with encoders, and with all payloads outside messages."""
+    """Write the cluster's configuration with encoders and a voice.
+
+    All payloads are outside messages.
+    """
     config = yaml.safe_load((FOLDER / "pagemill.yaml").read_text(encoding="utf-8"))
-    config["models"]["demo"]["tower"] = "encoder"
+    voice = yaml.safe_load((VOICE / "pagemill.yaml").read_text(encoding="utf-8"))
+    stages = voice["models"]["demo"]["stages"]
+    for stage in stages.values():
+        stage["path"] = str(Path("/models", stage["path"]))
+    config["models"]["demo"] |= {"tower": "encoder", "stages": stages}
     config["blobs"]["inline_kib"] = 1
     file = folder / "pagemill.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -76,7 +84,7 @@ def running(image: str, old: str | None, keep: bool) -> Iterator[tuple[Compose, 
         port = int(probe.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
         config = write_config(Path(folder))
-        env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config)}
+        env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config), "MODELS": str(VOICE)}
         compose = Compose(PROJECT, env, find_compose())
         compose.down()
         try:
@@ -117,6 +125,8 @@ async def check(compose: Compose, port: int, steps: list[str]) -> None:
             report(await checks.check_answers(door, rounds=ENGINES))
         if "transports" in steps:
             report(await checks.check_transports(compose))
+        if "speech" in steps:
+            report(await checks.check_speech(compose, door))
         if "rolling" in steps:
             report(await checks.check_rolling_restart(compose, door))
         if "drain" in steps:

@@ -14,11 +14,18 @@ from ops.cluster.door import Door, Tally, read_cases
 START_S = 600.0
 RESTART_S = 300.0
 BLOB_PORT = 9200
+# 24 kHz, 16 bit.
+SPEECH_BYTES_PER_S = 48_000
 # The grace of the compose file, and what the command itself takes.
 ENGINE_GRACE_S = 30.0
 LOAD_PER_S = 2.0
 QUIET_S = 20.0
 NUM_ANSWERS, NUM_TOKENS = 8, 600
+TEXTS = (
+    "There is one red circle on a blue background.",
+    "There are two green squares on a white background.",
+    "There are three yellow stars on a black background.",
+)
 STARTING_STOP_S = 3.0
 STARTING_DELAYS_S = (0.3, 1.5)
 KILLED = 137
@@ -97,6 +104,27 @@ def connections(table: str, port: int) -> int:
     return sum(int(row[2].split(":")[1], 16) == port and row[3] == _ESTABLISHED for row in rows)
 
 
+async def check_speech(compose: Compose, door: Door) -> Step:
+    """Speeches whose talker and generator are killed have the samples of undisturbed ones."""
+    expected = await door.speeches(TEXTS, asyncio.Event())
+    begun = asyncio.Event()
+    speeches = asyncio.create_task(door.speeches(TEXTS, begun))
+    await begun_or_ended(begun, speeches)
+    killed = [compose.containers(service)[0] for service in ("talker", "generator")]
+    for container in killed:
+        await asyncio.to_thread(run, ["docker", "kill", container.id])
+    for container in killed:
+        await asyncio.to_thread(run, ["docker", "start", container.id])
+    again = await speeches
+    compose.wait_healthy(RESTART_S, "generator")
+    seconds = sum(map(len, expected)) / SPEECH_BYTES_PER_S
+    equal = sum(a == b for a, b in zip(expected, again, strict=True))
+    if equal < len(TEXTS) or not all(expected):
+        raise CheckFailed(f"{equal} of {len(TEXTS)} speeches equal, {seconds:.1f} s of sound")
+    figures = f"{seconds:.1f} s of sound, {equal} of {len(TEXTS)} equal after kills of both stages"
+    return Step("speech", figures)
+
+
 async def check_rolling_restart(compose: Compose, door: Door) -> Step:
     """Every container restarts, one after the other, under a steady load that loses nothing."""
     # Otherwise requests would wait for the start of the only one.
@@ -163,7 +191,7 @@ async def check_drain(compose: Compose, door: Door) -> Step:
     return Step("drain of an engine", figures)
 
 
-async def begun_or_ended(begun: asyncio.Event, answers: asyncio.Task[list[str]]) -> None:
+async def begun_or_ended(begun: asyncio.Event, answers: asyncio.Task[Any]) -> None:
     """Wait until all answers have begun. Raises what has ended them before."""
     waiting = asyncio.create_task(begun.wait())
     await asyncio.wait({waiting, answers}, return_when=asyncio.FIRST_COMPLETED)

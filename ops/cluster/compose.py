@@ -12,7 +12,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "compose"
 FILE = FOLDER / "docker-compose.yml"
-PROFILES = ("encoder",)
+PROFILES = ("encoder", "speech")
 POLL_S = 0.5
 COMMAND_TIMEOUT_S = 300.0
 

@@ -5,7 +5,7 @@ import base64
 import itertools
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 from ops.demo import IMAGES, Case
 
 PATH = "/v1/chat/completions"
+SPEECH_PATH = "/v1/audio/speech"
 # A client of a door that restarts sends the same request, under the same id, again.
 RETRY_S = 0.5
 PATIENCE_S = 120.0
@@ -153,3 +154,26 @@ class Door:
             return text
 
         return list(await asyncio.gather(*(stream(number) for number in range(count))))
+
+    async def speeches(self, texts: Sequence[str], begun: asyncio.Event) -> list[bytes]:
+        """Return the samples of each text; `begun` is set when all speeches have begun.
+
+        Raises RuntimeError for a response that is no speech; `begun` is not set then.
+        """
+        waiting = set(texts)
+
+        async def listen(text: str) -> bytes:
+            body = {"model": "demo", "input": text, "voice": "alloy", "response_format": "pcm"}
+            samples = b""
+            async with self._client.stream("POST", SPEECH_PATH, json=body) as response:
+                if response.status_code != 200:
+                    reason = (await response.aread()).decode(errors="replace")[:300]
+                    raise RuntimeError(f"{text!r}: {response.status_code} {reason}")
+                async for piece in response.aiter_bytes():
+                    samples += piece
+                    waiting.discard(text)
+                    if not waiting:
+                        begun.set()
+            return samples
+
+        return list(await asyncio.gather(*map(listen, texts)))

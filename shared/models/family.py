@@ -26,6 +26,12 @@ one_window  `sliding_window` holds for every layer, although there are no `layer
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 """A syntax of tool calls that the gateway parses."""
 
+TalkerKind = Literal["code_predictor", "thinker_states"]
+"""A talker by what is special about it: a decoder for further codebooks, or the thinker's hidden
+states as its input."""
+VocoderKind = Literal["code2wav", "token2wav"]
+"""A vocoder with a neural network, by the name of its weights in a model's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaInput:
@@ -35,6 +41,11 @@ class MediaInput:
     """Makes the layout of a model folder and its config. Raises ConfigError."""
     placeholder: str
     """Name of the placeholder token's id in the config."""
+
+    def placeholder_id(self, config: Any) -> int:
+        """The placeholder token of a model; an omni model's is in the config of its thinker."""
+        token_id: int = getattr(getattr(config, "thinker_config", config), self.placeholder)
+        return token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +60,11 @@ class ModelFamily:
     """None for a family that reads text only."""
     language: type[LanguageAdapter] = LanguageAdapter
     """Positions of the prompt, and the model's forward pass."""
+    model_class: str | None = None
+    """Name of the class in transformers, where its auto classes do not tell it."""
+    vocoder: VocoderKind | None = None
+    """The vocoder in the folders of models that speak."""
+    talker: TalkerKind | None = None
+    """The talker in these folders."""
     tool_format: ToolFormat | None = None
     """Format of tool calls for chat templates that show no mark of one."""

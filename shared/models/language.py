@@ -75,6 +75,12 @@ class LanguageAdapter:
         model: Any = self.model
         return cast(PreTrainedModel, model.get_decoder())
 
+    @property
+    def input_embeddings(self) -> Any:
+        """The module that embeds token ids."""
+        model: Any = self.model
+        return model.get_input_embeddings()
+
     def check(self, prompt: MediaPrompt) -> None:
         """Check the items, because towers and `locate` take valid ones for granted.
 

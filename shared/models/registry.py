@@ -5,6 +5,7 @@ import pkgutil
 from functools import cache
 from typing import Any
 
+import transformers
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
@@ -60,6 +61,8 @@ def find_tower(config: PreTrainedConfig) -> TowerAdapter | None:
 def find_model_class(config: PreTrainedConfig) -> Any:
     """Return the transformers class that loads a model."""
     family = find_family(config)
+    if family is not None and family.model_class is not None:
+        return getattr(transformers, family.model_class)
     if family is None or family.tower is None:
         return AutoModelForCausalLM
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]

@@ -47,7 +47,9 @@ MAX_PARTS = 64
 class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
 
-    kind: Literal["chat", "completion", "embedding", "generate", "rerank", "score"]
+    kind: Literal[
+        "chat", "completion", "demo", "embedding", "generate", "rerank", "score", "speech"
+    ]
     model: str
     tenant: str
     created_s: int

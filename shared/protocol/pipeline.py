@@ -282,6 +282,8 @@ class EdgeFunction(NamedTuple):
     make: Callable[[Any], Struct]
     takes_text: bool
     """Whether it also makes the task of the text that a request gives."""
+    takes_body: bool
+    """Whether it makes the task of a FollowedTask, and not of the inputs alone."""
 
 
 EDGE_FUNCTIONS: dict[str, EdgeFunction] = {}
@@ -291,17 +293,20 @@ EDGE_FUNCTIONS: dict[str, EdgeFunction] = {}
 Make = Callable[[Any], Any]
 
 
-def edge_function(name: str, carries: str, *, takes_text: bool = False) -> Callable[[Make], Make]:
+def edge_function(
+    name: str, carries: str, *, takes_text: bool = False, takes_body: bool = False
+) -> Callable[[Make], Make]:
     """Register a function under `name` for edges that carry `carries`.
 
     Its argument is the Prompt of the request for an edge from REQUEST, the result of the source for
     a task edge, the input names and outputs to follow for a stream edge, and an item for a fan-out
     edge. It returns the body of the target's task. With `takes_text`, the function of a stream edge
-    takes a Prompt as well: that of a request that gives the text itself.
+    takes a Prompt as well: that of a request that gives the text itself. With `takes_body`, its
+    argument is a FollowedTask of `shared.stage.edge_functions`.
     """
 
     def register(make: Make) -> Make:
-        EDGE_FUNCTIONS[name] = EdgeFunction(carries, make, takes_text)
+        EDGE_FUNCTIONS[name] = EdgeFunction(carries, make, takes_text, takes_body)
         return make
 
     return register

@@ -72,11 +72,21 @@ class Usage(Struct, frozen=True):
     """Prompt tokens that were found in the prefix cache and not computed."""
 
 
+class ErrorInfo(Struct, frozen=True):
+    code: str
+    message: str
+    field: str | None
+    fault: Literal["client", "server"]
+    retryable: bool
+    """Whether the same request may succeed if it is sent again, under another id."""
+    retry_after_s: float | None = None
+
+
 class OutputSummary(Struct, frozen=True, omit_defaults=True):
     """What is known of an output at its end."""
 
     usage: Usage | None = None
-    """Tokens, for the output that is text."""
+    """Tokens, for the output of an engine: those of text, or frames of codes."""
     kv_blocks: int = 0
     """The most KV blocks that the stage held for the request at one time."""
     units: dict[str, float] = {}
@@ -85,6 +95,8 @@ class OutputSummary(Struct, frozen=True, omit_defaults=True):
     """The stages that led to the output, its own last."""
     finish_reason: Literal["stop", "length"] | None = None
     """Why an output of codes has ended; `length` for a speech that is cut at its stage's limit."""
+    error: ErrorInfo | None = None
+    """Why the output was cut, if the request ended without it; see `on_late`."""
 
 
 class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):
@@ -98,16 +110,6 @@ class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):
     path: list[StageSpan]
     outputs: dict[str, OutputSummary] = {}
     """By name, where the request has other outputs than its text."""
-
-
-class ErrorInfo(Struct, frozen=True):
-    code: str
-    message: str
-    field: str | None
-    fault: Literal["client", "server"]
-    retryable: bool
-    """Whether the same request may succeed if it is sent again, under another id."""
-    retry_after_s: float | None = None
 
 
 class Failure(Struct, frozen=True, tag="error"):

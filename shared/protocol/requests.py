@@ -136,7 +136,10 @@ class EmbeddingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     `modules.json`, and true without that file."""
 
 
-class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
+OnLate = Literal["fail", "text"]
+
+
+class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A request for an answer; its prompt is in `messages`, `prompt` or `prompt_token_ids`."""
 
     model: str
@@ -178,6 +181,9 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     of it as it is. Only with outputs that are made of the text."""
     voice: str | None = None
     """Name of the voice that speaks the text; by default the model's first one."""
+    on_late: OnLate = "fail"
+    """What becomes of a request with several outputs when the others are not complete by the
+    deadline, or one of them fails: `text` ends it with its text alone, if that is complete."""
     image: ImageParams | None = None
     """How images are painted of the `prompt`; only for a model that paints."""
     embedding: EmbeddingParams | None = None
@@ -210,4 +216,4 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None 
     """
     if sampling is None:
         return to_json(request)
-    return to_json(msgspec.structs.asdict(request) | {"sampling_params": sampling})
+    return to_json(msgspec.to_builtins(request) | {"sampling_params": sampling})

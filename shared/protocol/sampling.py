@@ -4,6 +4,7 @@
 `sampling_params` are derived from its fields.
 """
 
+import hashlib
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, json
@@ -99,3 +100,11 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     bad_words: Annotated[list[BadWord], Meta(max_length=64)] = []
     """Words that no token may complete, whether they begin a word or follow a space."""
     skip_reading_prefix_cache: bool = False
+
+
+def seed_of(params: SamplingParams, request_id: str) -> int:
+    """The seed of a request: its own, or one that all attempts make of its id."""
+    if params.seed is not None:
+        return params.seed
+    digest = hashlib.sha256(request_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -8,7 +8,7 @@ from shared.protocol.encoding import Versioned
 from shared.protocol.images import PaintParams
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
 from shared.protocol.records import StageSpan
-from shared.protocol.requests import EmbeddingParams, Prompt
+from shared.protocol.requests import EmbeddingParams, OnLate, Prompt
 from shared.protocol.sampling import SamplingParams
 
 TASK_VERSION = 2
@@ -68,6 +68,8 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """The request gives its text itself: it starts at the stages that follow a text."""
     voice: str | None = None
     """The voice that speaks the text; None where no stage of the request speaks."""
+    on_late: OnLate = "fail"
+    """As in the request."""
     image: PaintParams | None = None
     """How images are painted; None where no stage of the request paints."""
     expires_ms: float = 0.0
@@ -151,6 +153,8 @@ class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
 
     text: str | None = None
     """None for the request's own text, which another stage writes."""
+    prompt_token_ids: list[int] = []
+    """For a talker that needs it, the prompt that the request's own text answers."""
 
 
 class PaintBody(TaskBody, frozen=True):

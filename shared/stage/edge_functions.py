@@ -1,10 +1,26 @@
 """The edge functions of the product: each makes the task of an edge's target."""
 
+from typing import Any, NamedTuple
+
 from msgspec import Struct
 
-from shared.protocol.pipeline import ANY, TEXT, edge_function
+from shared.protocol.pipeline import ANY, EDGE_FUNCTIONS, TEXT, Edge, Pipeline, edge_function
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import FollowBody, PaintBody, RenderBody, SpeechBody
+
+
+class FollowedTask(NamedTuple):
+    """What a stage follows, and the body of the task whose output it is."""
+
+    inputs: dict[str, str]
+    """What each input carries → the output to follow."""
+    body: Any
+
+
+def input_of_follower(pipeline: Pipeline, edge: Edge, body: Any) -> Any:
+    """The argument of a stream edge's function; `body` is that of the source's task."""
+    inputs = pipeline.inputs_of(edge.target)
+    return FollowedTask(inputs, body) if EDGE_FUNCTIONS[edge.function].takes_body else inputs
 
 
 @edge_function("prompt", carries="prompt")
@@ -28,6 +44,12 @@ def _as_it_is(body: Struct) -> Struct:
 @edge_function("follow", carries=ANY)
 def _follow(inputs: dict[str, str]) -> FollowBody:
     return FollowBody(inputs)
+
+
+@edge_function("answer", carries=TEXT, takes_body=True)
+def _speak_answer(source: FollowedTask) -> SpeechBody:
+    """The text of an engine, with the prompt that it answers."""
+    return SpeechBody(prompt_token_ids=source.body.prompt_token_ids)
 
 
 @edge_function("speech", carries=TEXT, takes_text=True)

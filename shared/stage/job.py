@@ -9,7 +9,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import AttemptRecord
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
-from shared.protocol.task_messages import RequestTicket, TaskHeader
+from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
 from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
 from shared.telemetry.metrics import Metrics
@@ -25,6 +25,8 @@ class Job:
     """None for a message without a usable id, which can only become a dead letter."""
     header: TaskHeader | None = None
     """None until the message has been decoded."""
+    body: TaskBody | None = None
+    """Likewise."""
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind this one."""
     log: LogWriter | None = None
@@ -56,9 +58,9 @@ class Job:
             return None
         return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
 
-    def identify(self, header: TaskHeader) -> None:
-        """Note the header of the decoded message."""
-        self.header = header
+    def identify(self, header: TaskHeader, body: TaskBody | None = None) -> None:
+        """Note the header and the body of the decoded message."""
+        self.header, self.body = header, body
         self.path = header.path
 
 

@@ -21,7 +21,10 @@ from shared.protocol.pipeline import (
 )
 from shared.protocol.pipeline_faults import faults
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
-from shared.stage import edge_functions  # noqa: F401 - registers the functions that edges name
+from shared.stage import (
+    edge_functions,  # noqa: F401 - registers the functions that edges name
+    graphs,
+)
 
 RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 FORWARDERS = (RENDERER, PREFILL)
@@ -169,6 +172,9 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
     text = OutputSpec(TEXT, "text")
     stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=text, slots=model.slots)
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
+    if model.graph is not None:
+        for stage, inputs in graphs.stages_of(model.graph, ENGINE):
+            stages[stage.name], edges[stage.name] = stage, inputs
     return stages, edges
 
 

@@ -30,9 +30,10 @@ from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
+from shared.stage.endings import end_with_error
 from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
-from shared.state.token_log import LogWriter, end_request, finish_request, is_final, last_record
+from shared.state.token_log import LogWriter, finish_request, is_final, last_record
 from shared.telemetry.metrics import Metrics
 
 _log = structlog.get_logger()
@@ -127,12 +128,12 @@ class Stage:
             # followers have to start again.
             await self.start_followers(job)
             await self._note_end(job, log.output, last.summary)
-            return
-        if isinstance(last, OutputEnd):
+        elif isinstance(last, OutputEnd):
             # The worker that cut the output may have died before it ended the request.
             error = WorkerFailure("the request was ended before this output was complete")
-            await end_request(self.bus, _known(job.request_id), 1, error, job.path)
-        await self.finish(job)
+            await self._end_with_error(job, error, job.path)
+        else:
+            await self.finish(job)
 
     # -- forwarding -------------------------------------------------------------------------
 
@@ -171,8 +172,8 @@ class Stage:
         if pipeline is None:
             return
         for edge in pipeline.followers_of(self.name):
-            inputs = pipeline.inputs_of(edge.target)
-            await tasks.publish(self.bus, edge, self._header_behind(job), inputs)
+            header = self._header_behind(job)
+            await tasks.publish_follower(self.bus, pipeline, edge, header, job.body)
 
     def _header_behind(self, job: Job) -> TaskHeader:
         """The header for a next stage: the path now includes this one."""
@@ -324,11 +325,12 @@ class Stage:
                 self.counters.given_up(job, cause)
             case retry.AnswerWithError():
                 pass
-        if job.request_id is not None:
-            path = [*job.path, self.span(job)]
-            await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
         self.counters.ended_with(cause)
-        await self.finish(job)
+        await self._end_with_error(job, cause, [*job.path, self.span(job)])
+
+    async def _end_with_error(self, job: Job, error: PagemillError, path: list[StageSpan]) -> None:
+        has_ended = await end_with_error(self.bus, job, self._output_of(job), error, path)
+        await (self.finish(job) if has_ended else self._acknowledge(job))
 
     async def yield_ownership(self, job: Job) -> None:
         """Let go of a job that another worker has ended or claimed; its log says which."""

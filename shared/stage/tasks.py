@@ -14,6 +14,7 @@ from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import TASK_VERSION, Task, TaskBody, TaskHeader
+from shared.stage.edge_functions import input_of_follower
 from shared.stage.slots import slot_of_task
 
 
@@ -83,6 +84,13 @@ async def publish(
         # The task of the earlier round may have gone since; a duplicate is refused once more.
         was_there = await bus.publish(subject, data, msg_id)
     return not was_there or (stored is not None and stored.data == data)
+
+
+async def publish_follower(
+    bus: Bus, pipeline: Pipeline, edge: Edge, header: TaskHeader, body: TaskBody | None
+) -> None:
+    """Publish the task of a stage that follows an output; `body` is that of its writer's task."""
+    await publish(bus, edge, header, input_of_follower(pipeline, edge, body))
 
 
 def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef]:

@@ -183,7 +183,7 @@ class WorkerLoop:
     async def _run_task(self, job: Job, body: type[TaskBody], handle: HandleTask) -> None:
         stage = self._stage
         task, tensors = tasks.decode(job.delivery.data, body)
-        job.identify(task.header)
+        job.identify(task.header, task.body)
         job.inputs = task.body.blobs()
         if task.header.ticket is None and job.delivery.attempt == 1:
             await item_results.reset_failures(stage.bus, task.header.request_id)

@@ -45,6 +45,12 @@ async def add(bus: Bus, request_id: str, output: str, summary: OutputSummary) ->
     return await _change(bus, request_id, with_output)
 
 
+async def has_ended(bus: Bus, request_id: str, output: str) -> bool:
+    """Return whether an output's end has been noted."""
+    ends, _ = await _read(bus, request_id)
+    return ends is not None and output in ends.ended
+
+
 def is_complete(ends: OutputEnds) -> bool:
     return ends.ended.keys() >= set(ends.expected)
 

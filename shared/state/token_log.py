@@ -270,7 +270,7 @@ async def end_request(
     Outputs beside its text are closed first, so that no worker appends to one after the end.
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
-    await _close(
+    await close_log(
         bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
     )
     if not had_outputs:
@@ -287,7 +287,7 @@ async def close_outputs(bus: Bus, request_id: str, attempt: int) -> bool:
     expected = await output_ends.expected(bus, request_id)
     for output in expected:
         if output != TEXT:
-            await _close(
+            await close_log(
                 bus,
                 request_id,
                 output,
@@ -305,7 +305,7 @@ async def finish_request(
     spans = {span for summary in ended.values() for span in summary.path}
     path = sorted(spans, key=lambda span: (span.received_ms, span.sent_ms))
     usage = text.usage or output_ends.NO_USAGE
-    await _close(
+    await close_log(
         bus,
         request_id,
         TEXT,
@@ -313,16 +313,17 @@ async def finish_request(
     )
 
 
-async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> None:
-    """Append `final(index)` to a log, unless it has a final record already."""
+async def close_log(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
+    """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
         if is_final(tail.known):
-            return
+            return tail.known
         try:
-            data = to_json(final(tail.next_index))
-            await bus.append(subjects.append(request_id, output), data, tail.last_sequence)
-            return
+            record = final(tail.next_index)
+            subject = subjects.append(request_id, output)
+            await bus.append(subject, to_json(record), tail.last_sequence)
+            return record
         except Fenced:
             # Another writer may have ended it, or only have added to it; or this append is stored
             # and its ack was lost. A replica that answers reads may not know of it yet.

@@ -20,6 +20,7 @@ LONG_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+FACTORS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 SIZES = tuple(float(2**power) for power in range(15))
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -131,6 +132,13 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
             "Time from a request's acceptance to its first samples, in seconds."
         ),
     },
+    ("histogram", GENERATOR, FACTORS): {
+        "audio_realtime_factor": (
+            "Time from a speech's first task to its last samples, by the length of its sound: below"
+            " 1, it is made faster than it is played. Speeches that were resumed by this generator"
+            " are not counted."
+        ),
+    },
     ("histogram", GENERATOR, SIZES): {
         "generator_batch_size": "Chunks of sound or steps of images in one batch.",
     },
@@ -177,6 +185,9 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
         "http_time_to_first_token_seconds{endpoint}": (
             "Time from an HTTP request's headers to the first tokens of its response, in seconds."
+        ),
+        "http_time_to_first_audio_seconds{endpoint}": (
+            "Time from an HTTP request's headers to the first samples of its speech, in seconds."
         ),
     },
     ("gauge", AUTOSCALER, ()): {

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -24,21 +24,31 @@ def load_weights(
     device: str,
     without: Sequence[str] = (),
     quantization: QuantizationConfigMixin | None = None,
+    part: tuple[str, PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
     """Load a model for inference. `without` names submodules that are left out: they are None, and
-    their weights are not read. `quantization` is applied to each tensor as it is read.
+    their weights are not read. `quantization` is applied to each tensor as it is read. `part` is
+    the prefix of the weights of a part of a model, and its config.
 
     Raises ConfigError.
     """
+    options: dict[str, Any] = {}
+    if part is not None:
+        prefix, config = part
+        options = {"config": config, "key_mapping": {rf"^{re.escape(prefix)}\.": ""}}
+    if dtype == torch.float64:
+        # The products of stacked experts exist for smaller types only.
+        options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, report = _part_of(model_class, without).from_pretrained(
+        model, report = _part_of(model_class, without, part is not None).from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             quantization_config=quantization,
+            **options,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
@@ -50,9 +60,12 @@ def load_weights(
     return loaded
 
 
-def _part_of(model_class: Any, without: Sequence[str]) -> Any:
-    """Return a class that builds the model and drops parts of it before they take memory."""
-    if not without:
+def _part_of(model_class: Any, without: Sequence[str], is_part: bool) -> Any:
+    """Return a class that builds the model and drops parts of it before they take memory.
+
+    If the model itself is a part, the weights of the others are not asked for either.
+    """
+    if not (without or is_part):
         return model_class
 
     def init(self: Any, config: Any) -> None:
@@ -74,6 +87,8 @@ def _part_of(model_class: Any, without: Sequence[str]) -> Any:
         {
             "__init__": init,
             "__module__": model_class.__module__,
-            "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(name)}\." for name in without],
+            "_keys_to_ignore_on_load_unexpected": [r""]
+            if is_part
+            else [rf"^{re.escape(name)}\." for name in without],
         },
     )

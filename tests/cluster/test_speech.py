@@ -340,7 +340,7 @@ async def test_the_official_client_speaks(
         async with speaking.create(**form, response_format="pcm") as response:
             pieces = [piece async for piece in response.iter_bytes()]
             assert response.headers["content-type"] == "audio/pcm"
-            assert response.headers["pagemill-request-id"].startswith("req-")
+            assert response.headers["pagemill-request-id"].startswith("speech-")
         assert b"".join(pieces) == right
         assert len(pieces) > 2, "the bytes come as they are made"
         whole = await api.audio.speech.create(**form, response_format="wav")
@@ -354,7 +354,7 @@ async def test_the_official_client_speaks(
     [
         ({"voice": "nobody"}, "voice", 400),
         ({"response_format": "mp3"}, "response_format", 400),
-        ({"stream_format": "sse"}, "stream_format", 400),
+        ({"stream_format": "events"}, "stream_format", 400),
         ({"model": "mute"}, "model", 400),
         ({"model": "none"}, "model", 404),
         ({"speed": 1.5}, "speed", 400),

@@ -128,6 +128,8 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
         "messages[0].role",
         "robot",
     ),
+    (GOOD | {"on_late": "text"}, InvalidRequest, "on_late", "another output"),
+    (GOOD | {"on_late": "never"}, InvalidRequest, "on_late", "never"),
 ]
 
 

@@ -1,16 +1,17 @@
 """What an engine writes for its stage: the settings that it refuses, and the logs of codes."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, UnsupportedContent
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import ChoiceDelta, CodeChunk, OutputEnd, OutputSummary, Usage
-from workers.engine.code_output import CodeOutput, awaited_frames, stage_output
-from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
+from workers.engine.code_output import CodeOutput, TalkerOutput, awaited_frames, stage_output
+from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
 from workers.engine.loader import LoadedModel
 from workers.engine.stage_output import TextOutput
 from workers.generator.core.schedule import window_at
@@ -134,7 +135,10 @@ def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
 def test_the_summary_counts_frames(reason: Any, num_frames: int) -> None:
     last = replace(step(5, [96], finish_reason=reason), usage=Usage(3, 6), kv_blocks=2)
     assert code_output().summary(last) == OutputSummary(
-        kv_blocks=2, units={"frames": num_frames}, finish_reason=reason
+        usage=Usage(3, num_frames),
+        kv_blocks=2,
+        units={"frames": num_frames},
+        finish_reason=reason,
     )
 
 
@@ -144,3 +148,70 @@ def test_logged_frames_are_the_tokens_that_were_sampled() -> None:
     records = [CodeChunk(0, 1, 0, [[0], [9]]), CodeChunk(1, 1, 2, [[3]])]
     assert output.logged(records, 1) == [LoggedChoice([80, 89, 83], finished=False)]
     assert output.logged([*records, OutputEnd(2, 1, OutputSummary())], 1)
+
+
+# -- the talkers of omni models -------------------------------------------------------------------
+
+
+class _Talker:
+    """What an output asks of a talker: four codebooks, and a prompt as long as the text."""
+
+    codes = range(90)
+    end_token_ids = frozenset([96])
+    voices: ClassVar[dict[str, int]] = {"ethan": 1}
+    media_token_ids = frozenset([7])
+
+    def has_voice(self, name: str) -> bool:
+        return name in self.voices
+
+    def prompt_tokens(self, speech: SpokenText) -> list[int]:
+        return [95] * (len(speech.prompt_token_ids) + len(speech.answer_token_ids))
+
+
+SPEAKS = {"talker": cast(Any, _Talker()), "codes": _Talker.codes}
+ETHAN = StageSpec(
+    "talker",
+    "engine",
+    sampling_defaults=TALKER.sampling_defaults,
+    output=TALKER.output,
+    voices=["ethan"],
+)
+
+
+def talker_output() -> TalkerOutput:
+    output = stage_output(cast(Any, None), ETHAN, loaded(**SPEAKS), "the stage")
+    assert isinstance(output, TalkerOutput)
+    return output
+
+
+def test_the_talker_of_an_omni_model_is_asked_for_its_voices() -> None:
+    assert talker_output().sampling.allowed_token_ids == [*range(90), 96]
+    with pytest.raises(ConfigError, match="no voice 'alloy'; it has ethan") as refused:
+        stage_output(cast(Any, None), TALKER, loaded(**SPEAKS), "the stage")
+    assert refused.value.field == "the stage.voices"
+
+
+async def test_an_answer_about_an_image_is_not_spoken() -> None:
+    async def progress() -> None:
+        return
+
+    task = Task(TaskHeader("r", "omni", "interactive"), SpeechBody(prompt_token_ids=[1, 7, 2]))
+    with pytest.raises(UnsupportedContent) as refused:
+        await talker_output().render(task, progress)
+    assert refused.value.field == "outputs"
+
+
+async def test_frames_have_the_codes_of_all_codebooks() -> None:
+    output, log = talker_output(), _Log()
+
+    def frame(position: int, code: int, *residual: int, **end: Any) -> RequestOutput:
+        delta = FrameDelta(0, position, [code], "", residuals=[[*residual]], **end)
+        return RequestOutput("r", [delta])
+
+    steps = [frame(3, 80, 1, 2, 3), frame(4, 89, 4, 5, 6), frame(5, 96, 0, 0, 0)]
+    assert await output.append(cast(Any, log), steps)
+    assert log.codes_of == {3: [[80, 1, 2, 3], [89, 4, 5, 6]]}
+    records = [CodeChunk(0, 1, 0, [[80, 1, 2, 3]]), CodeChunk(1, 1, 1, [[89, 4, 5, 6]])]
+    residuals = [[1, 2, 3], [4, 5, 6]]
+    assert output.logged(records, 1) == [LoggedChoice([80, 89], False, residuals)]
+    assert output.logged([], 1) == []

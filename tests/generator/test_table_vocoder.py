@@ -56,7 +56,7 @@ def test_frames_behind_the_context_change_nothing(
     vocoder: Vocoder, num_frames: int, num_more: int, seed: int
 ) -> None:
     codes = voices.codes_of(seed, num_frames + num_more)
-    num_final = (num_frames - vocoder.context) * FRAME
+    num_final = (num_frames - vocoder.min_left) * FRAME
     short, long = voices.whole(vocoder, codes[:num_frames]), voices.whole(vocoder, codes)
     np.testing.assert_array_equal(short[:num_final], long[:num_final])
     # With one frame less of context they would differ, or the check would prove nothing.
@@ -70,7 +70,7 @@ def test_chunks_of_several_requests_do_not_change_one_another(
     left, size, right = shape
     chunks = []
     for seed in range(4):
-        start = left if left < vocoder.context else 9 + seed
+        start = left if left < vocoder.min_left else 9 + seed
         end = start + size
         codes = voices.codes_of(seed, end + right)
         chunks.append(cut(vocoder, codes, Window(start - left, start, end, end + right)))

@@ -20,7 +20,8 @@ BAD = 13
 class CountingVocoder:
     """A vocoder whose samples are the codes. It waits until it is let on."""
 
-    sample_rate, samples_per_frame, num_codebooks, num_codes, context = 1, 1, 1, 100, 0
+    sample_rate, samples_per_frame, num_codebooks, num_codes = 1, 1, 1, 100
+    min_left, min_right, num_missing = 0, 0, 0
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

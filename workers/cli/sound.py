@@ -45,7 +45,10 @@ async def while_saving(
             if isinstance(record, Finish):
                 seconds = await saving
                 print_note(f"{file}: {seconds:.1f} s of sound")
-                if any(summary.finish_reason == "length" for summary in record.outputs.values()):
+                error = record.outputs[output].error
+                if error is not None:
+                    print_note(f"the speech is cut: {error.message}")
+                elif any(summary.finish_reason == "length" for summary in record.outputs.values()):
                     print_note("the speech is cut: it reached the limit of its stage")
     finally:
         saving.cancel()

@@ -141,7 +141,12 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
                 f"{request.model} has no output {name!r}{made}; available: {there_are}",
                 field=f"outputs[{number}]",
             )
-    return pipeline.part_for(request.outputs, text_given=is_given)
+    part = pipeline.part_for(request.outputs, text_given=is_given)
+    if request.on_late == "text" and (TEXT not in part.outputs or len(part.outputs) == 1):
+        raise InvalidRequest(
+            "on_late: 'text' requires the text and another output in outputs", field="on_late"
+        )
+    return part
 
 
 def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams) -> str | None:

@@ -8,7 +8,8 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
 from shared.protocol import subjects
-from shared.protocol.requests import tenant_of
+from shared.protocol.pipeline import TEXT
+from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import EMBEDDING_VERSION, RequestTicket, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
@@ -16,6 +17,7 @@ from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
+from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
 from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
 
@@ -94,7 +96,7 @@ class Coordinator:
             prompt_cache_key=request.prompt_cache_key or "",
         )
         if bus.now_ms() >= ticket.deadline_ms:
-            await self._expire(job, ticket)
+            await self._expire(job, ticket, request.on_late)
             return
         job.header = TaskHeader(
             request_id=job.request_id,
@@ -108,6 +110,7 @@ class Coordinator:
             embedding=request.embedding,
             text_given=request.given_text is not None,
             voice=admitted.voice,
+            on_late=request.on_late,
             image=admitted.image,
             version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
@@ -141,17 +144,20 @@ class Coordinator:
             lane=header.lane,
         )
 
-    async def _expire(self, job: Job, ticket: RequestTicket) -> None:
+    async def _expire(self, job: Job, ticket: RequestTicket, on_late: OnLate) -> None:
         assert job.request_id is not None
+        bus, request_id = self._context.bus, job.request_id
         allowed_s = (ticket.deadline_ms - ticket.accepted_ms) / 1000
         error = DeadlineExceeded(
             f"not finished within {allowed_s:g} s of its acceptance", field="timeout_s"
         )
         path = [self._stage.span(job)]
-        await end_request(self._context.bus, job.request_id, job.delivery.attempt, error, path)
-        await self._context.bus.notify(subjects.ended(job.request_id))
+        ends_in_text = on_late == "text" and await output_ends.has_ended(bus, request_id, TEXT)
+        end = cut_outputs if ends_in_text else end_request
+        await end(bus, request_id, job.delivery.attempt, error, path)
+        await bus.notify(subjects.ended(request_id))
         # If no worker serves its model any more, its task would stay in the queue for long.
-        await self._context.bus.purge(subjects.STAGES_STREAM, subjects.stages_of(job.request_id))
+        await bus.purge(subjects.STAGES_STREAM, subjects.stages_of(request_id))
         self._stage.counters.ended_with(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)

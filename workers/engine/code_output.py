@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
-from shared.errors import ConfigError, ContextTooLong
+from shared.errors import ConfigError, ContextTooLong, UnsupportedContent
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
@@ -17,16 +17,19 @@ from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, SpeechBody, Task, TaskBody, TaskHeader
 from shared.stage.inputs import follow_text
 from shared.state.token_log import LogWriter
-from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
 from workers.engine.log_records import merge_deltas
-from workers.engine.stage_output import Progress, StageOutput, TextOutput
+from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 
 if TYPE_CHECKING:
     # It imports torch, which an output does without.
     from workers.engine.loader import LoadedModel
+    from workers.engine.model.talker import Talker
 
 # How often a request that waits for its text reports that it is not forgotten.
 PROGRESS_S = 1.0
+# Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
+CODE_APPENDS_PER_S = 4.0
 # As many as a request may allow. A codec has a thousand codes or two.
 MAX_CODES = 4000
 
@@ -49,25 +52,20 @@ class CodeOutput:
     """The numbers of frames with which a stage that follows has a further chunk."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
-    # Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
-    appends_per_s: ClassVar[float] = 4.0
+    appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
 
-    async def render(self, task: Task[SpeechBody], progress: Progress) -> Task[EngineBody]:
+    async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
         """Raises RequestEnded, and ContextTooLong for a text that is too long."""
         header, text = task.header, task.body.text
         if text is None:
-            text = await _whole_text(self.bus, header, progress)
+            text = (await _whole_answer(self.bus, header, progress)).text
         token_ids = self.encode(text)
         voice = self.voices.get(header.voice or "")
         limit = self.max_prompt_tokens - bool(self.voices)
-        if len(token_ids) > limit:
-            raise ContextTooLong(
-                f"the text has {len(token_ids)} tokens, and stage {self.stage} speaks at most"
-                f" {limit} at one time",
-                field="outputs" if task.body.text is None else "given_text",
-            )
+        field = "outputs" if task.body.text is None else "given_text"
+        _check_len(len(token_ids), limit, self.stage, field)
         prompt = EngineBody([*token_ids, *([] if voice is None else [voice])], [])
-        return Task(replace(header, sampling=self.sampling, adapter=None), prompt)
+        return Rendered(Task(replace(header, sampling=self.sampling, adapter=None), prompt))
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
@@ -76,12 +74,7 @@ class CodeOutput:
         return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
 
     def is_awaited(self, output: RequestOutput) -> bool:
-        return any(
-            not self.awaited.isdisjoint(
-                range(delta.position + 1, delta.position + len(delta.token_ids) + 1)
-            )
-            for delta in output.choices
-        )
+        return _is_awaited(output, self.awaited)
 
     async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
         for delta in merge_deltas(outputs):
@@ -92,13 +85,65 @@ class CodeOutput:
         return any(output.choices for output in outputs)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
-        assert last.usage is not None
-        reason = last.choices[-1].finish_reason
-        # The token of the end is no frame.
-        num_frames = last.usage.completion_tokens - (reason == "stop")
-        return OutputSummary(
-            kv_blocks=last.kv_blocks, units={"frames": num_frames}, finish_reason=reason
-        )
+        return _summary_of(last)
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerOutput:
+    """The codes of an answer: the talker of an omni model speaks it after the prompt it answers."""
+
+    bus: Bus
+    stage: str
+    sampling: SamplingParams
+    """That of the stage, for all requests. It allows codes and the end alone."""
+    max_prompt_tokens: int
+    talker: "Talker"
+    awaited: frozenset[int] = frozenset()
+    """The numbers of frames with which a stage that follows has a further chunk."""
+    body: ClassVar[type[TaskBody]] = SpeechBody
+    is_answer: ClassVar[bool] = False
+    appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
+
+    async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
+        """Raises RequestEnded, ContextTooLong for an answer that is too long, UnsupportedContent
+        for a prompt with media, and InvalidRequest for one without a turn of the assistant."""
+        header, prompt = task.header, task.body.prompt_token_ids
+        if not self.talker.media_token_ids.isdisjoint(prompt):
+            raise UnsupportedContent(
+                f"stage {self.stage} speaks no answers about images: ask for text alone",
+                field="outputs",
+            )
+        answer = await _whole_answer(self.bus, header, progress)
+        speech = SpokenText(prompt, answer.token_ids, header.voice)
+        tokens = self.talker.prompt_tokens(speech)
+        _check_len(len(tokens), self.max_prompt_tokens, self.stage, "outputs")
+        own = replace(header, sampling=self.sampling, adapter=None)
+        return Rendered(Task(own, EngineBody(tokens, [])), speech)
+
+    def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+        if not records:
+            return []
+        frames = [f for record in records if isinstance(record, CodeChunk) for f in record.frames]
+        codes = [self.talker.codes[frame[0]] for frame in frames]
+        residuals = [frame[1:] for frame in frames if len(frame) > 1]
+        return [LoggedChoice(codes, finished=False, residuals=residuals)]
+
+    def is_awaited(self, output: RequestOutput) -> bool:
+        return _is_awaited(output, self.awaited)
+
+    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+        deltas = [delta for output in outputs for delta in output.choices]
+        codes, frames = self.talker.codes, []
+        for delta in deltas:
+            assert isinstance(delta, FrameDelta)
+            pairs = zip(delta.token_ids, delta.residuals, strict=True)
+            frames += [[codes.index(code), *rest] for code, rest in pairs if code in codes]
+        if frames:
+            await log.codes(deltas[0].position, frames)
+        return bool(deltas)
+
+    def summary(self, last: RequestOutput) -> OutputSummary:
+        return _summary_of(last)
 
 
 def stage_output(
@@ -115,7 +160,8 @@ def stage_output(
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return TextOutput()
     codes = loaded.codes
-    if codes is None or len(codes) > MAX_CODES or not loaded.eos_token_ids:
+    is_long = codes is not None and len(codes) > MAX_CODES and loaded.talker is None
+    if codes is None or is_long or not loaded.eos_token_ids:
         raise ConfigError(
             f"{key}.path: a model that speaks has code_offset and num_codes in its config.json, for"
             f" 1 to {MAX_CODES} of its {loaded.vocab_size} tokens, and an end token",
@@ -130,10 +176,16 @@ def stage_output(
             field=f"{key}.sampling_defaults",
         )
     allowed = [*codes, *sorted(loaded.eos_token_ids)]
+    spoken = replace(sampling, n=1, detokenize=False, allowed_token_ids=allowed)
+    if loaded.talker is not None:
+        _check_voices(stage.voices, loaded.talker, key)
+        room = loaded.max_model_len - max_tokens
+        awaited = awaited_frames(chunks, max_tokens)
+        return TalkerOutput(bus, stage.name, spoken, room, loaded.talker, awaited)
     return CodeOutput(
         bus,
         stage.name,
-        replace(sampling, n=1, detokenize=False, allowed_token_ids=allowed),
+        spoken,
         codes,
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
@@ -155,9 +207,52 @@ def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
     return token_ids[0]
 
 
-async def _whole_text(bus: Bus, header: TaskHeader, progress: Progress) -> str:
+def _check_voices(voices: Sequence[str], talker: "Talker", key: str) -> None:
+    known = ", ".join(sorted(talker.voices))
+    for voice in voices:
+        if not talker.has_voice(voice):
+            message = f"the model has no voice {voice!r}; it has {known}"
+            raise ConfigError(f"{key}.voices: {message}", field=f"{key}.voices")
+
+
+def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
+    if num_tokens > limit:
+        raise ContextTooLong(
+            f"the text has {num_tokens} tokens, and stage {stage} speaks at most {limit} at one"
+            " time",
+            field=field,
+        )
+
+
+def _is_awaited(output: RequestOutput, awaited: frozenset[int]) -> bool:
+    """Whether a stage that follows can go on with the frames of a step."""
+    return any(
+        not awaited.isdisjoint(range(delta.position + 1, delta.position + len(delta.token_ids) + 1))
+        for delta in output.choices
+    )
+
+
+def _summary_of(last: RequestOutput) -> OutputSummary:
+    assert last.usage is not None
+    reason = last.choices[-1].finish_reason
+    # The token of the end is no frame.
+    num_frames = last.usage.completion_tokens - (reason == "stop")
+    return OutputSummary(
+        usage=replace(last.usage, completion_tokens=num_frames),
+        kv_blocks=last.kv_blocks,
+        units={"frames": num_frames},
+        finish_reason=reason,
+    )
+
+
+class _Answer(NamedTuple):
+    text: str
+    token_ids: list[int]
+
+
+async def _whole_answer(bus: Bus, header: TaskHeader, progress: Progress) -> _Answer:
     """Wait for the end of a request's text. Raises RequestEnded."""
-    reading = asyncio.create_task(_read_text(bus, header))
+    reading = asyncio.create_task(_read_answer(bus, header))
     try:
         while not (await asyncio.wait({reading}, timeout=PROGRESS_S))[0]:
             await progress()
@@ -167,8 +262,11 @@ async def _whole_text(bus: Bus, header: TaskHeader, progress: Progress) -> str:
         await asyncio.gather(reading, return_exceptions=True)
 
 
-async def _read_text(bus: Bus, header: TaskHeader) -> str:
-    parts = []
+async def _read_answer(bus: Bus, header: TaskHeader) -> _Answer:
+    parts: list[str] = []
+    token_ids: list[int] = []
     async for chunk in follow_text(bus, header):
-        parts += [delta.text for delta in chunk.choices]
-    return "".join(parts)
+        for delta in chunk.choices:
+            parts.append(delta.text)
+            token_ids += delta.token_ids
+    return _Answer("".join(parts), token_ids)

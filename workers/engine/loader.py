@@ -17,10 +17,12 @@ from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
+from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.int8 import quantization_of, report_on
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
+from workers.engine.model.talker import Talker
 from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"
@@ -43,6 +45,8 @@ class LoadedModel:
     pooling: Pooling = LAST_TOKEN
     codes: range | None = None
     """The tokens that are codes of a codec, in their order; None for a model that has none."""
+    talker: Talker | None = None
+    """The talker of an omni model; None for any other part or model."""
 
     def encode_part(self, text: str) -> list[int]:
         """Encode text without adding special tokens."""
@@ -54,13 +58,22 @@ class LoadedModel:
         return text
 
 
-def load(model: ModelConfig, engine: EngineConfig, set_step: SetStep = ignore_step) -> LoadedModel:
+def load(
+    model: ModelConfig,
+    engine: EngineConfig,
+    set_step: SetStep = ignore_step,
+    *,
+    speaks: bool = False,
+) -> LoadedModel:
     """Load the model of the folder `model.path`, which the configuration has already resolved.
 
+    If it `speaks`, the talker of a model that has one is loaded, and not the part that writes text.
     `set_step` is called with the name of each step. Raises ConfigError. Errors of transformers are
     wrapped in it, because unusable folders make transformers raise exceptions of any type.
     """
     try:
+        if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
+            return _load_talker(talker, model, engine, set_step)
         return _load(model, engine, set_step)
     except ConfigError:
         raise
@@ -113,6 +126,35 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         adapters=adapters,
         pooling=pooling,
         codes=_codes_of(config, decoder.vocab_size),
+    )
+
+
+def _load_talker(
+    load_part: talkers.LoadTalker, model: ModelConfig, engine: EngineConfig, set_step: SetStep
+) -> LoadedModel:
+    folder = Path(model.path)
+    _check_files(folder)
+    set_step(READING)
+    talker = load_part(getattr(torch, model.dtype), engine.device)
+    longest: int = talker.decoder.config.max_position_embeddings
+    max_model_len = min(longest, model.max_model_len or longest)
+    block_size = _resolve_block_size(engine)
+    decoder = FlatModel(talker)
+    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
+    set_step("warming up")
+    warm_up(decoder, block_size)
+    return LoadedModel(
+        model=decoder,
+        tower=None,
+        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        eos_token_ids=talker.end_token_ids,
+        max_model_len=max_model_len,
+        vocab_size=decoder.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        adapters=Adapters(),
+        codes=talker.codes,
+        talker=talker,
     )
 
 

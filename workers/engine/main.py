@@ -15,7 +15,7 @@ from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError
-from shared.protocol.pipeline import StageSpec
+from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
@@ -81,9 +81,11 @@ async def build(context: Context, reads_last: bool = True) -> Built:
         context.step(step, measure if step in (READING, PACKING) else None)
 
     set_step("loading the model")
-    loaded = await asyncio.to_thread(load, model, config.engine, set_step)
+    stage = _stage_of(context, name)
+    speaks = stage is not None and stage.output is not None and stage.output.kind == CODES
+    loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
     context.step("building the engine")
-    is_own = model is not config.models[name]
+    is_own = speaks or model is not config.models[name]
     # Routers that read KV events ask for prompts of the model itself.
     engine = replace(config.engine, kv_events=False) if is_own else config.engine
     core = await asyncio.to_thread(build_core, loaded, engine, items.share)

@@ -5,7 +5,6 @@ that running requests need, and a cache of others that may be used again. Schedu
 core's task.
 """
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,9 @@ from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
+from workers.engine.model.talker import SpeechRows, Talker
 from workers.engine.pooling import check_dimensions, num_pooled_rows, pool
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.verifier import sample_batch
@@ -33,12 +34,13 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _RequestInputs:
-    """Inputs of a request that has items."""
+    """Inputs of a request that has items, or that a talker speaks."""
 
     # Positions [num_position_rows, num_tokens], and the offset of the tokens behind them.
     prompt_positions: tuple[NDArray[np.int64], int]
     # Embeddings [num_embeds, width] of the items that batches have needed so far.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
+    speech: SpeechRows | None = None
 
 
 class ModelRunner:
@@ -61,6 +63,7 @@ class ModelRunner:
         """
         self.encoded_items = 0
         self._model = model
+        self._talker = model.family if isinstance(model.family, Talker) else None
         self._tower = tower
         self._on_encoded = on_encoded
         self._adapters = adapters or Adapters()
@@ -93,7 +96,12 @@ class ModelRunner:
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
             )
-        if request.items:
+        if self._talker is not None:
+            speech = self._talker.speech_rows_of(request.speech)
+            self._prepared[request.request_id] = _RequestInputs(
+                (self._no_positions, 0), speech=speech
+            )
+        elif request.items:
             positions = family.locate(request)
             self._prepared[request.request_id] = _RequestInputs(
                 (self._no_positions, 0)
@@ -220,6 +228,9 @@ class ModelRunner:
             hidden_rows = self._to_device([r for stop, n in stops for r in range(stop - n, stop)])
             size = (len(hidden_rows), embeddings.shape[1])
             hidden = torch.empty(size, dtype=torch.float32, device=embeddings.device)
+        elif self._talker is not None and self._talker.num_codebooks > 1:
+            hidden_rows = sampled_rows
+            hidden = embeddings.new_empty(len(sampled_rows), embeddings.shape[1])
         logits = self._model.forward(
             StepInputs(
                 *(embeddings, positions, plan, self._kv_cache, sampled_rows, deepstack),
@@ -229,8 +240,11 @@ class ModelRunner:
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
         if len(rows) > num_sampled:
             _record_prompt_logprobs(logits[num_sampled:], scheduled)
-        if hidden is not None:
+        if pooled and hidden is not None:
             pool(hidden, [scheduled[i] for i in pooled])
+        elif self._talker is not None and hidden is not None:
+            chosen = [scheduled[i].sequence for i in sampling]
+            sampled = self._talker.add_residuals(hidden, sampled, chosen)
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
         for i, sampled_tokens in zip(sampling, sampled, strict=True):
             tokens[i] = sampled_tokens
@@ -253,6 +267,9 @@ class ModelRunner:
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             prepared = self._prepared.get(s.sequence.request_id)
+            if self._talker is not None and prepared and prepared.speech:
+                span = slice(first_row, first_row + s.num_new_tokens)
+                self._talker.write_rows(rows[span], s, prepared.speech)
             for placeholder, embedding in prepared.embeddings if prepared else []:
                 # The placeholder is [offset, offset + length); the step has tokens
                 # [num_computed_tokens, end of s).
@@ -262,14 +279,14 @@ class ModelRunner:
                 if start < stop:
                     row = first_row + start - s.sequence.num_computed_tokens
                     span = slice(row, row + stop - start)
-                    _scatter_embeddings(
+                    scatter_embeddings(
                         rows[span], embedding[:, :width], placeholder, start - offset
                     )
                     if embedding.shape[1] == width:
                         continue
                     if levels is None:
                         levels = rows.new_zeros(num_tokens, embedding.shape[1] - width)
-                    _scatter_embeddings(
+                    scatter_embeddings(
                         levels[span], embedding[:, width:], placeholder, start - offset
                     )
         if levels is None:
@@ -294,23 +311,6 @@ class ModelRunner:
 
     def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
-
-
-def _scatter_embeddings(
-    rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start: int
-) -> None:
-    """Write the embeddings of the placeholder's tokens [start, start + len(rows)) into `rows`.
-
-    `rows` are [num_tokens, width] and `embedding` is [num_embeds, width].
-    """
-    if placeholder.is_embed is None:
-        rows[:] = embedding[start : start + len(rows)]
-        return
-    indexes = placeholder.embed_indexes()
-    first = bisect.bisect_left(indexes, start)
-    last = bisect.bisect_left(indexes, start + len(rows))
-    positions = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
-    rows[positions] = embedding[first:last]
 
 
 def _num_prompt_logprob_rows(s: ScheduledSequence) -> int:

@@ -5,15 +5,23 @@ records of the log.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shared.protocol.records import AnyRecord, OutputSummary
 from shared.protocol.task_messages import EngineBody, Task, TaskBody
 from shared.state.token_log import LogWriter
-from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.core.sequence import LoggedChoice, RequestOutput, SpokenText
 from workers.engine.log_records import logged_choices, merge_deltas
 
 Progress = Callable[[], Awaitable[None]]
+
+
+class Rendered(NamedTuple):
+    """A task with its prompt."""
+
+    task: Task[EngineBody]
+    speech: SpokenText | None = None
+    """What a talker speaks, of which the prompt's tokens tell nothing."""
 
 
 class StageOutput(Protocol):
@@ -27,7 +35,7 @@ class StageOutput(Protocol):
     def is_answer(self) -> bool:
         """Whether the output is the request's text, so that its times are those of the request."""
 
-    async def render(self, task: Task[Any], progress: Progress) -> Task[EngineBody]:
+    async def render(self, task: Task[Any], progress: Progress) -> Rendered:
         """The task with its prompt. `progress` is awaited now and then, and may end the waiting."""
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
@@ -55,8 +63,8 @@ class TextOutput:
     # four processes.
     appends_per_s = 25.0
 
-    async def render(self, task: Task[EngineBody], progress: Progress) -> Task[EngineBody]:
-        return task
+    async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
+        return Rendered(task)
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         return logged_choices(records, n)

@@ -200,7 +200,7 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
-            task = await self._output.render(task, progress)
+            task, speech = await self._output.render(task, progress)
             header = task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
             if any(item.embedding is not None for item in task.body.items):
@@ -222,6 +222,7 @@ class EngineWorker:
                 adapter=header.adapter,
                 new_token_mask=None if grammar is None else grammar.new_mask,
                 embedding=header.embedding,
+                speech=speech,
             )
             if self._kv is not None and task.body.kv:
                 request = replace(request, received=await self._kv.read(request, task.body.kv))

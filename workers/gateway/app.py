@@ -163,6 +163,8 @@ def error_response(error: Exception) -> Response:
     answer = Json(errors.body_of(info), errors.status_of(info))
     if info.retry_after_s is not None:
         answer.headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
+    if isinstance(error, errors.RangeNotSatisfiable):
+        answer.headers["content-range"] = f"bytes */{error.total}"
     if answer.status_code == 401:
         answer.headers["www-authenticate"] = "Bearer"
     return answer

@@ -1,5 +1,6 @@
 """Reads the files of vocoders. Every error names the file, and what is wrong in it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,21 +22,36 @@ FRAME_MULTIPLE = 20
 MAX_RECORD_BYTES = 720_000
 
 
-def load_vocoder(folder: Path, spec: ChunkSpec, key: str) -> Vocoder:
+def load_vocoder(
+    folder: Path,
+    spec: ChunkSpec,
+    key: str,
+    *,
+    voices: Sequence[str] = (),
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Vocoder:
     """Load the vocoder of a folder for chunks as in `spec`; `key` is the stage's in the settings.
 
-    Raises ConfigError.
+    It is a table, or one of the parts of a model. Raises ConfigError.
     """
     file = folder / TABLE_FILE
     try:
-        vocoder = TableVocoder(_read_table(file))
+        if file.exists() or not (folder / "config.json").exists():
+            vocoder: Vocoder = TableVocoder(_read_table(file))
+        else:
+            file = folder
+            vocoder = _load_neural(folder, voices, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error.message}", field=f"{key}.path") from error
-    for name in ("left", "right"):
-        if getattr(spec, name) < vocoder.context:
+    for name, given, needed in (
+        ("left", spec.left, vocoder.min_left),
+        ("right", spec.right, vocoder.min_right),
+    ):
+        if given < needed:
             raise ConfigError(
-                f"{key}.chunks.{name}: {getattr(spec, name)} is less than {vocoder.context}, the"
-                f" frames that {file} needs on either side of a chunk",
+                f"{key}.chunks.{name}: {given} is less than {needed}, the frames that {file} needs"
+                " on this side of a chunk",
                 field=f"{key}.chunks.{name}",
             )
     most = MAX_RECORD_BYTES // (2 * vocoder.samples_per_frame)
@@ -47,6 +63,30 @@ def load_vocoder(folder: Path, spec: ChunkSpec, key: str) -> Vocoder:
                 field=f"{key}.chunks.{name}",
             )
     return vocoder
+
+
+def _load_neural(folder: Path, voices: Sequence[str], dtype: str, device: str) -> Vocoder:
+    """Load the vocoder among the parts of a model."""
+    # A table needs neither torch nor transformers.
+    import torch
+    from transformers import AutoConfig
+
+    from shared.models.registry import find_family
+    from workers.generator import code2wav, token2wav
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        family = find_family(config)
+        kind = None if family is None else family.vocoder
+        if kind == "code2wav":
+            return code2wav.load(folder, config, getattr(torch, dtype), device)
+        if kind == "token2wav":
+            return token2wav.load(folder, config, voices, getattr(torch, dtype), device)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{folder} cannot be served: {error}") from error
+    raise ConfigError(f"{folder}: a model of type {config.model_type!r} has no vocoder")
 
 
 def _read_table(file: Path) -> VoiceTable:

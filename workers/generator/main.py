@@ -42,7 +42,16 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
     keep_freed_memory()
     context.step("loading the vocoder")
     folder = _folder(context, model, stage)
-    vocoder = await asyncio.to_thread(load_vocoder, folder, stage.chunks, key)
+    config = context.config
+    vocoder = await asyncio.to_thread(
+        load_vocoder,
+        folder,
+        stage.chunks,
+        key,
+        voices=context.pipelines[model].voices,
+        dtype=config.models[model].dtype,
+        device=config.engine.device,
+    )
     thread = VocoderThread(vocoder, context.config.generator.max_batch)
     await SpeechWorker(context, model, thread, stage.chunks, vocoder).serve()
 

@@ -15,13 +15,14 @@ from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import CODES
 from shared.protocol.records import OutputSummary
+from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import FollowBody, Task
 from shared.stage.inputs import RequestEnded, follow_codes
 from shared.stage.job import Job
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from workers.generator.core.speech import Playback, Speech
-from workers.generator.core.vocoder import Vocoder
+from workers.generator.core.vocoder import Speaker, Vocoder
 from workers.generator.vocoder_thread import VocoderThread
 from workers.generator.worker import GeneratorWorker
 
@@ -38,10 +39,13 @@ class _Open:
 
     job: Job
     speech: Speech
+    speaker: Speaker
     playback: Playback
     lag_s: float
     patience: asyncio.Timeout
     """For how long a suspect waits for its first chunk's frames."""
+    is_whole: bool
+    """Whether this attempt makes the speech from its beginning."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +70,9 @@ class SpeechWorker(GeneratorWorker):
         speech = Speech(self._chunks, self._vocoder, job.log.records)
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         patience = asyncio.timeout(SUSPECT_WAIT_S if job.suspect else None)
-        request = _Open(job, speech, Playback(time.monotonic()), lag_s, patience)
+        speaker = Speaker(header.voice, seed_of(header.sampling, header.request_id))
+        playback, is_whole = Playback(time.monotonic()), speech.num_samples == 0
+        request = _Open(job, speech, speaker, playback, lag_s, patience, is_whole)
         self._in_flight[header.request_id] = job
         try:
             async with patience:
@@ -81,7 +87,7 @@ class SpeechWorker(GeneratorWorker):
             del self._in_flight[header.request_id]
         if not has_all:
             return Requeue()
-        self._log_finished(request)
+        self._on_finished(request)
         return Done(OutputSummary(units={"samples": speech.num_samples}))
 
     async def _follow(self, request: _Open, task: Task[FollowBody]) -> bool:
@@ -113,7 +119,9 @@ class SpeechWorker(GeneratorWorker):
                 return False
             request.patience.reschedule(None)
             dry_at_s = request.playback.dry_at_s + request.lag_s
-            samples = await self._thread.speak(job.request_id, speech.codes, window, dry_at_s)
+            samples = await self._thread.speak(
+                job.request_id, speech.codes, window, dry_at_s, request.speaker
+            )
             pcm = samples.astype("<i2").tobytes()
             await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate)
             # This request did not kill the workers that had it before.
@@ -132,8 +140,13 @@ class SpeechWorker(GeneratorWorker):
         speech.num_samples += num_samples
         self._num_samples += num_samples
 
-    def _log_finished(self, request: _Open) -> None:
+    def _on_finished(self, request: _Open) -> None:
         job, speech = request.job, request.speech
+        if request.is_whole and speech.num_samples:
+            took_s = (self._context.bus.now_ms() - job.received_ms) / 1000
+            length_s = speech.num_samples / self._vocoder.sample_rate
+            metrics = self._context.metrics.of(self._model)
+            metrics.histogram("audio_realtime_factor").observe(took_s / length_s)
         self._context.log.info(
             "spoken",
             request_id=job.request_id,

@@ -60,7 +60,8 @@ class TableVocoder:
     """The vocoder of a table."""
 
     num_codebooks = 1
-    context = CONTEXT_FRAMES
+    min_left = min_right = CONTEXT_FRAMES
+    num_missing = 0
 
     def __init__(self, table: VoiceTable) -> None:
         self.sample_rate = table.sample_rate

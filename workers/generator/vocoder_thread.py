@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from shared.batch_thread import Pending
 from workers.generator.core.schedule import Window
 from workers.generator.core.units import Unit
-from workers.generator.core.vocoder import Codes, Samples, Vocoder, cut
+from workers.generator.core.vocoder import ONE_SPEAKER, Codes, Samples, Speaker, Vocoder, cut
 from workers.generator.unit_thread import UnitThread
 
-Item = tuple[Codes, Window]
-"""All frames of a request so far, and the window of its next chunk."""
+Item = tuple[Codes, Window, Speaker]
+"""All frames of a request so far, the window of its next chunk, and who speaks."""
 
 
 class VocoderThread(UnitThread[Item, Samples]):
@@ -18,16 +18,22 @@ class VocoderThread(UnitThread[Item, Samples]):
         self._vocoder = vocoder
 
     async def speak(
-        self, request_id: str, codes: Codes, window: Window, dry_at_s: float
+        self,
+        request_id: str,
+        codes: Codes,
+        window: Window,
+        dry_at_s: float,
+        speaker: Speaker = ONE_SPEAKER,
     ) -> Samples:
         """Return the samples of a chunk; `codes` are all frames of its request so far.
 
         Raises RequestEnded after `cancel`, and any error of the vocoder for the chunk that causes
         it alone.
         """
-        pending: Pending[Item, Samples] = Pending((codes, window))
-        return await self._compute_unit(Unit(request_id, window.shape, dry_at_s, pending))
+        pending: Pending[Item, Samples] = Pending((codes, window, speaker))
+        shape = (*window.shape, speaker.voice)
+        return await self._compute_unit(Unit(request_id, shape, dry_at_s, pending))
 
     def _compute(self, items: Sequence[Item]) -> list[Samples]:
-        chunks = [cut(self._vocoder, codes, window) for codes, window in items]
+        chunks = [cut(self._vocoder, *item) for item in items]
         return self._vocoder.synthesize(chunks)

@@ -42,11 +42,12 @@ def other_seed_on_resume() -> None:
 def stop_strings_not_replayed() -> None:
     from shared.protocol.detokenizer import Detokenizer
     from workers.engine.core.request_state import ChoiceState, StopEvent
+    from workers.engine.core.sequence import LoggedChoice
 
     replay = ChoiceState.replay
 
-    def forgetful(self: ChoiceState, token_ids: list[int]) -> StopEvent | None:
-        ending = replay(self, token_ids)
+    def forgetful(self: ChoiceState, logged: LoggedChoice) -> StopEvent | None:
+        ending = replay(self, logged)
         stop = self.sequence.request.sampling.stop
         self.detokenizer = Detokenizer(self.detokenizer._decode, stop)
         return ending

@@ -1,7 +1,7 @@
 """Bugs of the outputs beside a text: their writers, their ends, and what follows them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
@@ -144,16 +144,17 @@ def outputs_left_open_at_cancel() -> None:
 
 @bug("gateway", "speeches", "I2", "I3")
 def piece_of_sound_sent_twice() -> None:
-    from shared.protocol.records import AudioChunk
+    from shared.protocol.records import AnyRecord
     from workers.gateway.backend import sound
+    from workers.gateway.backend.active_request import ActiveRequest
 
     encoded = sound._encoded
 
     async def stammer(
-        chunks: AsyncGenerator[AudioChunk, None], form: str
+        active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], form: str
     ) -> AsyncGenerator[bytes, None]:
         number = 0
-        async for piece in encoded(chunks, form):
+        async for piece in encoded(active, logs, form):
             number += 1
             yield piece
             if number == 2:

@@ -13,6 +13,7 @@ from ops.chaos.history import (
     RecordReceived,
     RequestSent,
     SessionFailed,
+    SoundReceived,
 )
 from shared.protocol.records import AudioChunk, Failure, Finish, LogRecord, OutputEnd, TokenChunk
 from shared.state.token_log import is_final
@@ -23,7 +24,9 @@ def measure(run: RecordedRun) -> dict[str, float]:
     first = {id: sessions[0].opened.t for id, sessions in run.sessions.items()}
     took = sorted(t - first[id] for id, t in run.ended.items())
     seen = sorted(
-        event.t for event in run.clients if isinstance(event, RecordReceived | EventReceived)
+        event.t
+        for event in run.clients
+        if isinstance(event, RecordReceived | EventReceived | SoundReceived)
     )
     gaps = [b - a for a, b in itertools.pairwise(seen)]
     sent = [event.t for event in run.clients if isinstance(event, RequestSent)]

@@ -52,8 +52,9 @@ def find(run: RecordedRun) -> Iterator[Violation]:
                 speech = run.speeches[planned.id]
                 faults = chain(faults, _log_faults(run, planned.id, log, speech))
             yield from (Violation(invariant, planned.id, what) for invariant, what in faults)
+    named = {e.bus_id: run.speeches[e.id] for e in run.clients if isinstance(e, SpeechNamed)}
     for id, log in run.final.unnamed.items():
-        faults = _unnamed_faults(run, id, log)
+        faults = _unnamed_faults(run, id, log, named.get(id) or _speech_of_codes(run, id))
         yield from (Violation(invariant, id, what) for invariant, what in faults)
     for id in run.final.outputs.keys() - run.final.logs.keys() - run.final.unnamed.keys():
         yield Violation("I5", id, "outputs of a request that has no log")
@@ -142,9 +143,10 @@ def _sound_faults(sound: Sound, speech: ExpectedSpeech) -> Faults:
 # -- the logs ----------------------------------------------------------------------------------
 
 
-def _unnamed_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
+def _unnamed_faults(
+    run: RecordedRun, id: str, log: Sequence[LogRecord], speech: ExpectedSpeech | None
+) -> Faults:
     """Check the logs of a speech over HTTP, whose own log has its end and nothing else."""
-    speech = _speech_of_id(run, id)
     if speech is None:
         yield "I5", "a speech that no client has asked for"
         return
@@ -212,14 +214,11 @@ def sound_of(outputs: Mapping[str, Sequence[OutputRecord]]) -> bytes:
     return b"".join(base64.b64decode(chunk.pcm) for chunk in chunks)
 
 
-def _speech_of_id(run: RecordedRun, id: str) -> ExpectedSpeech | None:
-    """The planned speech with the id that a gateway has made.
+def _speech_of_codes(run: RecordedRun, id: str) -> ExpectedSpeech | None:
+    """A planned speech that has the codes of a log.
 
-    Where the gateway died before its client learned the id, it is one with the codes of the log.
+    Its gateway died before its client learned the id that the gateway had made.
     """
-    for event in run.clients:
-        if isinstance(event, SpeechNamed) and event.bus_id == id:
-            return run.speeches[event.id]
     codes = codes_of(run.final.outputs.get(id, {}))
     over_http = (one.id for one in run.planned.values() if one.speaks and one.http)
     speeches = (run.speeches[one] for one in over_http)

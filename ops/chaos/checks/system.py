@@ -58,7 +58,7 @@ def check_letters(run: RecordedRun) -> Iterator[tuple[str, str]]:
 
 # Thread pools start their threads one by one under load: those of rendering, and asyncio's own, in
 # which workers connect to the owners of payloads.
-POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6, "gateway": 6}
+POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6, TALKER: 6, VOCODER: 6, "gateway": 6}
 COUNTED_RESOURCES = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 

@@ -27,6 +27,8 @@ from ops.chaos.history import (
     RecordReceived,
     RequestSent,
     SessionFailed,
+    SoundEnded,
+    SpeechNamed,
     now,
     read_events,
 )
@@ -91,7 +93,8 @@ class LoadClients:
         while self._next_index < self._settings.requests:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
-            wanted = 2 if planned.behaviour == "resubmit_after" else 1
+            again = planned.behaviour == "resubmit_after" and not (planned.http and planned.speaks)
+            wanted = 2 if again else 1
             if self._ends[planned.id] >= wanted:
                 continue
             await asyncio.sleep(self._began + index / self._settings.rate - now())
@@ -189,10 +192,16 @@ def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | Non
     began: float | None = None
     ends: Counter[str] = Counter()
     sessions: dict[str, int] = {}
+    through_gateways: set[str] = set()
     for event in read_events(file):
         began = event.t if began is None else began
         if isinstance(event, RequestSent):
             sessions[event.id] = event.session
+        elif isinstance(event, SpeechNamed):
+            through_gateways.add(event.id)
+        elif isinstance(event, SoundEnded):
+            # Elsewhere, the end of the request's own log counts.
+            ends[event.id] += event.id in through_gateways
         elif (isinstance(event, RecordReceived) and is_final(event.record)) or (
             isinstance(event, EventReceived) and event.data == DONE
         ):

@@ -123,7 +123,7 @@ class QwenImageLayout:
 class QwenTower(TowerAdapter):
     """The vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of `QwenImageLayout`."""
 
-    modules = ("model.visual",)
+    modules: tuple[str, ...] = ("model.visual",)
     metadata = ("image_grid_thw",)
 
     def count(self, fields: Fields) -> int:
@@ -203,14 +203,14 @@ class QwenAdapter(LanguageAdapter):
         super().check(prompt)
         if any(item.placeholder.is_embed is not None for item in prompt.items):
             refuse("an image's placeholder is one run of tokens in this model")
-        _check_apart(_sort_by_offset(prompt.items))
+        _check_apart(sort_by_offset(prompt.items))
 
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
         if not prompt.items:
             return None
         token_ids = torch.tensor([prompt.prompt_token_ids])
         is_image = torch.zeros_like(token_ids)
-        items = _sort_by_offset(prompt.items)
+        items = sort_by_offset(prompt.items)
         for item in items:
             start = item.placeholder.offset
             is_image[0, start : start + item.placeholder.length] = 1
@@ -249,7 +249,7 @@ class Qwen3VLAdapter(QwenAdapter):
         return logits
 
 
-def _sort_by_offset(items: Sequence[MediaItem]) -> list[MediaItem]:
+def sort_by_offset(items: Sequence[MediaItem]) -> list[MediaItem]:
     return sorted(items, key=lambda item: item.placeholder.offset)
 
 

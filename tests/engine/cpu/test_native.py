@@ -98,7 +98,7 @@ def test_any_schedule_yields_the_tokens_of_generate(name: str) -> None:
     tower = None if whole.tower is None else Tower(whole.tower, model)
     answers: dict[str, list[int]] = {}
     for max_chunk, preempt_share, block_size in ((100, 0.0, 8), (7, 0.0, 16), (13, 0.05, 24)):
-        twins = Twins(model, make_native(model, block_size), tower, answers)  # type: ignore[arg-type]
+        twins = Twins(model, make_native(model, block_size), tower, answers)
         cases = make_cases(twins.sees)
         rng = random.Random(max_chunk)
         schedule = RandomSchedule(rng, 512 // block_size, block_size, max_chunk, preempt_share)

@@ -59,7 +59,7 @@ from workers.engine.core.sequence import (
     Sequence,
 )
 from workers.engine.loader import LoadedModel, load
-from workers.engine.model.flat_model import FlatModel
+from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters
 from workers.engine.runner import ModelRunner
 
@@ -91,7 +91,7 @@ class Twins:
     """One model twice: as transformers runs it, and as the engine does."""
 
     reference: PreTrainedModel
-    served: FlatModel
+    served: DecoderModel
     tower: Tower | None
     answers: dict[str, list[int]] = field(default_factory=dict)
     """Tokens of the reference by request id."""
@@ -218,8 +218,17 @@ class Case:
     images: list[Image.Image]
 
 
-def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_tokens: int) -> Case:
-    """Words, then each image followed by words."""
+MARKS = (VISION_START, IMAGE, VISION_END)
+
+
+def make_case(
+    name: str,
+    sizes: Iterable[tuple[int, int]],
+    num_words: int,
+    max_tokens: int,
+    marks: tuple[int, int, int] = MARKS,
+) -> Case:
+    """Words, then each image followed by words. `marks` are the tokens of an image."""
     rng = np.random.default_rng(sum(name.encode()))
 
     def words() -> list[int]:
@@ -231,7 +240,8 @@ def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_t
         images.append(draw_image(int(rng.integers(1000)) + i, *size))
         item = item_of(images[-1], len(token_ids) + 1)
         items.append(item)
-        token_ids += [VISION_START, *[IMAGE] * item.placeholder.length, VISION_END, *words()]
+        start, image, end = marks
+        token_ids += [start, *[image] * item.placeholder.length, end, *words()]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return Case(EngineRequest(name, token_ids, items, params), images)
 

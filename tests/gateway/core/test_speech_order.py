@@ -25,10 +25,10 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
-from workers.gateway.core.memory_budget import MAX_LARGEST, SAMPLE_BYTES, AnswerBudget
+from workers.gateway.core.memory_budget import MAX_LARGEST, AnswerBudget
 from workers.gateway.core.speech_order import SpeechOrder
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler, ChatOptions
 from workers.gateway.openai.spoken import AudioOptions
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion
 
@@ -166,7 +166,7 @@ def test_a_whole_speech_takes_no_more_memory_than_is_reserved() -> None:
 
 def test_a_speech_reserves_memory_as_it_grows() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
-    most = 2**20 // SAMPLE_BYTES
+    most = 2**20
     scopes: list[dict[str, int]] = [{} for _ in range(MAX_LARGEST)]
     for scope in scopes:
         budget.extend(scope, most // 2)

@@ -54,6 +54,19 @@ def test_an_attempt_begins_behind_the_samples_in_the_log(vocoder: Vocoder) -> No
     assert speech.next_window() == Window(5, 7, 11, 13)
 
 
+def test_the_last_frame_of_a_speech_may_be_shorter(
+    vocoder: Vocoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[AnyRecord] = [audio(0, 3), AudioChunk(1, 1, 3 * FRAME, FRAME - 7, 24_000, "")]
+    with pytest.raises(PagemillError, match="another vocoder"):
+        Speech(SPEC, vocoder, made)
+    monkeypatch.setattr(vocoder, "num_missing", 7)
+    speech = Speech(SPEC, vocoder, made)
+    speech.add(codes(0, 1, 2, 3, 4))
+    speech.is_complete = True
+    assert speech.next_window() is None
+
+
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [

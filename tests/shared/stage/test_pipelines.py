@@ -1,15 +1,18 @@
 """Pipelines of the configuration: every refusal names the file and the key."""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from shared.config import Config, EngineConfig, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config_stages import Graph, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.pipeline import function_of
+from shared.protocol.task_messages import EngineBody, SpeechBody
 from shared.stage import tasks
+from shared.stage.edge_functions import input_of_follower
 from shared.stage.pipelines import check_pipelines, default_stage, pipeline_of
 
 ROLES = ("renderer", "encoder", "engine")
@@ -259,3 +262,23 @@ def test_a_worker_serves_the_only_stage_of_its_role_if_none_has_its_name() -> No
     assert default_stage(two, "generator", "m") == "generator"
     # Workers that serve all models have a stage of one name in all of them.
     assert default_stage(one | {"n": two["m"]}, "renderer", None) == "renderer"
+
+
+@pytest.mark.parametrize("graph", get_args(Graph))
+def test_a_graph_of_the_product_adds_a_talker_and_a_vocoder_that_may_be_changed(graph: Any) -> None:
+    changes: dict[str, Any] = {
+        "talker": {"voices": ["Chelsie"]},
+        "code2wav": {"chunks": {"size": 9, "left": 30, "right": 1}},
+    }
+    model = msgspec.convert({"path": "nowhere", "graph": graph, "stages": changes}, ModelConfig)
+    check_pipelines(Config(models={"omni": model}), (*ROLES, "generator"), "a file")
+    pipeline = pipeline_of(model)
+    assert list(pipeline.outputs) == ["text", "codes", "audio"]
+    assert pipeline.required_stages == ["renderer", "engine"]
+    assert pipeline.voices == ["Chelsie"]
+    assert pipeline.stage("code2wav").chunks == ChunkSpec(size=9, left=30, right=1)  # type: ignore[union-attr]
+    (edge,) = pipeline.followers_of("engine")
+    source = input_of_follower(pipeline, edge, EngineBody([1, 2], []))
+    assert function_of(edge)(source) == SpeechBody(prompt_token_ids=[1, 2])
+    # No text is given to a talker that speaks answers.
+    assert list(pipeline.with_text_given.outputs) == []

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from typing import Any
 
 import msgspec
 import pytest
@@ -96,6 +97,13 @@ def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:
     assert msgspec.convert(given, GenerateRequest) == request
     bare = GenerateRequest("demo", [Message("user", "a")])
     assert json.loads(encode_request(bare, {"n": 2}))["sampling_params"] == {"n": 2}
+
+
+@pytest.mark.parametrize("sampling", [None, {}])
+def test_fields_without_a_value_are_not_sent(sampling: dict[str, Any] | None) -> None:
+    """An older coordinator refuses fields that it does not know."""
+    sent = json.loads(encode_request(GenerateRequest("demo", prompt="a"), sampling))
+    assert sent.keys() - {"sampling_params"} == {"model", "prompt"}
 
 
 def test_scopes_of_caches_differ_by_tenant_and_salt() -> None:

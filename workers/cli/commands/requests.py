@@ -14,6 +14,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Cancelled, NotFound
 from shared.protocol.pipeline import TEXT
+from shared.protocol.requests import OnLate
 from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli import settings
@@ -60,6 +61,8 @@ class SpeechOptions:
     """The WAV file."""
     voice: str | None = None
     """Name of one of the model's voices; by default the first one."""
+    on_late: OnLate = "fail"
+    """`text`: when the speech fails or is late, end with the text if that is complete."""
 
 
 async def ask(
@@ -101,7 +104,8 @@ async def ask(
     request = build_request(model, question, image or [], given, timeout_s, adapter)
     if speech.speak:
         audio = find_audio(loaded, model)
-        request = replace(request, outputs=[TEXT, audio], voice=speech.voice)
+        outputs, on_late = [TEXT, audio], speech.on_late
+        request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
         records = client.ask(bus, request, request_id, sampling=given)

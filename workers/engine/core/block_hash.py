@@ -13,7 +13,7 @@ the sender of the other.
 import struct
 
 from shared.protocol.multimodal import content_hash
-from workers.engine.core.sequence import Sequence
+from workers.engine.core.sequence import EngineRequest, Sequence
 
 
 def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
@@ -24,7 +24,7 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
     request, hashes = sequence.request, sequence.block_hashes
     for index in range(len(hashes), num_blocks):
         # An adapter's name is never empty, so "" stands for no adapter.
-        parent = hashes[-1] if hashes else content_hash(request.tenant, request.adapter or "")
+        parent = hashes[-1] if hashes else content_hash(*_scope_of(request))
         hashes.append(_block_hash(parent, sequence, index * block_size, block_size))
     return hashes[:num_blocks]
 
@@ -45,6 +45,15 @@ def extra_keys(
     if index == 0 and request.tenant:
         keys.append(request.tenant)
     return tuple(keys) or None
+
+
+def _scope_of(request: EngineRequest) -> list[str]:
+    """What requests have in common that may share blocks.
+
+    A speech shares none: its tokens do not tell what its rows are made of.
+    """
+    scope = [request.tenant, request.adapter or ""]
+    return scope if request.speech is None else [*scope, request.request_id]
 
 
 def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) -> str:

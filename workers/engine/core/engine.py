@@ -152,7 +152,7 @@ class EngineCore:
         logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
         assert len(logged) == request.sampling.n
         stop_events = [
-            choice.replay(log.token_ids) for choice, log in zip(state.choices, logged, strict=True)
+            choice.replay(log) for choice, log in zip(state.choices, logged, strict=True)
         ]
         self._requests[request.request_id] = state
         for choice, log, stop_event in zip(state.choices, logged, stop_events, strict=True):

@@ -1,18 +1,21 @@
 """State of a running request and of its choices, updated token by token. Pure."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
+from msgspec.structs import asdict
+
 from shared.protocol.detokenizer import Detokenizer
 from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
-from shared.protocol.sampling import SamplingParams
+from shared.protocol.sampling import SamplingParams, seed_of
 from workers.engine.core.sequence import (
     LAST_TOKEN,
     Drafter,
     EngineRequest,
+    FrameDelta,
+    LoggedChoice,
     Pooling,
     SampledToken,
     Sequence,
@@ -74,10 +77,11 @@ class ChoiceState:
             return StopEvent("stop")
         return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
 
-    def replay(self, token_ids: list[int]) -> StopEvent | None:
+    def replay(self, logged: LoggedChoice) -> StopEvent | None:
         """Append logged tokens; return the stop event if the choice ends with the last of them."""
         stop_event = None
-        for token_id in token_ids:
+        self.sequence.residuals += logged.residuals
+        for token_id in logged.token_ids:
             _, stop_event = self.append_token(token_id)
         return stop_event
 
@@ -87,6 +91,8 @@ class ChoiceState:
         kept_tokens, text, stop_event = [], "", None
         for token in tokens:
             kept_tokens.append(token)
+            if token.residual:
+                self.sequence.residuals.append([*token.residual])
             new_text, stop_event = self.append_token(token.token_id)
             text += new_text
             if stop_event is not None:
@@ -103,7 +109,7 @@ class ChoiceState:
         if stop_event is not None:
             self.finished = True
             text += self.detokenizer.finish()
-        return ChoiceDelta(
+        delta = ChoiceDelta(
             index=self.sequence.choice,
             position=position,
             token_ids=[token.token_id for token in tokens],
@@ -112,6 +118,10 @@ class ChoiceState:
             stop_reason=stop_event.stop_reason if stop_event else None,
             logprobs=[t.logprobs for t in tokens if t.logprobs is not None] or None,
         )
+        if self.sequence.request.speech is None:
+            return delta
+        residuals = [[*token.residual] for token in tokens]
+        return FrameDelta(**asdict(delta), residuals=residuals)
 
 
 @dataclass(slots=True)
@@ -208,9 +218,11 @@ def _may_draft(request: EngineRequest) -> bool:
 
     A token mask is defined only after accepted tokens, and so cannot be applied to drafts. An
     embedding is made of the prompt's hidden states up to the last token that goes through the
-    model, and drafts would go through it behind the prompt.
+    model, and drafts would go through it behind the prompt. A talker's rows are made of frames,
+    of which a draft has only the first code.
     """
-    return request.new_token_mask is None and request.embedding is None
+    is_plain = request.new_token_mask is None and request.embedding is None
+    return is_plain and request.speech is None
 
 
 def _decode_nothing(token_ids: list[int]) -> str:
@@ -218,7 +230,4 @@ def _decode_nothing(token_ids: list[int]) -> str:
 
 
 def _derive_seed(request: EngineRequest) -> int:
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    digest = hashlib.sha256(request.request_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return seed_of(request.sampling, request.request_id)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,6 +63,23 @@ class LoggedChoice:
 
     token_ids: list[int]
     finished: bool
+    residuals: list[list[int]] = field(default_factory=list)
+    """The codes of a talker's further codebooks, for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenText:
+    """What a talker speaks: an answer, with the prompt that it answers."""
+
+    prompt_token_ids: list[int]
+    answer_token_ids: list[int]
+    voice: str | None
+
+
+class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
+    """New tokens of a talker, with the codes of its further codebooks for each token."""
+
+    residuals: list[list[int]] = msgspec.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -113,6 +131,8 @@ class EngineRequest:
     """The request ends with its prompt, whose embedding is its only output."""
     received: ReceivedKV | None = None
     """Blocks of the prompt that another engine has computed."""
+    speech: SpokenText | None = None
+    """For a talker: its rows are made of this text, and the prompt's tokens stand for them."""
     export_run_bytes: int = 0
     """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
@@ -153,6 +173,8 @@ class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Log probabilities, if the request asks for them."""
+    residual: tuple[int, ...] = ()
+    """The codes of a talker's further codebooks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +197,8 @@ class Sequence:
     """Prompt log probabilities computed so far, by position; None if not requested."""
     embedding: bytes = b""
     """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
+    residuals: list[list[int]] = field(default_factory=list)
+    """For a talker: the codes of further codebooks of each output token."""
     pooling: Pooling = LAST_TOKEN
     hidden_sums: dict[int, Any] = field(default_factory=dict)
     """Sums of the hidden states of leading tokens, by their number: before and after the last step.

@@ -52,7 +52,7 @@ class DecoderModel(ABC):
 
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
-        self._embed_tokens: Any = family.model.get_input_embeddings()
+        self._embed_tokens: Any = family.input_embeddings
         # Stored, because transformers iterates over all parameters to look them up.
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device

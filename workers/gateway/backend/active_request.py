@@ -2,11 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import aclosing
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import structlog
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared import client
@@ -22,6 +31,7 @@ from shared.protocol.records import (
     Finish,
     LogRecord,
     OutputEnd,
+    OutputSummary,
     TokenChunk,
 )
 from shared.state import request_registry
@@ -54,6 +64,8 @@ class ActiveRequest:
     request."""
     recorded: asyncio.Task[RequestRecord] | None = None
     """Done when the registry has the record."""
+    encode: Callable[[bytes, str], bytes] = event
+    """Encodes an event of a stream, of its JSON and its id."""
     has_event_ids: bool = True
     """Whether the events of the stream have ids."""
     _began_s: float = field(default_factory=time.monotonic)
@@ -64,6 +76,9 @@ class ActiveRequest:
         self._num_tokens = metrics.counter("http_tokens_total", endpoint=endpoint)
         self._first_token_s = metrics.histogram(
             "http_time_to_first_token_seconds", endpoint=endpoint
+        )
+        self._first_audio_s = metrics.histogram(
+            "http_time_to_first_audio_seconds", endpoint=endpoint
         )
         token_bytes = context.token_bytes.of(record.model)
         self._assembler = context.assemblers[record.kind](self.request_id, record, token_bytes)
@@ -84,7 +99,7 @@ class ActiveRequest:
             shown = await self._add_record(part, record, self._event_id(position), start[part])
             for one in shown:
                 if position[part] >= start[part]:
-                    yield event(to_json(one), self._event_id(position))
+                    yield self.encode(to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 
@@ -98,13 +113,25 @@ class ActiveRequest:
         """
         async for part, record in self._merged(logs):
             if isinstance(record, AudioChunk):
-                self._context.answer_budget.extend(scope, record.num_samples)
+                num_bytes = self._assembler.sample_bytes * record.num_samples
+                self._context.answer_budget.extend(scope, num_bytes)
             await self._add_record(part, record, "", 0)
         return self._assembler.answer()
 
+    async def sound(
+        self, logs: Sequence[AsyncIterator[AnyRecord]]
+    ) -> AsyncGenerator[AudioChunk, None]:
+        """Yield the records of the speech, to the end of the request. Raises Failed."""
+        self._assembler.collects_answer = False
+        async with aclosing(self._merged(logs)) as records:
+            async for part, record in records:
+                await self._add_record(part, record, "", 0)
+                if isinstance(record, AudioChunk):
+                    yield record
+
     def _merged(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
-    ) -> AsyncIterator[tuple[int, AnyRecord]]:
+    ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
         merged, speech = merge_logs(logs), self.record.options.get("speech")
         if speech is None:
             return merged
@@ -126,9 +153,11 @@ class ActiveRequest:
                 )
                 return self._assembler.add(part, record)
             case Finish():
-                ended = self._assembler.end_outputs(record.outputs)
+                ended = self._assembler.end_outputs(self._client_outputs(record.outputs))
                 return ended + self._assembler.finish(part, record.usage)
             case AudioChunk() | OutputEnd():
+                if isinstance(record, AudioChunk) and record.first_sample == 0 and start == 0:
+                    self._first_audio_s.observe(time.monotonic() - self._began_s)
                 return self._assembler.add_audio(record)
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
@@ -140,6 +169,16 @@ class ActiveRequest:
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
             case _:
                 return []
+
+    def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
+        """Return the outputs, with errors whose fields have the client's names."""
+        kind, options = self.record.kind, self.record.options
+        return {
+            name: replace(summary, error=translate_error(summary.error, kind, options))
+            if summary.error is not None
+            else summary
+            for name, summary in outputs.items()
+        }
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""

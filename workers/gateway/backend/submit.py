@@ -23,6 +23,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
+from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.field_names import options_of_part, translated_errors
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
@@ -30,7 +31,7 @@ from workers.gateway.core.memory_budget import answer_size_of, read_answer_size,
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.sse import ErrorResponder, EventStream, run_until_disconnect
+from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, run_until_disconnect
 
 # Options that may differ when a client comes back for the same answer.
 _STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
@@ -81,7 +82,7 @@ async def submit(
             "this id belongs to another request, whose content was different", field="X-Request-Id"
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
-    return await _respond(context, request, active, logs, start, refuse, stream=plan.stream)
+    return await _respond(context, request, active, logs, start, refuse, plan)
 
 
 async def _record_of(
@@ -136,19 +137,30 @@ async def _publish(
 
     This lives as long as the answer, so it must not refer to the body as it was received.
     """
-    assert active.recorded is not None
-    records = client.ask(context.bus, request, active.parts[part], active.record.tenant, sampling)
+    # A text that is given is written without parameters, which are refused even if there are none.
+    records = client.ask(
+        context.bus, request, active.parts[part], active.record.tenant, sampling or None
+    )
     options = options_of_part(active.record.options, part)
     with translated_errors(active.record.kind, options):
         async for record in records:
-            try:
-                # Usually done long before. An answer that could not be resumed must not be shown.
-                await asyncio.shield(active.recorded)
-            except PagemillError:
-                # The client is asked to try again, and would have the work done twice.
-                active.start_cancel()
-                raise
             yield record
+
+
+async def _once_recorded(
+    active: ActiveRequest, log: AsyncIterator[AnyRecord]
+) -> AsyncIterator[AnyRecord]:
+    """Yield a log, when the request's record is stored: an answer that could not be resumed must
+    not be shown."""
+    assert active.recorded is not None
+    async for record in log:
+        try:
+            await asyncio.shield(active.recorded)  # Usually done long before.
+        except PagemillError:
+            # The client is asked to try again, and would have the work done twice.
+            active.start_cancel()
+            raise
+        yield record
 
 
 async def _open_logs(
@@ -171,7 +183,7 @@ async def _open_logs(
     for part, (request, last) in enumerate(zip(requests, lasts, strict=True)):
         if last is None:
             logs[part] = _publish(context, active, part, request, plan.sampling)
-    return logs
+    return [_once_recorded(active, log) for log in logs]
 
 
 async def _respond(
@@ -181,11 +193,16 @@ async def _respond(
     logs: Sequence[AsyncIterator[AnyRecord]],
     start: Sequence[int],
     refuse: ErrorResponder,
-    *,
-    stream: bool,
+    plan: SubmitPlan,
 ) -> Response:
+    if plan.sound_format:
+        return SoundStream(context, active, logs, plan.sound_format, active.on_disconnect)
     headers = {"x-request-id": active.request_id}
-    if stream:
+    if plan.stream and plan.is_lines:
+        active.has_event_ids, active.encode = False, LineStream.encode
+        events, left = active.events(logs, start), active.on_disconnect
+        return LineStream(events, left, context.shutting_down, refuse, headers)
+    if plan.stream:
         active.has_event_ids = wants_event_ids(request, active.record)
         return EventStream(
             active.events(logs, start),

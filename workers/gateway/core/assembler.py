@@ -25,6 +25,8 @@ class Assembler(ABC):
     been shown, because there may be gigabytes of them."""
     max_events = 1
     """Limit on the events of one record."""
+    sample_bytes = 0
+    """Memory that the answer needs for each sample of its speech."""
     prompt_token_ids: Sequence[int] = ()
     """Prompt tokens whose bytes are needed. No record contains them."""
 

@@ -26,6 +26,7 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
         "items": "prompt",
         "sampling_params.prompt_logprobs": "logprobs",
     },
+    "demo": {"prompt_token_ids": "prompt", "tokens": "prompt"},
     "embedding": {
         **dict.fromkeys(PROMPT_FIELDS, "input"),
         "embedding.dimensions": "dimensions",
@@ -33,6 +34,7 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
     },
     "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
     "rerank": {**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"},
+    "speech": {"given_text": "input", "outputs": "model"},
     "score": {**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"},
 }
 """Client's field by bus field, for each kind of RequestRecord. Others have the same name."""

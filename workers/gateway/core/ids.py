@@ -14,10 +14,12 @@ from workers.gateway.schemas.generate import MAX_ID_LEN
 PREFIXES = {
     "chat": "chatcmpl",
     "completion": "cmpl",
+    "demo": "demo",
     "embedding": "embd",
     "generate": "gen",
     "rerank": "rerank",
     "score": "score",
+    "speech": "speech",
 }
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")

@@ -26,8 +26,6 @@ from workers.gateway.http.errors import AnswerTooLarge
 ENTRY_BYTES = 480
 # The same for one value of an embedding; tracemalloc has shown 70 bytes.
 VALUE_BYTES = 96
-# The same for one sample of a speech; tracemalloc has shown 10 bytes.
-SAMPLE_BYTES = 12
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
@@ -154,12 +152,11 @@ class AnswerBudget:
             )
         self._take(scope, num_bytes)
 
-    def extend(self, scope: MutableMapping[str, Any], num_samples: int) -> None:
-        """Reserve memory for more samples of a speech, in addition to what the request has.
+    def extend(self, scope: MutableMapping[str, Any], more_bytes: int) -> None:
+        """Reserve memory for more of a speech, in addition to what the request has.
 
         Raises AnswerTooLarge or Overloaded.
         """
-        more_bytes = SAMPLE_BYTES * num_samples
         if scope.get("answer_bytes", 0) + more_bytes > self._max_mib * 2**20:
             raise AnswerTooLarge(
                 f"the speech of this answer takes more than the limit of {self._max_mib} MiB"

@@ -39,6 +39,10 @@ class SubmitPlan(Struct, frozen=True):
     """Options of the RequestRecord, on which the form of the answer depends."""
     stream: bool = False
     durable: bool = False
+    sound_format: str = ""
+    """The answer is the sound alone, as bytes of this format."""
+    is_lines: bool = False
+    """A stream has a line of JSON for each event, without ids."""
     unrecorded: frozenset[str] = frozenset()
     """Options that are left out of the stored record of a request that is answered once: one that
     is not durable and has no id from its client."""

@@ -74,6 +74,15 @@ class AnswerTooLarge(RequestError):
     code = "answer_too_large"
 
 
+class RangeNotSatisfiable(RequestError):
+    code = "range_not_satisfiable"
+
+    def __init__(self, message: str, total: int) -> None:
+        super().__init__(message, field="Range")
+        self.total = total
+        """Number of bytes of the body."""
+
+
 class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
@@ -113,6 +122,7 @@ STATUSES = {
     "payload_too_large": 413,
     BodyTooLarge.code: 413,
     WrongContentType.code: 415,
+    RangeNotSatisfiable.code: 416,
     "invalid_media": 422,
     "media_too_large": 422,
     "media_not_found": 422,

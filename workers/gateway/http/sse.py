@@ -40,6 +40,10 @@ class EventStream(Response):
     its client resumes at another gateway. Any other stream reports the shutdown like an error.
     """
 
+    media_type = "text/event-stream"
+    end = DONE
+    """The last bytes of the body."""
+
     def __init__(
         self,
         events: AsyncIterator[bytes],
@@ -51,7 +55,7 @@ class EventStream(Response):
         numbered: bool = False,
     ) -> None:
         """`numbered` says whether the events have ids."""
-        super().__init__(None, 200, headers, "text/event-stream")
+        super().__init__(None, 200, headers)
         del self.headers["content-length"]
         self.headers["x-accel-buffering"] = "no"
         self._events = events
@@ -61,7 +65,11 @@ class EventStream(Response):
         self._started = False
         self._written_s = time.monotonic()
         self._answer_of = answer_of
-        self._ping = PING_NUMBERED if numbered else PING
+        self.ping = PING_NUMBERED if numbered else PING
+
+    @staticmethod
+    def encode(data: bytes, event_id: str = "") -> bytes:
+        return event(data, event_id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(scope, receive, send)
@@ -71,8 +79,8 @@ class EventStream(Response):
             if not self._started:
                 await self._send_error(error, scope, receive, send)
             elif not self._numbered:
-                await send(_body(_error_event(error)))
-                await send(_END)
+                await send(_body(self._error_event(error)))
+                await self._send_end(send)
 
     async def _send_error(
         self, error: Exception, scope: Scope, receive: Receive, send: Send
@@ -100,17 +108,26 @@ class EventStream(Response):
         pinging = asyncio.create_task(self._keep_alive(send))
         try:
             if not first.done():
-                await self._write(self._ping, send)
+                await self._write(self.ping, send)
             await self._write(await first, send)
             async for encoded in self._events:
                 await self._write(encoded, send)
         except Exception as error:
             if not isinstance(error, errors.RequestFailed):
                 self._answer_of(error)  # It logs the error; its response is not needed.
-            await self._write(_error_event(error), send)
+            await self._write(self._error_event(error), send)
         finally:
             pinging.cancel()
-        await send(_END)
+        await self._send_end(send)
+
+    async def _send_end(self, send: Send) -> None:
+        # [DONE] and the end of the body are one message, because a client that has read [DONE] may
+        # take the request for ended at once.
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    def _error_event(self, error: Exception) -> bytes:
+        event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
+        return self.encode(to_json(errors.body_of(errors.info_of(error))), event_id)
 
     async def _write(self, data: bytes, send: Send) -> None:
         await send(_body(data))
@@ -123,21 +140,26 @@ class EventStream(Response):
             if rest_s > 0:
                 await asyncio.sleep(rest_s)
             else:
-                await self._write(self._ping, send)
-
-
-# [DONE] and the end of the body are one message, because a client that has read [DONE] may take the
-# request for ended at once.
-_END: Message = {"type": "http.response.body", "body": DONE, "more_body": False}
+                await self._write(self.ping, send)
 
 
 def _body(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
-def _error_event(error: Exception) -> bytes:
-    event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
-    return event(to_json(errors.body_of(errors.info_of(error))), event_id)
+class LineStream(EventStream):
+    """A response of JSON lines. An empty line means that the connection is alive."""
+
+    media_type = "application/x-ndjson"
+    end = b""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ping = b"\n"
+
+    @staticmethod
+    def encode(data: bytes, _: str = "") -> bytes:
+        return data + b"\n"
 
 
 async def run_until_disconnect(

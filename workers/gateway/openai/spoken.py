@@ -8,12 +8,11 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO, TEXT, Pipeline
+from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.core.sound_formats import WAV
+from workers.gateway.core.sound_formats import PCM16, WAV
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.openai_request import ChatAudio, ChatRequest
-
-PCM16 = "pcm16"
 
 
 class AudioOptions(Struct, frozen=True, kw_only=True):
@@ -40,6 +39,8 @@ def with_speech(
     if AUDIO not in modalities:
         if request.audio is not None:
             raise InvalidRequest(f"audio requires {AUDIO!r} in modalities", field=AUDIO)
+        if request.on_late == "text":
+            raise InvalidRequest(f"on_late requires {AUDIO!r} in modalities", field="on_late")
         return plan
     if sorted(modalities) != sorted([TEXT, AUDIO]):
         raise InvalidRequest(
@@ -56,27 +57,19 @@ def with_speech(
     options = AudioOptions(
         output=output.name, format=request.audio.format, stored_s=int(stored_s), timed=output.timed
     )
+    voice, on_late = request.audio.voice, request.on_late or "fail"
     return replace(
         plan,
         requests=[
-            replace(part, outputs=outputs, voice=request.audio.voice) for part in plan.requests
+            replace(part, outputs=outputs, voice=voice, on_late=on_late) for part in plan.requests
         ],
         options=plan.options | {"speech": msgspec.structs.asdict(options)},
     )
 
 
 def _check(request: ChatRequest, audio: ChatAudio, voices: list[str], n: int) -> None:
-    formats = [PCM16] if request.stream else [PCM16, WAV]
-    for field, value, available in (
-        ("audio.voice", audio.voice, voices),
-        ("audio.format", audio.format, formats),
-    ):
-        if value not in available:
-            there_are = ", ".join(available) or "none"
-            where = " in a stream" if request.stream and field == "audio.format" else ""
-            raise InvalidRequest(
-                f"{field}: {value!r} is not available{where}; available: {there_are}", field=field
-            )
+    check_choice("audio.voice", audio.voice, voices)
+    check_choice("audio.format", audio.format, [PCM16] if request.stream else [PCM16, WAV])
     if n > 1:
         raise InvalidRequest("n: only one answer can be spoken", field="n")
     if request.tools and request.tool_choice != "none":

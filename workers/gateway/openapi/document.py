@@ -18,6 +18,7 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
+    demo,
     derender,
     embeddings,
     generate,
@@ -43,8 +44,8 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES, images.ROUTES),
-    requests.ROUTES,
+    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
+    *(images.ROUTES, requests.ROUTES),
     *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
     *(health.ROUTES, ROUTES),
 )

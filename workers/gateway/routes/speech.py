@@ -3,16 +3,27 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared import client
-from shared.errors import InvalidRequest, Unavailable
-from shared.protocol.pipeline import AUDIO
-from shared.protocol.requests import GenerateRequest
+from shared.errors import InvalidRequest, NotFound
+from shared.protocol.records import Failure, Finish
 from workers.gateway.app import AppContext, Json
-from workers.gateway.backend.sound import MEDIA_TYPES, SoundStream
-from workers.gateway.core.choices import check_choice
+from workers.gateway.backend.active_request import find_request
+from workers.gateway.backend.sound import SoundStream, etag_of
+from workers.gateway.backend.submit import submit
+from workers.gateway.core.byte_ranges import read_range
+from workers.gateway.core.ids import read_request_id
+from workers.gateway.core.sound_formats import MEDIA_TYPES, sound_len
+from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.route_table import ANSWER_ERRORS, RouteTable
-from workers.gateway.schemas.speech import UNSUPPORTED, SpeechRequest, VoiceEntry, VoiceList
+from workers.gateway.openai.speech import SpeechAssembler, plan_speech
+from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Parameter, RouteTable
+from workers.gateway.schemas.speech import (
+    UNSUPPORTED,
+    SpeechDelta,
+    SpeechDone,
+    SpeechRequest,
+    VoiceEntry,
+    VoiceList,
+)
 
 ROUTES = RouteTable("Speech")
 
@@ -23,34 +34,55 @@ ROUTES = RouteTable("Speech")
     "Speak a text; the body comes as the sound is made",
     answer=MEDIA_TYPES["wav"],
     body=SpeechRequest,
+    chunk=SpeechDelta | SpeechDone,
     refuses=ANSWER_ERRORS,
+    parameters=STREAM_PARAMETERS,
     counted=True,
 )
 async def speak(context: AppContext, request: Request, caller: Caller) -> Response:
-    if context.shutting_down.is_set():
-        raise Unavailable("the gateway is being stopped")
-    request_id = client.new_request_id()
-    request.scope["request_id"] = request_id, True
+    read_request_id(request, "speech", caller.tenant)
     asked = await context.bodies.decode(request, SpeechRequest, UNSUPPORTED)
     context.check_model(asked.model)
-    part = context.pipelines[asked.model].with_text_given
-    output = part.output_of(AUDIO)
-    if output is None:
-        raise InvalidRequest(f"{asked.model} does not speak", field="model")
-    if asked.voice is not None:
-        check_choice("voice", asked.voice, part.voices)
-    check_choice("response_format", asked.response_format, MEDIA_TYPES)
-    check_choice("stream_format", asked.stream_format or AUDIO, [AUDIO])
-    context.bodies.release(request)
-    wanted = GenerateRequest(
-        asked.model,
-        request_id=request_id,
-        given_text=asked.input,
-        voice=asked.voice,
-        outputs=[output.name],
-        timeout_s=asked.timeout_s or context.config.delivery.default_timeout_s,
-    )
-    return SoundStream(context, wanted, output.name, asked.response_format, caller.tenant)
+    pipeline, delivery = context.pipelines[asked.model], context.config.delivery
+    plan = plan_speech(asked, pipeline, delivery.token_log_age_s)
+    return await submit(context, request, caller, "speech", plan)
+
+
+ROUTES.assemblers["speech"] = SpeechAssembler.of_record
+
+
+@ROUTES.endpoint(
+    "GET",
+    "/v1/audio/speech/{id}",
+    "The sound of a speech, or of a spoken answer, again; a range of bytes continues it",
+    answer=MEDIA_TYPES["wav"],
+    refuses=(InvalidRequest, NotFound, errors.RangeNotSatisfiable, *ANSWER_ERRORS),
+    parameters=(
+        Parameter("Range", "header", "One range, such as `bytes=4800-`"),
+        Parameter("If-Range", "header", "The ETag of the sound; with another one it comes whole"),
+    ),
+    statuses=(200, 206),
+    counted=True,
+)
+async def replay(context: AppContext, request: Request, caller: Caller) -> Response:
+    active = await find_request(context, request, caller)
+    speech = active.record.options.get("speech")
+    if speech is None:
+        raise NotFound("this request has no speech", field="id")
+    (last,) = await active.last_records()
+    if isinstance(last, Failure):
+        raise errors.RequestFailed(active.client_error(last), "")
+    form, total = speech["format"], None
+    if isinstance(last, Finish):
+        summary = last.outputs[speech["output"]]
+        # The number of samples of a speech that was cut is not known.
+        if summary.error is None:
+            total = sound_len(form, int(summary.units["samples"]))
+    etag = etag_of(active.request_id)
+    header = request.headers.get("range", "")
+    part = read_range(header, total) if request.headers.get("if-range", etag) == etag else None
+    # A client that only looks on does not end the request.
+    return SoundStream(context, active, active.follow_logs(), form, lambda: None, part, total)
 
 
 @ROUTES.endpoint("GET", "/v1/audio/voices", "The voices of all models", answer=VoiceList)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.requests import FunctionCall, ImageURL, Tool
+from shared.protocol.requests import FunctionCall, ImageURL, OnLate, Tool
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
 from workers.gateway.schemas.sampling_fields import SamplingFields
@@ -200,6 +200,8 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     modalities: list[Literal["text", "audio"]] | None = None
     """`["text"]`, or `["text", "audio"]` to have the answer spoken as well."""
     audio: ChatAudio | None = None
+    on_late: OnLate | None = None
+    """`text`: when the speech fails or is late, end with the text if that is complete."""
     functions: None = None
     function_call: None = None
     prediction: None = None

@@ -71,6 +71,14 @@ class CallDelta(Struct, frozen=True):
     type: str | UnsetType = UNSET
 
 
+class SpeechError(Struct, frozen=True):
+    """Why a speech was cut."""
+
+    code: str
+    message: str
+    param: str | None
+
+
 class AudioDelta(Struct, frozen=True):
     """A piece of a speech."""
 
@@ -80,6 +88,8 @@ class AudioDelta(Struct, frozen=True):
     transcript: str | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
     """In the last piece."""
+    error: SpeechError | UnsetType = UNSET
+    """In the last piece, why the speech was cut."""
 
 
 class Delta(Struct, frozen=True):
@@ -120,6 +130,8 @@ class AnswerAudio(Struct, frozen=True):
     transcript: str
     expires_at: int
     """Unix seconds until which the speech is stored."""
+    error: SpeechError | UnsetType = UNSET
+    """Why the speech was cut; the sound up to there is in `data`."""
 
 
 class AnswerMessage(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's speech, and the list of voices. Pure."""
+"""Bodies and events of OpenAI's speech, and the list of voices. Pure."""
 
 from typing import Annotated, Literal
 
@@ -16,10 +16,12 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     response_format: str = "wav"
     """`wav`, or `pcm` for 16-bit samples alone, least significant byte first."""
     stream_format: str | None = None
-    """`audio`: the bytes of the sound as they are made, as without this field."""
+    """`audio`: the bytes of the sound as they are made, as without this field. `sse`: events."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Time from acceptance to the end of the speech. The configured value is the default and
     maximum."""
+    durable: bool | None = None
+    """Continue the speech when the connection closes."""
 
     # Only values without an effect.
     instructions: Literal[""] | None = None
@@ -27,6 +29,37 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     user: str | None = None
     """No effect."""
+
+
+class SpeechUsage(Struct, frozen=True):
+    input_tokens: int
+    """Tokens of the text, as the stage that speaks counts them."""
+    output_tokens: int
+    """Codec frames."""
+    total_tokens: int
+
+
+class SpeechDelta(Struct, frozen=True):
+    audio: str
+    """Base64 of the next bytes."""
+    type: str = "speech.audio.delta"
+
+
+class SpeechDone(Struct, frozen=True):
+    usage: SpeechUsage
+    type: str = "speech.audio.done"
+
+
+class SpeechResult(Struct, frozen=True):
+    """A speech that has ended, in the state of its request."""
+
+    id: str
+    created: int
+    model: str
+    usage: SpeechUsage
+    url: str
+    """Path of the sound."""
+    object: str = "audio.speech"
 
 
 class VoiceEntry(Struct, frozen=True):

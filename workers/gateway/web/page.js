@@ -5,6 +5,7 @@ import { Painting, bodyOf } from "./painting.js";
 import { LIMITS, PAINTERS } from "./pipeline.js";
 import { Run, explain } from "./run.js";
 import { Follower } from "./scrolling.js";
+import { Player } from "./speech.js";
 import { hasEnded } from "./stages.js";
 import * as store from "./store.js";
 import { refusal } from "./stream.js";
@@ -18,6 +19,7 @@ const $ = (id) => document.getElementById(id);
 const images = new Images($("drop"), $("file"), $("images"), (faults) => showLines($("notice"), faults));
 const follower = new Follower($("log"), $("turns"), $("to-end"));
 let turns = [];
+let voices = {}; // the first voice of each model that speaks
 let running = null;
 let savePending = () => {};
 
@@ -39,7 +41,7 @@ async function submit() {
   $("question").value = "";
   showLines($("notice"), []);
   follower.toEnd();
-  await follow(turn, asked.body);
+  await follow(turn, asked.body, asked.player);
   const isEmpty = $("question").value === "" && images.chosen.length === 0;
   if (kept.state !== "failed" || turn.messages.length || !isEmpty || !turns.includes(turn)) return;
   $("question").value = kept.question;
@@ -54,10 +56,10 @@ function show(kept, urls) {
 }
 
 /** Read the answer of a turn to its end. */
-async function follow(turn, body) {
+async function follow(turn, body, player = null) {
   const save = saver(turn);
   const kind = turn.kept.painted === null ? Run : Painting;
-  const run = new kind(turn, headers(), save.soon);
+  const run = new kind(turn, headers(), save.soon, player);
   running = run;
   drawButtons();
   save.now();
@@ -149,17 +151,21 @@ function compose() {
   }
   const parts = images.chosen.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   const content = parts.length ? [...parts, { type: "text", text: question }] : question;
+  const model = $("model").value;
+  const isSpoken = $("speak").checked && model in voices;
+  const speech = { modalities: ["text", "audio"], audio: { voice: voices[model], format: "pcm16" } };
   const body = JSON.stringify({
-    model: $("model").value,
+    model,
     messages: [...turns.flatMap((turn) => turn.messages), { role: "user", content }],
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     durable: true,
     ...number("max_tokens", $("max-tokens")),
     ...number("temperature", $("temperature")),
+    ...(isSpoken ? speech : {}),
     ...more,
   });
-  if (body.length <= LIMITS.maxBodyBytes) return { question, body };
+  if (body.length <= LIMITS.maxBodyBytes) return { question, body, player: isSpoken ? new Player() : null };
   const limit = `${LIMITS.maxBodyBytes / MIB} MiB`;
   return complain(`The conversation with its images exceeds the limit of ${limit}. Start a new conversation.`, $("new"));
 }
@@ -184,6 +190,9 @@ async function loadModels() {
     return;
   }
   if (!response.ok) throw await refusal(response);
+  const spoken = await fetch("v1/audio/voices", { headers: headers() });
+  const known = spoken.ok ? (await spoken.json()).data : [];
+  voices = Object.fromEntries(known.reverse().map((voice) => [voice.model, voice.id]));
   offer((await response.json()).data.map((model) => model.id), "no model is served");
 }
 
@@ -194,7 +203,10 @@ function offer(names, otherwise) {
   if (names.includes(chosen)) select.value = chosen;
   select.disabled = names.length === 0;
   drawButtons();
+  drawSpeech();
 }
+
+const drawSpeech = () => { $("speech").hidden = !($("model").value in voices); };
 
 async function pollHealth() {
   const health = $("health");
@@ -221,6 +233,7 @@ $("question").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isBusy()) running.cancel();
 });
+$("model").addEventListener("change", drawSpeech);
 $("cancel").addEventListener("click", () => running?.cancel());
 $("new").addEventListener("click", startAnew);
 $("key").addEventListener("change", () => {

@@ -15,9 +15,10 @@ const MAX_ARRIVAL_MS = 10_000;
 const MIN_RATE_MS = 200;
 
 export class Run {
-  /** `changed` is called after each change of the turn. */
-  constructor(turn, headers, changed) {
+  /** `changed` is called after each change of the turn. `player` is null for an answer that is not spoken. */
+  constructor(turn, headers, changed, player = null) {
     this.turn = turn;
+    this.player = player;
     this.kept = turn.kept;
     this.headers = headers;
     this.changed = changed;
@@ -51,6 +52,7 @@ export class Run {
       this.stop(error);
     }
     this.over = true;
+    this.player?.finish();
     this.changed();
   }
 
@@ -79,6 +81,7 @@ export class Run {
   take(chunk) {
     const now = performance.now();
     for (const choice of chunk.choices ?? []) {
+      if (choice.delta?.audio) this.speak(choice.delta.audio);
       if (!choice.delta?.content) continue;
       if (this.first === null) {
         this.first = now;
@@ -90,14 +93,22 @@ export class Run {
     if (chunk.usage) this.count(chunk.usage, now);
   }
 
+  speak(audio) {
+    if (audio.error) this.turn.remark(`The speech is cut: ${audio.error.message}`);
+    if (!audio.data || this.player === null) return;
+    this.player.add(audio.data);
+    this.turn.fact("speech", `${this.player.seconds.toFixed(1)} s`);
+  }
+
   count(usage, now) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    this.turn.fact("tokens", tokens(usage.completion_tokens));
+    const written = usage.completion_tokens_details?.text_tokens ?? usage.completion_tokens;
+    this.turn.fact("tokens", tokens(written));
     if (usage.prompt_tokens) {
       this.turn.fact("prompt", tokens(usage.prompt_tokens) + (cached ? `, ${cached} cached` : ""));
     }
-    this.counted ??= usage.completion_tokens;
-    const more = usage.completion_tokens - this.counted;
+    this.counted ??= written;
+    const more = written - this.counted;
     const tookMs = now - this.first;
     if (more > 0 && tookMs > MIN_RATE_MS) this.turn.fact("rate", ((1000 * more) / tookMs).toFixed(1));
   }
@@ -134,6 +145,7 @@ export class Run {
   /** Cancel the request. Its stream then ends with an error that says so. */
   async cancel() {
     this.cancelled = true;
+    this.player?.stop();
     this.turn.say("Cancelling");
     if (await this.sendCancel()) return;
     // A server that does not know the request, or does not answer, will not end the stream.

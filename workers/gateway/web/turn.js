@@ -8,6 +8,7 @@ const FACTS = [
   ["rate", "Tokens per second"],
   ["tokens", "Answer"],
   ["prompt", "Prompt"],
+  ["speech", "Speech"],
   ["resumed", "Resumed"],
 ];
 const COPIED_MS = 2000;

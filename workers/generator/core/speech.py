@@ -26,7 +26,8 @@ class Speech:
         made = [record for record in records if isinstance(record, AudioChunk)]
         self.num_samples = made[-1].first_sample + made[-1].num_samples if made else 0
         """The samples that are in the log."""
-        if {record.sample_rate for record in made} - {vocoder.sample_rate} or self._rest:
+        rates = {record.sample_rate for record in made}
+        if rates - {vocoder.sample_rate} or self._is_foreign:
             raise PagemillError("another vocoder has begun this sound, so it cannot go on")
         self.codes: Codes = np.empty((0, vocoder.num_codebooks), np.int32)
         """All frames so far. The array is never changed, but replaced."""
@@ -34,8 +35,10 @@ class Speech:
         """Whether there will be no more frames."""
 
     @property
-    def _rest(self) -> int:
-        return self.num_samples % self._vocoder.samples_per_frame
+    def _is_foreign(self) -> bool:
+        """Whether the samples are no whole frames, of which only the last one is shorter."""
+        rest = -self.num_samples % self._vocoder.samples_per_frame
+        return rest not in (0, self._vocoder.num_missing)
 
     def add(self, chunk: CodeChunk) -> None:
         """Add the frames of the next record. Raises PagemillError for frames that do not fit."""
@@ -57,7 +60,8 @@ class Speech:
 
     def next_window(self) -> Window | None:
         """The window of the next chunk; None until its frames are there, and at the end."""
-        start = self.num_samples // self._vocoder.samples_per_frame
+        # The last frame may have fewer samples than the others.
+        start = -(-self.num_samples // self._vocoder.samples_per_frame)
         return window_at(self._spec, start, len(self.codes), is_complete=self.is_complete)
 
 

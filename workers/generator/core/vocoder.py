@@ -20,6 +20,19 @@ Samples = NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
+class Speaker:
+    """What the sound of a request depends on beside its codes."""
+
+    voice: str | None = None
+    """None for a stage that has one voice."""
+    seed: int = 0
+    """The seed of the noise that some vocoders begin with."""
+
+
+ONE_SPEAKER = Speaker()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The input of one chunk."""
 
@@ -33,6 +46,7 @@ class Chunk:
     """Frames behind the chunk; fewer than the context at the end of the speech alone."""
     carry: int = 0
     """What `Vocoder.carry` has returned for `position`."""
+    speaker: Speaker = ONE_SPEAKER
 
 
 class Vocoder(Protocol):
@@ -45,8 +59,12 @@ class Vocoder(Protocol):
     """Codes of one frame."""
     num_codes: int
     """Codes are less than this."""
-    context: int
-    """Frames that the samples of a frame depend on, before it and behind it, but for `carry`."""
+    min_left: int
+    """Frames of context that a chunk needs before it, but for `carry`."""
+    min_right: int
+    """Frames of context that a chunk needs behind it."""
+    num_missing: int
+    """Samples that the end of a speech has fewer than its frames, less than one frame has."""
 
     def carry(self, codes: Codes, position: int) -> int:
         """What the chunks with a context from `position` on need of the frames before.
@@ -55,11 +73,11 @@ class Vocoder(Protocol):
         """
 
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
-        """The samples of each chunk, without its context. All chunks have the same shape."""
+        """The samples of each chunk, without its context. All have the same shape and voice."""
 
 
-def cut(vocoder: Vocoder, codes: Codes, window: Window) -> Chunk:
+def cut(vocoder: Vocoder, codes: Codes, window: Window, speaker: Speaker = ONE_SPEAKER) -> Chunk:
     """The chunk at `window` of a speech whose frames from the beginning on are `codes`."""
     left, _, right = window.shape
     carry = vocoder.carry(codes, window.first)
-    return Chunk(codes[window.first : window.last], window.first, left, right, carry)
+    return Chunk(codes[window.first : window.last], window.first, left, right, carry, speaker)

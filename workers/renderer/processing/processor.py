@@ -292,8 +292,7 @@ def _open_inputs(
     inputs = {}
     for modality, source in media.items():
         layout = source.open_layout(folder, config)
-        placeholder_id = getattr(config, source.placeholder)
-        inputs[modality] = _Input(layout, placeholder_id, limits[modality])
+        inputs[modality] = _Input(layout, source.placeholder_id(config), limits[modality])
     return inputs
 
 

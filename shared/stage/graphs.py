@@ -1,0 +1,44 @@
+"""Graphs that come with the product: the further stages of models that speak, by name.
+
+All of their stages load parts of one folder, the model's own.
+"""
+
+from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
+from shared.protocol.pipeline import AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
+
+TALKER, CODE2WAV = "talker", "code2wav"
+
+
+def stages_of(graph: str, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
+    """The stages of a graph with the edges into each; the stage `writer` writes the text."""
+    return [
+        (_TALKERS[graph], [Edge(writer, TALKER, TEXT, "answer", "stream")]),
+        (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
+    ]
+
+
+def _talker(voices: list[str], **sampling: float) -> StageSpec:
+    return StageSpec(
+        TALKER,
+        "engine",
+        sampling_defaults={"temperature": 0.9, "repetition_penalty": 1.05, **sampling},
+        output=OutputSpec(CODES, CODES),
+        voices=voices,
+    )
+
+
+def _vocoder(chunks: ChunkSpec) -> StageSpec:
+    return StageSpec(CODE2WAV, "generator", output=OutputSpec(AUDIO, AUDIO), chunks=chunks)
+
+
+# The sampling is that of transformers' `generate`.
+_TALKERS = {
+    "qwen3-omni": _talker(["Ethan", "Chelsie", "Aiden"], top_k=50, max_tokens=4096),
+    "qwen2.5-omni": _talker(["Chelsie", "Ethan"], top_k=40, top_p=0.8, max_tokens=4096),
+}
+_VOCODERS = {
+    # 12.5 frames a second: the first sound comes after 0.4 seconds of it.
+    "qwen3-omni": _vocoder(ChunkSpec(first=(4, 10), size=25, left=25, right=1)),
+    # 50 frames a second. Frames influence each other, so each chunk is a part of the whole.
+    "qwen2.5-omni": _vocoder(ChunkSpec(size=500, left=MAX_FRAMES, right=MAX_FRAMES)),
+}

@@ -1,0 +1,192 @@
+"""Omni models by real processes, with tiny random weights: thinker, talker and vocoder.
+
+Text ids, the codes of all codebooks and samples equal those of transformers in float64, also when a
+worker of each stage is killed in the middle of its work.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.chunks import ChunkSpec
+from shared.protocol.records import CodeChunk, Finish, LogRecord, OutputRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest
+from shared.protocol.sampling import SamplingParams
+from tests import omni
+from tests.cluster.processes import (
+    Processes,
+    joined_sound,
+    running,
+    until_nothing_is_left,
+    until_ready,
+    until_records,
+)
+from workers.engine.runner import ModelRunner
+from workers.generator.core.schedule import Window
+from workers.generator.core.vocoder import Samples, Speaker, cut
+from workers.generator.loader import load_vocoder
+
+# That the penalty sees no prompt is what is wanted of the talker in transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
+
+NUM_TOKENS, NUM_FRAMES, SEED = 24, 30, 5
+MODEL = """
+    dtype: float64
+    stages:
+      talker:
+        sampling_defaults: {{temperature: 0.0, repetition_penalty: 1.05, max_tokens: {num_frames}}}
+        voices: [Ethan, Chelsie]
+      code2wav: {{chunks: {{first: [3], size: {size}, left: {left}, right: {right}}}}}
+"""
+CONFIG = f"""
+models:
+  qwen3:
+    path: qwen3
+    graph: qwen3-omni
+{MODEL.format(num_frames=NUM_FRAMES, size=5, left=40, right=1)}
+  qwen25:
+    path: qwen25
+    graph: qwen2.5-omni
+{MODEL.format(num_frames=NUM_FRAMES, size=20, left=100, right=100)}
+engine: {{kv_cache_mib: 64}}
+delivery: {{ack_wait_s: 2.0, drain_s: 5.0, retry_delay_s: 0.1}}
+"""
+WORKERS = {
+    "coordinator": ["coordinator"],
+    "renderer": ["renderer"],
+    "engine": ["engine", "--model", "qwen3"],
+    "talker": ["engine", "--stage", "talker", "--model", "qwen3"],
+    "code2wav": ["generator", "--stage", "code2wav", "--model", "qwen3"],
+}
+OTHERS = {
+    f"{stage} of qwen25": [*call[:-1], "qwen25"] for stage, call in WORKERS.items() if call[1:]
+}
+STEP_S = 0.03
+"""How long a step takes here at least, so that a worker can be killed in the middle of its work."""
+QUESTIONS = ["Hi", "Count three red circles."]
+
+
+def register_roles() -> None:
+    run = ModelRunner.run
+
+    def slowly(self: ModelRunner, batch: Any) -> Any:
+        time.sleep(STEP_S)
+        return run(self, batch)
+
+    # This process alone is a fork that runs an engine.
+    ModelRunner.run = slowly  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("omni")
+    (folder / "pagemill.yaml").write_text(CONFIG)
+    omni.write_qwen3(folder / "qwen3")
+    omni.write_qwen25(folder / "qwen25")
+    with running(folder, WORKERS | OTHERS, __name__) as started:
+        yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def answers(processes: Processes) -> dict[str, omni.SpokenAnswer]:
+    """What transformers says with Qwen3-Omni, by question."""
+    model = omni.reference_qwen3(processes.folder / "qwen3")
+    return {
+        question: omni.speak_qwen3(model, omni.user_prompt(question), NUM_TOKENS, NUM_FRAMES)
+        for question in QUESTIONS
+    }
+
+
+@pytest.fixture
+async def bus(processes: Processes) -> AsyncIterator[Bus]:
+    connected = await Bus.connect(processes.url, "test")
+    await until_ready(connected, WORKERS)
+    yield connected
+    await connected.close()
+
+
+class Said(NamedTuple):
+    text: list[LogRecord]
+    codes: list[OutputRecord]
+    audio: list[OutputRecord]
+
+
+async def ask(bus: Bus, question: str, request_id: str, model: str = "qwen3") -> Said:
+    request = GenerateRequest(
+        model,
+        prompt_token_ids=omni.user_prompt(question),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=SEED),
+        outputs=["text", "audio"],
+    )
+
+    async def output(name: str) -> list[OutputRecord]:
+        return [record async for record in client.follow_output(bus, request_id, name)]
+
+    async def own() -> list[LogRecord]:
+        return [record async for record in client.ask(bus, request, request_id)]
+
+    return Said(*await asyncio.gather(own(), output("codes"), output("audio")))
+
+
+def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> None:
+    *chunks, finish = said.text
+    assert isinstance(finish, Finish), finish
+    deltas = [d for chunk in chunks if isinstance(chunk, TokenChunk) for d in chunk.choices]
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == wanted.token_ids
+    frames = [frame for r in said.codes if isinstance(r, CodeChunk) for frame in r.frames]
+    assert frames == wanted.frames
+    sound = np.frombuffer(joined_sound(said.audio), "<i2")
+    np.testing.assert_array_equal(sound, omni.pcm(wanted.sound) if pcm is None else pcm)
+    assert {span.stage for span in finish.path} >= {"engine", "talker", "code2wav"}
+
+
+async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus) -> None:
+    """The sound is that of its vocoder alone, which is compared in `test_omni_vocoders.py`."""
+    folder, question = processes.folder / "qwen25", QUESTIONS[1]
+    said = await ask(bus, question, "other", "qwen25")
+    prompt = omni.user_prompt(question)
+    wanted = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
+    assert len(wanted.frames) > 5
+    vocoder = load_vocoder(
+        folder, ChunkSpec(left=100, right=100), "a.stage", voices=omni.VOICES, dtype="float64"
+    )
+    codes = np.array(wanted.frames, np.int32)
+    whole = cut(vocoder, codes, Window(0, 0, len(codes), len(codes)), Speaker("Ethan", SEED))
+    check(said, wanted, vocoder.synthesize([whole])[0])
+
+
+async def test_every_stage_is_killed_once_and_all_is_what_transformers_says(
+    processes: Processes, bus: Bus, answers: dict[str, omni.SpokenAnswer]
+) -> None:
+    assert all(len(answer.frames) == NUM_FRAMES for answer in answers.values())
+    undisturbed = asyncio.create_task(ask(bus, QUESTIONS[1], "undisturbed"))
+    check(await undisturbed, answers[QUESTIONS[1]])
+    asked = asyncio.create_task(ask(bus, QUESTIONS[0], "killed"))
+    for stage, output, number in (
+        ("engine", "text", 3),
+        ("talker", "codes", 3),
+        ("code2wav", "audio", 2),
+    ):
+        await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("killed", output), number)
+        processes.kill(stage)
+    said = await asked
+    check(said, answers[QUESTIONS[0]])
+    for records in said:
+        assert len({record.attempt for record in records}) == 2
+    await until_nothing_is_left(bus)

@@ -1,0 +1,188 @@
+"""The parts of omni models on the engine against transformers, token for token, in float64."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shared.config import EngineConfig, ModelConfig
+from shared.protocol.sampling import SamplingParams
+from tests import omni
+from tests.engine.model.test_parity import (
+    PROCESSOR,
+    Case,
+    RandomSchedule,
+    Twins,
+    make_case,
+    run_schedule,
+)
+from workers.engine.core.sequence import EngineRequest, FrameDelta, LoggedChoice, SpokenText
+from workers.engine.loader import LoadedModel, load
+from workers.engine.main import build_core
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # That the penalty sees no prompt is what is wanted of the talker in transformers.
+    pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
+]
+
+ENGINE = EngineConfig(num_blocks=200, block_size=8)
+
+
+@dataclass(frozen=True)
+class Omni:
+    folder: Path
+    whole: Any
+    """The model in transformers."""
+    thinker: LoadedModel
+    talker: LoadedModel
+    answers: dict[str, omni.SpokenAnswer]
+    """By question."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Omni]:
+    folder = tmp_path_factory.mktemp("omni")
+    omni.write_qwen3(folder / "3")
+    omni.write_qwen25(folder / "2.5")
+    return {
+        "3": make(folder / "3", omni.reference_qwen3, omni.speak_qwen3),
+        "2.5": make(folder / "2.5", omni.reference_qwen25, omni.speak_qwen25),
+    }
+
+
+def make(
+    folder: Path, read: Callable[[Path], Any], speak: Callable[..., omni.SpokenAnswer]
+) -> Omni:
+    whole = read(folder)
+    model = ModelConfig(str(folder), dtype="float64", tower="engine")
+    answers = {
+        question: speak(whole, omni.user_prompt(question), num_tokens, NUM_FRAMES)
+        for question, num_tokens in QUESTIONS.items()
+    }
+    thinker, talker = load(model, ENGINE), load(model, ENGINE, speaks=True)
+    return Omni(folder, whole, thinker, talker, answers)
+
+
+def thinker_answer(whole: Any, case: Case) -> list[int]:
+    token_ids = torch.tensor([case.request.prompt_token_ids])
+    inputs: dict[str, Any] = (
+        dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
+    )
+    max_tokens = case.request.sampling.max_tokens
+    answer = whole.thinker.generate(
+        input_ids=token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        **inputs,
+        do_sample=False,
+        min_new_tokens=max_tokens,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
+    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return told
+
+
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_thinkers_write_what_transformers_writes(models: dict[str, Omni], name: str) -> None:
+    model = models[name]
+    cases = [
+        make_case("text", [], 23, 12, omni.IMAGE_MARKS),
+        make_case("two", [(60, 120), (90, 84)], 5, 12, omni.IMAGE_MARKS),
+    ]
+    told = {case.request.request_id: thinker_answer(model.whole, case) for case in cases}
+    assert all(len(set(answer)) > 3 for answer in told.values())
+    twins = Twins(model.whole, model.thinker.model, model.thinker.tower)
+    for schedule in (
+        RandomSchedule(random.Random(1), 64, 4, max_chunk=64, preempt_share=0),
+        RandomSchedule(random.Random(2), 64, 4, max_chunk=7, preempt_share=0.1),
+    ):
+        assert run_schedule(twins, cases, schedule) == told
+
+
+# -- talkers --------------------------------------------------------------------------------------
+
+NUM_FRAMES = 30
+QUESTIONS = {"What can you do?": 12, "Count three red circles.": 3, "Hi": 20}
+"""Questions, and the most tokens of their answers."""
+
+
+GREEDY = SamplingParams(
+    temperature=0, repetition_penalty=1.05, max_tokens=NUM_FRAMES, detokenize=False
+)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=0.9, top_k=50, seed=3)
+ROOMY = EngineConfig(num_blocks=128, block_size=8)
+SMALL = EngineConfig(num_blocks=16, block_size=4, max_num_batched_tokens=7, max_num_seqs=3)
+Spoken = dict[str, list[list[int]]]
+
+
+def speak(
+    model: Omni,
+    logged: Spoken,
+    sampling: SamplingParams = GREEDY,
+    engine: EngineConfig = ROOMY,
+) -> Spoken:
+    """All frames of some answers, from one engine. Those of `logged` are in the log already."""
+    talker = model.talker.talker
+    assert talker is not None
+    sized = replace(
+        model.talker,
+        num_blocks=engine.num_blocks or 0,
+        block_size=engine.block_size or 0,
+        max_model_len=64,
+    )
+    core = build_core(sized, engine)
+    allowed = [*talker.codes, *talker.end_token_ids]
+    found = {question: [*frames] for question, frames in logged.items()}
+    for question, frames in logged.items():
+        answer = model.answers[question].token_ids
+        speech = SpokenText(omni.user_prompt(question), answer, omni.VOICES[0])
+        core.add(
+            EngineRequest(
+                question,
+                talker.prompt_tokens(speech),
+                [],
+                msgspec.structs.replace(sampling, allowed_token_ids=allowed),
+                [LoggedChoice([f[0] for f in frames], False, [f[1:] for f in frames if f[1:]])],
+                speech=speech,
+            )
+        )
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            for delta in output.choices:
+                assert isinstance(delta, FrameDelta)
+                for code, residual in zip(delta.token_ids, delta.residuals, strict=True):
+                    found[output.request_id] += [[code, *residual]] * (code in talker.codes)
+    assert engine is ROOMY or sampling is not GREEDY or core.stats().num_preemptions > 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: str) -> None:
+    model = models[name]
+    wanted = {question: answer.frames for question, answer in model.answers.items()}
+    assert sum(map(len, wanted.values())) > NUM_FRAMES
+    assert len({frame[0] for frames in wanted.values() for frame in frames}) > 5
+    nothing: Spoken = {question: [] for question in QUESTIONS}
+    assert speak(model, nothing) == wanted
+    # Chunks of seven tokens, and too few blocks for all.
+    assert speak(model, nothing, engine=SMALL) == wanted
+    resumed = {question: frames[:5] for question, frames in wanted.items()}
+    assert speak(model, resumed) == wanted
+
+
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_a_sampled_speech_depends_on_its_seed_alone(models: dict[str, Omni], name: str) -> None:
+    model = models[name]
+    together = speak(model, {question: [] for question in QUESTIONS}, SAMPLED)
+    for question, frames in together.items():
+        assert speak(model, {question: frames[:4]}, SAMPLED) == {question: frames}
+    assert speak(model, {key: [] for key in QUESTIONS}, SAMPLED, SMALL) == together
+    other = msgspec.structs.replace(SAMPLED, seed=4)
+    assert speak(model, {key: [] for key in QUESTIONS}, other) != together

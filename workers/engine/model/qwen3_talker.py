@@ -1,0 +1,142 @@
+"""Qwen3-Omni's talker: several codebooks a frame, of which a small decoder predicts all but one.
+
+It needs the thinker's table of embeddings, and no hidden states: those would be for prompts with
+media, which are refused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
+
+from shared.errors import InvalidRequest
+from shared.vision.weights import load_weights
+from workers.engine.core.sequence import Sequence as EngineSequence
+from workers.engine.core.sequence import SpokenText
+from workers.engine.model.talker import SpeechRows, Talker, choose_codes, run_decoder
+
+# Tokens at the end of the vocabulary, which stand for no code.
+NUM_RESERVED = 1024
+HEADER_LEN = 3
+"""Tokens before an answer: its start, the role, and a line break."""
+OPENING_LEN = HEADER_LEN + 6
+OTHER_PARTS = (
+    "code2wav",
+    "thinker.lm_head",
+    "thinker.model.visual",
+    "thinker.model.audio_tower",
+    "thinker.model.language_model.layers",
+)
+
+
+class Qwen3Talker(Talker):
+    def __init__(self, whole: Any) -> None:
+        super().__init__(whole.talker, whole.talker.model)
+        self._config = whole.config
+        self._talker = whole.talker
+        self._predictor = whole.talker.code_predictor
+        self._embed_text = whole.thinker.get_input_embeddings()
+        config = whole.config.talker_config
+        self.codes = range(config.text_config.vocab_size - NUM_RESERVED)
+        self.end_token_ids = frozenset([config.codec_eos_token_id])
+        self.num_codebooks = config.num_code_groups
+        self.voices = dict(config.speaker_id)
+        self.media_token_ids = frozenset(
+            [config.audio_token_id, config.image_token_id, config.video_token_id]
+        )
+
+    def prompt_tokens(self, speech: SpokenText) -> list[int]:
+        user, _ = self._split(speech)
+        # A token that is never sampled, so that no penalty meets it.
+        return [self._config.talker_config.codec_pad_id] * (len(user) + OPENING_LEN)
+
+    def has_voice(self, name: str) -> bool:
+        return name.lower() in self.voices
+
+    def make_rows(self, speech: SpokenText) -> SpeechRows:
+        config, talker = self._config.talker_config, self._talker
+        user, answer = self._split(speech)
+        codec = [
+            config.codec_nothink_id,
+            config.codec_think_bos_id,
+            config.codec_think_eos_id,
+            self.voices[(speech.voice or next(iter(self.voices))).lower()],
+            config.codec_pad_id,
+            config.codec_bos_id,
+        ]
+        pad, bos, end = (
+            self._config.tts_pad_token_id,
+            self._config.tts_bos_token_id,
+            self._config.tts_eos_token_id,
+        )
+        header, text = answer[:HEADER_LEN], [*answer[HEADER_LEN:], end, pad]
+        opening = self._project([*header, pad, pad, pad, pad, bos, text[0]])
+        codec_rows = talker.get_input_embeddings()(self._tensor(codec))
+        opening[-len(codec) :] = opening[-len(codec) :] + codec_rows
+        prompt = torch.cat([self._project(user), opening]) if user else opening
+        return SpeechRows(prompt, self._project(text[1:]))
+
+    def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
+        tables = [self._talker.get_input_embeddings(), *self._predictor.get_input_embeddings()]
+        parts = [table(codes) for table, codes in zip(tables, frames.T, strict=True)]
+        rows: Tensor = torch.stack(parts, dim=1).sum(1) + text
+        return rows
+
+    def residuals(
+        self, hidden: Tensor, codes: Sequence[int], sequences: Sequence[EngineSequence]
+    ) -> list[tuple[int, ...]]:
+        predictor = self._predictor
+        cache = DynamicCache(config=predictor.config)
+        first = self._talker.get_input_embeddings()(self._tensor(codes))
+        inputs, found = torch.stack([hidden, first], dim=1), []
+        for number, (table, head) in enumerate(
+            zip(predictor.get_input_embeddings(), predictor.lm_head, strict=True), 1
+        ):
+            states = predictor.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+            logits = head(states.last_hidden_state[:, -1])
+            found.append(choose_codes(logits, sequences, number))
+            inputs = table(self._tensor(found[-1]))[:, None]
+        return list(zip(*found, strict=True))
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        sampled_rows: Tensor,
+        deepstack: Tensor | None,
+        **attention: Any,
+    ) -> Tensor:
+        head = self._talker.codec_head
+        return run_decoder(self.decoder, head, embeddings, positions, sampled_rows, **attention)
+
+    def _split(self, speech: SpokenText) -> tuple[list[int], list[int]]:
+        """The user's turns, and the assistant's last turn without the last token of the answer."""
+        config, prompt = self._config, speech.prompt_token_ids
+        user, turn, begin = [], 0, None
+        for index, token_id in enumerate(prompt):
+            if token_id == config.im_start_token_id:
+                turn = index
+                if prompt[index + 1 : index + 2] == [config.assistant_token_id]:
+                    begin = index
+            if prompt[min(turn + 1, len(prompt) - 1)] == config.user_token_id:
+                user.append(token_id)
+        if begin is None:
+            raise InvalidRequest("the prompt has no turn of the assistant to speak", field="prompt")
+        return user, [*prompt[begin:], *speech.answer_token_ids[:-1]]
+
+    def _project(self, token_ids: list[int]) -> Tensor:
+        rows: Tensor = self._talker.text_projection(self._embed_text(self._tensor(token_ids)))
+        return rows
+
+    def _tensor(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self.model.device)
+
+
+def load(folder: Path, dtype: torch.dtype, device: str) -> Talker:
+    """Load the talker of a model's folder. Raises ConfigError."""
+    whole = modeling_qwen3_omni_moe.Qwen3OmniMoeForConditionalGeneration
+    return Qwen3Talker(load_weights(whole, folder, dtype, device, OTHER_PARTS))

@@ -1,0 +1,151 @@
+"""Talkers of omni models: decoders whose tokens are codes, and whose inputs are more than tokens.
+
+The rows of a prompt are made of the text that is spoken. The row of a frame is made of all of its
+codes, and of the next row of the text: a talker reads while it speaks.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.errors import InvalidRequest
+from shared.models.language import LanguageAdapter
+from workers.engine.core.sequence import SampledToken, ScheduledSequence, SpokenText
+from workers.engine.core.sequence import Sequence as EngineSequence
+from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
+from workers.engine.sampling.truncation import draw, truncate, unnormalized_probs
+
+
+class SpeechRows(NamedTuple):
+    """What a text contributes to the inputs of a talker."""
+
+    prompt: Tensor  # [num_prompt_tokens, hidden_size]
+    text: Tensor  # [num_rows, width], one for each frame; further frames have the last one
+
+
+class Talker(LanguageAdapter):
+    """The talker of a model, with what of the model it needs beside."""
+
+    num_position_rows = 3
+    codes: range
+    """The tokens that are codes of the first codebook."""
+    end_token_ids: frozenset[int]
+    num_codebooks: int
+    voices: Mapping[str, int]
+    """Names of the voices, and a number that the talker knows each by."""
+    media_token_ids: frozenset[int]
+    """Tokens that stand for media in a prompt."""
+
+    def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+        """`model` has the input embeddings, and `decoder` is its language model."""
+        super().__init__(model)
+        self._decoder = decoder
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        return self._decoder
+
+    @abstractmethod
+    def prompt_tokens(self, speech: SpokenText) -> list[int]:
+        """The tokens that stand for the rows of a prompt, as the repetition penalty sees them.
+
+        Raises InvalidRequest for a prompt that cannot be spoken.
+        """
+
+    @abstractmethod
+    def make_rows(self, speech: SpokenText) -> SpeechRows:
+        """The rows that are made of a text."""
+
+    @abstractmethod
+    def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
+        """The rows of frames [n, num_codebooks] and of their rows of the text [n, width]."""
+
+    def residuals(
+        self, hidden: Tensor, codes: Sequence[int], sequences: Sequence[EngineSequence]
+    ) -> list[tuple[int, ...]]:
+        """The codes of the further codebooks, from hidden states [n, hidden_size] and the codes."""
+        return [()] * len(codes)
+
+    def add_residuals(
+        self,
+        hidden: Tensor,
+        sampled: list[list[SampledToken]],
+        sequences: Sequence[EngineSequence],
+    ) -> list[list[SampledToken]]:
+        """The sampled tokens, one for each sequence, with the codes of further codebooks."""
+        if not sampled:
+            return sampled
+        tokens = [token for (token,) in sampled]
+        found = self.residuals(hidden, [token.token_id for token in tokens], sequences)
+        return [
+            [token._replace(residual=residual)]
+            for token, residual in zip(tokens, found, strict=True)
+        ]
+
+    def has_voice(self, name: str) -> bool:
+        return name in self.voices
+
+    def speech_rows_of(self, speech: SpokenText | None) -> SpeechRows:
+        """Raises InvalidRequest for a request that is not to be spoken."""
+        if speech is None:
+            raise InvalidRequest("this stage speaks the text of another stage", field="prompt")
+        return self.make_rows(speech)
+
+    def write_rows(self, rows: Tensor, s: ScheduledSequence, speech: SpeechRows) -> None:
+        """Write the rows of a sequence's tokens in a step into `rows`, [num_new_tokens, …]."""
+        sequence = s.sequence
+        start = sequence.num_computed_tokens
+        in_prompt = speech.prompt[start : start + len(rows)]
+        rows[: len(in_prompt)] = in_prompt
+        first = start + len(in_prompt) - sequence.num_prompt_tokens
+        numbers = range(first, first + len(rows) - len(in_prompt))
+        if not numbers:
+            return
+        codes = sequence.token_ids[sequence.num_prompt_tokens :]
+        frames = [[codes[i], *self._residual_of(sequence, i)] for i in numbers]
+        text = [min(i, len(speech.text) - 1) for i in numbers]
+        rows[len(in_prompt) :] = self.frame_rows(
+            torch.tensor(frames, device=rows.device), speech.text[text]
+        )
+
+    def _residual_of(self, sequence: EngineSequence, number: int) -> list[int]:
+        return sequence.residuals[number] if self.num_codebooks > 1 else []
+
+
+def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: int) -> list[int]:
+    """Choose a code of a further codebook for each row of logits.
+
+    It is the most probable one where the stage's sampling is greedy. Otherwise it is drawn among
+    the 50 most probable ones with 80 % of the mass, as in transformers, and depends on nothing but
+    the logits, the seed, the frame's position and the codebook.
+    """
+    logits = logits.float()
+    if all(s.request.sampling.temperature < GREEDY_BELOW for s in sequences):
+        greatest: list[int] = logits.argmax(-1).tolist()
+        return greatest
+
+    def column(value: float) -> Tensor:
+        return torch.full((len(logits), 1), value, dtype=torch.float64, device=logits.device)
+
+    weights = unnormalized_probs(logits, column(1.0).float())
+    top_k = column(min(50, logits.shape[1])).long()
+    weights = truncate(weights, column(0.0), top_k, column(0.8))
+    # A request has one speech, so the number of a choice is free for that of a codebook.
+    points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
+    found: list[int] = draw(weights, torch.tensor(points, dtype=torch.float64)).tolist()
+    return found
+
+
+def run_decoder(
+    decoder: Any, head: Any, embeddings: Tensor, positions: Tensor, rows: Tensor, **attention: Any
+) -> Tensor:
+    """The logits of some rows: [1, num_rows, vocab_size]."""
+    hidden = decoder(
+        inputs_embeds=embeddings, position_ids=positions[:, None], use_cache=False, **attention
+    ).last_hidden_state
+    logits: Tensor = head(hidden[:, rows])
+    return logits

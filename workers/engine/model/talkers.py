@@ -1,0 +1,27 @@
+"""The talkers of omni models, by the kind that a family names."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from shared.models.registry import find_family
+from workers.engine.model import qwen2_5_talker, qwen3_talker
+from workers.engine.model.talker import Talker
+
+LoadTalker = Callable[[torch.dtype, str], Talker]
+
+
+def find_talker(folder: Path) -> LoadTalker | None:
+    """The function that loads the talker of a model's folder; None for a model without one."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    family = find_family(config)
+    match None if family is None else family.talker:
+        case "code_predictor":
+            return partial(qwen3_talker.load, folder)
+        case "thinker_states":
+            return partial(qwen2_5_talker.load, folder, config)
+        case _:
+            return None

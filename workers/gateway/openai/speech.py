@@ -1,0 +1,104 @@
+"""`/v1/audio/speech`: the plan of a request, and the assembler of its events. Pure."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import RequestRecord
+from shared.protocol.pipeline import AUDIO, Pipeline
+from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
+from shared.protocol.requests import GenerateRequest
+from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.choices import check_choice
+from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
+from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.schemas.speech import (
+    SpeechDelta,
+    SpeechDone,
+    SpeechRequest,
+    SpeechResult,
+    SpeechUsage,
+)
+
+SSE = "sse"
+
+
+class SpeechOptions(Struct, frozen=True, kw_only=True):
+    """Options of a speech, stored in the RequestRecord."""
+
+    speech: AudioOptions
+
+
+def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> SubmitPlan:
+    """Return the plan of a speech. Raises InvalidRequest with the field."""
+    part = pipeline.with_text_given
+    output = part.output_of(AUDIO)
+    if output is None:
+        raise InvalidRequest(f"{request.model} does not speak", field="model")
+    if request.voice is not None:
+        check_choice("voice", request.voice, part.voices)
+    check_choice("response_format", request.response_format, MEDIA_TYPES)
+    check_choice("stream_format", request.stream_format or AUDIO, [AUDIO, SSE])
+    wanted = GenerateRequest(
+        request.model,
+        given_text=request.input,
+        voice=request.voice,
+        outputs=[output.name],
+        timeout_s=request.timeout_s,
+    )
+    audio = AudioOptions(output=output.name, format=request.response_format, stored_s=int(stored_s))
+    is_stream = request.stream_format == SSE
+    return SubmitPlan(
+        [wanted],
+        {},
+        {"speech": msgspec.structs.asdict(audio)},
+        stream=is_stream,
+        durable=bool(request.durable),
+        sound_format="" if is_stream else request.response_format,
+    )
+
+
+@dataclass(eq=False)
+class SpeechAssembler(Assembler):
+    """Assembler of the events of a speech."""
+
+    request_id: str
+    record: RequestRecord
+    options: SpeechOptions
+    usage: SpeechUsage = SpeechUsage(0, 0, 0)  # noqa: RUF009 (frozen)
+
+    @classmethod
+    def of_record(cls, request_id: str, record: RequestRecord, _: TokenBytes) -> Self:
+        return cls(request_id, record, msgspec.convert(record.options, SpeechOptions))
+
+    def add(self, part: int, record: TokenChunk) -> list[Any]:
+        return []
+
+    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+        if isinstance(record, OutputEnd):
+            return []
+        if record.first_sample or self.options.speech.format != WAV:
+            return [SpeechDelta(record.pcm)]
+        sound = wav_header(record.sample_rate) + base64.b64decode(record.pcm)
+        return [SpeechDelta(base64.b64encode(sound).decode())]
+
+    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
+        text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
+        frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
+        self.usage = SpeechUsage(text, frames, text + frames)
+        return []
+
+    def finish(self, part: int, usage: Usage) -> list[Any]:
+        return [SpeechDone(self.usage)]
+
+    def answer(self) -> SpeechResult:
+        url = f"/v1/audio/speech/{self.request_id}"
+        return SpeechResult(
+            self.request_id, self.record.created_s, self.record.model, self.usage, url
+        )
