@@ -1,7 +1,8 @@
 """`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
-Starts nats-server and one process each of coordinator, renderer and engine, sends three questions
-about images and one without, all at once, and exits 0 only if every answer is right.
+Starts nats-server and a process for each stage of the demo model, sends three questions about
+images and one without, all at once, then one whose answer is spoken. Exits 0 only if every answer
+is right.
 """
 
 import argparse
@@ -10,15 +11,18 @@ import io
 import sys
 import tempfile
 import time
+import wave
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import uvloop
+from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ops.demo_media import DemoFailed, Speech, speak
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
@@ -26,10 +30,12 @@ from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, Token
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.ask import build_request
+from workers.cli.commands.serve import preload
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import default_workers
 
 IMAGES = Path(__file__).parent / "demo_images"
+SPEECH_FILE = Path("data") / "demo" / "answer.wav"
 console = Console()
 
 
@@ -79,14 +85,19 @@ class Demo:
 
     cases: list[Case]
     progress: list[Progress] = field(default_factory=list)
+    speech: Speech | None = None
 
     async def run(self, url: str) -> None:
-        """Send all questions at once, and show the answers as they arrive."""
+        """Send all questions at once, show the answers as they arrive, and have one spoken."""
         bus = await Bus.connect(url, "demo")
         self.progress = [Progress(case) for case in self.cases]
         try:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
                 await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
+            spoken = self.cases[-1]
+            images = [IMAGES / name for name in spoken.images]
+            request = build_request("demo", spoken.question, images, {})
+            self.speech = await speak(bus, replace(request, outputs=["text", "audio"]))
         finally:
             await bus.close()
 
@@ -145,47 +156,84 @@ def _save_svg(demo: Demo, file: Path) -> None:
     """Save the final terminal output as an SVG for the documents."""
     recorder = Console(record=True, width=118, file=io.StringIO())
     recorder.print("$ make demo\n", demo.live_table(), "", demo.summary())
+    if demo.speech is not None:
+        recorder.print(f"\n{describe(demo.speech)}\n{demo.speech.draw()}")
     recorder.save_svg(str(file), title="pagemill", clear=False)
 
 
-async def main(svg: Path | None) -> int:
-    config = settings.load_config(None)
-    with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
-        nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
-        config = msgspec.structs.replace(config, nats=nats)
-        log_file = Path(folder) / "workers.log"
-        logs.configure_logging("warning", role="demo")
-        cluster = LocalCluster(config, None, default_workers(config), log_file=log_file)
-        demo = Demo(pick_cases())
-        try:
-            with console.status("starting nats-server, coordinator, renderer, engine …"):
-                began = time.perf_counter()
-                await cluster.start()
-            console.print(f"ready after {time.perf_counter() - began:.1f} s at {cluster.url}\n")
-            await demo.run(cluster.url)
-        except PagemillError as error:
-            console.print(f"[red]{error.code}[/]: {error.message}")
-            console.print(log_file.read_text() if log_file.exists() else "", markup=False)
-        finally:
-            await cluster.stop()
+def describe(speech: Speech) -> str:
+    length = f"{speech.length_s:.1f} s at {speech.loudness_db:.0f} dB of full scale"
+    return f"spoken: {speech.text} ({length}, in {SPEECH_FILE})"
+
+
+def show_speech(speech: Speech, expect: str) -> bool:
+    """Save and draw a spoken answer; return whether it is right."""
+    SPEECH_FILE.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(SPEECH_FILE), "wb") as file:
+        file.setparams((1, 2, speech.sample_rate, 0, "NONE", ""))
+        file.writeframes(speech.samples.tobytes())
+    fault = speech.find_fault()
+    if fault is None and expect not in speech.text.lower():
+        fault = "that is not the answer"
+    console.print(f"\n{describe(speech)}", highlight=False)
+    console.print(speech.draw(), style="cyan", highlight=False)
+    if fault is not None:
+        console.print(f"[red]the speech is wrong[/]: {fault}")
+    return fault is None
+
+
+async def run_demo(demo: Demo, cluster: LocalCluster) -> None:
+    """Run the questions on a cluster of their own. Raises PagemillError and DemoFailed."""
+    try:
+        with console.status("starting nats-server and the workers …"):
+            began = time.perf_counter()
+            await cluster.start()
+        console.print(f"ready after {time.perf_counter() - began:.1f} s at {cluster.url}\n")
+        await demo.run(cluster.url)
+    finally:
+        await cluster.stop()
+
+
+def report(demo: Demo) -> int:
+    """Print what the answers were, and return the exit code."""
     console.print()
     console.print(demo.summary())
-    if svg is not None:
-        _save_svg(demo, svg)
-    right = sum(one.is_right for one in demo.progress)
     for one in demo.progress:
         if isinstance(one.final, Failure):
             console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
-    verdict = f"{right} of {len(demo.cases)} answers are right"
-    console.print(f"[bold {'green' if right == len(demo.cases) else 'red'}]{verdict}[/]")
-    return 0 if right == len(demo.cases) else 1
+    spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
+    right, num = sum(one.is_right for one in demo.progress) + spoken_right, len(demo.cases) + 1
+    verdict = f"{right} of {num} answers are right"
+    console.print(f"[bold {'green' if right == num else 'red'}]{verdict}[/]")
+    return 0 if right == num else 1
+
+
+def main(svg: Path | None) -> int:
+    config, demo = settings.load_config(None), Demo(pick_cases())
+    logs.configure_logging("warning", role="demo")
+    workers = default_workers(config)
+    # Workers that use torch are forked from one process that has imported it.
+    preloader = preload(config, workers)
+    with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
+        config = replace(config, nats=replace(config.nats, port=0, store_dir=folder))
+        log_file = Path(folder) / "workers.log"
+        cluster = LocalCluster(config, None, workers, log_file=log_file, preloader=preloader)
+        try:
+            uvloop.run(run_demo(demo, cluster))
+        except (PagemillError, DemoFailed) as error:
+            console.print(f"[red]{getattr(error, 'code', 'failed')}[/]: {error}")
+            console.print(log_file.read_text() if log_file.exists() else "", markup=False)
+    code = report(demo)
+    if svg is not None:
+        _save_svg(demo, svg)
+    return code
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Run the complete system on this machine.")
     parser.add_argument("--svg", type=Path, help="save the terminal output to this file")
     try:
-        sys.exit(uvloop.run(main(parser.parse_args().svg)))
+        sys.exit(main(parser.parse_args().svg))
     except KeyboardInterrupt:
         console.print("stopped")
         sys.exit(130)

@@ -35,6 +35,14 @@ class RoleSpec:
     section: str = ""
     """The section of the configuration that its workers read; by default that of its name."""
 
+    @property
+    def can_be_forked(self) -> bool:
+        """Whether its workers are forked from a process that has imported torch, if there is one.
+
+        Its memory is shared, and an import of their own would cost four seconds of processor time.
+        """
+        return self.uses_torch or self.may_load_torch
+
 
 AUTOSCALER = "autoscaler"
 

@@ -201,7 +201,7 @@ class LocalCluster:
     async def _supervise(self, number: int, spec: WorkerSpec) -> None:
         """Run one worker, and start it again whenever it ends, until it is to drain."""
         loop = asyncio.get_running_loop()
-        if self.preloader is not None and role_of(spec.role).uses_torch:
+        if self.preloader is not None and role_of(spec.role).can_be_forked:
             self._watched[number] = self.preloader
         pause_s = FIRST_RESTART_S
         while number not in self._draining:
@@ -249,7 +249,7 @@ class LocalCluster:
             else contextlib.nullcontext(sys.stderr.fileno())
         )
         with log as stderr:
-            if self.preloader is not None and role_of(spec.role).uses_torch:
+            if self.preloader is not None and role_of(spec.role).can_be_forked:
                 try:
                     return await self.preloader.start(arguments, stderr=stderr)
                 except ConnectionError:

@@ -22,7 +22,8 @@ DEFAULT_FILE = Path("pagemill.yaml")
 LOG_NAME = "pagemill.log"
 # The value of `log_file` for stderr.
 STDERR = "stderr"
-DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
+OPS = Path(workers.__file__).parents[1] / "ops"
+DEMO_MODEL = OPS / "demo_model"
 # A user without a password, in a URL or in a list of them.
 _USER_ALONE = re.compile(r"(://[^:@/,]+)@")
 # The client of nats does not decode what a URL has encoded.
@@ -32,6 +33,20 @@ models:
   demo:
     path: {DEMO_MODEL}
     sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+    stages:
+      talker:
+        role: engine
+        path: {OPS / "demo_voice" / "talker"}
+        inputs: {{text: {{from: engine, function: speech, mode: stream}}}}
+        output: {{name: codes, kind: codes}}
+        sampling_defaults: {{temperature: 0.0, max_tokens: 400}}
+        voices: [alloy]
+      code2wav:
+        role: generator
+        path: {OPS / "demo_voice"}
+        inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
+        output: {{name: audio, kind: audio}}
+        chunks: {{first: [5, 10], size: 25, left: 2, right: 2}}
 """
 
 

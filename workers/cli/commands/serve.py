@@ -79,7 +79,7 @@ def up(
         # The workers of a pool at zero are forked from the same process when they are wanted.
         specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
         cluster = LocalCluster(
-            loaded, file, workers, nats, log_file, preloader=_preload(loaded, specs)
+            loaded, file, workers, nats, log_file, preloader=preload(loaded, specs)
         )
         if pools.by_name:
             local = LocalPools(cluster, pools)
@@ -110,7 +110,7 @@ def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pu
     return file
 
 
-def _preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
+def preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
     """Return a process that has imported the modules of all roles that use torch."""
     if {config.engine.device, config.encoder.device} != {"cpu"}:
         return None  # A process that has initialised CUDA cannot be forked.

@@ -1,0 +1,43 @@
+"""The configuration without a file: one model that answers and speaks, from files of the wheel."""
+
+import tomllib
+from pathlib import Path
+
+from workers.cli import settings, sound
+from workers.roles import default_workers
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_default_model_speaks() -> None:
+    config = settings.load_config(None)
+    assert sound.find_audio(config, "demo") == "audio"
+    settings.check_paths(config)
+    assert [spec.stage for spec in default_workers(config) if spec.stage] == ["talker", "code2wav"]
+
+
+def test_the_wheel_has_all_files_of_the_default_model() -> None:
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = built["targets"]["wheel"]["force-include"]
+    assert all(source == target for source, target in included.items())
+    model = settings.load_config(None).models["demo"]
+    folders = [model.path, *(stage.path for stage in model.stages.values())]
+    for folder in folders:
+        assert folder is not None
+        needed = [
+            file.relative_to(ROOT)
+            for file in Path(folder).iterdir()
+            if file.suffix in (".json", ".jinja", ".safetensors")
+        ]
+        assert needed
+        for file in needed:
+            parts = (str(file), *map(str, file.parents))
+            assert not included.keys().isdisjoint(parts), f"{file} is not in the wheel"
+
+
+def test_the_default_model_is_small() -> None:
+    model = settings.load_config(None).models["demo"]
+    for stage in model.stages.values():
+        assert stage.path is not None
+        files = [file for file in Path(stage.path).iterdir() if file.is_file()]
+        assert sum(file.stat().st_size for file in files) < 8 * 2**20
