@@ -6,7 +6,6 @@ its noise, which is a function of the seed, and has the same pixels.
 """
 
 import asyncio
-import hashlib
 import io
 import time
 from collections.abc import Coroutine
@@ -20,6 +19,7 @@ from shared.codec.envelope import TensorData
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
 from shared.protocol.records import OutputSummary
+from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
@@ -126,7 +126,7 @@ class ImageWorker(GeneratorWorker):
             Painting(params, job.log.records),
             model.encode(task.body.text, "prompt"),
             model.encode(params.negative_prompt, "image.negative_prompt"),
-            _seed_of(header.request_id) if params.seed is None else params.seed,
+            seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
         )
 
@@ -229,11 +229,6 @@ def to_png(pixels: Pixels) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
-
-
-def _seed_of(request_id: str) -> int:
-    digest = hashlib.sha256(request_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, bool]]) -> list[bool]:
