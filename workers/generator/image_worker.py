@@ -39,6 +39,8 @@ from workers.generator.core.painting import Painting
 from workers.generator.image_thread import ImageThread
 from workers.generator.worker import GeneratorWorker
 
+MAX_ITEMSIZE = 8
+"""Bytes of a value of the widest dtype that latents may have."""
 BATCH_LAG_S = 1e9
 """The head start of the interactive lane: its steps go before all of the batch lane."""
 
@@ -166,8 +168,9 @@ class ImageWorker(GeneratorWorker):
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
-            num_bytes = int(np.prod(shape)) * model.dtype.itemsize
-            data = await media_store.find(self._context.bus, name, num_bytes, request.tenant)
+            num_values = int(np.prod(shape))
+            num_bytes, max_bytes = num_values * model.dtype.itemsize, num_values * MAX_ITEMSIZE
+            data = await media_store.find(self._context.bus, name, max_bytes, request.tenant)
             # Latents of another worker's dtype, or that are gone, are made again.
             if data is not None and len(data) == num_bytes:
                 return state.step, np.frombuffer(data, model.dtype).reshape(shape).copy()
