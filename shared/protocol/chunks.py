@@ -24,7 +24,7 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Frames behind a chunk, as far as there are any."""
 
     def completes(self, num_frames: int) -> bool:
-        """Whether a chunk can be computed with so many frames, and not with one less."""
+        """Return whether a chunk can be computed with so many frames, but not with one fewer."""
         behind = num_frames - self.right
         for size in self.first:
             if behind <= size:
