@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,11 +156,13 @@ class Browser:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """Run a browser, with its profile and the driver's log in `folder`."""
+    """Run a browser, with the driver's log in `folder`."""
     assert DRIVER is not None
     port = free_port()
+    # Chromium puts a socket into its profile, whose path may have 107 bytes.
+    profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
     with (folder / "chromedriver.log").open("wb") as log:
-        env = os.environ | {"HOME": str(folder), "TMPDIR": str(folder)}
+        env = os.environ | {"HOME": profile.name, "TMPDIR": profile.name}
         driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=log, stderr=log, env=env)
     try:
         _wait_for(port)
@@ -171,6 +174,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(10)
+        profile.cleanup()
 
 
 def free_port() -> int:

@@ -55,7 +55,7 @@ COMPUTING = "tests/engine/"
 ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 1,
-    "needs Debian's packages chromium and chromium-driver": 56,
+    "needs Debian's packages chromium and chromium-driver": 58,
     "needs curl": 2,
     "needs a Docker engine with the image pagemill": 1,
     "needs docker compose": 3,

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,14 @@ def test_rights_that_a_container_has_too_many_are_told() -> None:
     }
     assert len(Container("1", "engine", wrong).faults()) == 3
     assert containers.FILE.is_file()
+
+
+def test_the_image_has_all_files_of_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = re.findall("^COPY (.+) ", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    sources = [Path(source) for line in copied for source in line.split()]
+    sent = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    for name in [*wheel["packages"], *wheel["force-include"]]:
+        assert any(Path(name).is_relative_to(source) for source in sources), name
+        assert name in sent

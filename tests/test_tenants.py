@@ -27,6 +27,8 @@ NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
     # Why a grammar cannot be compiled, which follows from the grammar alone.
     "workers/engine/sampling/grammar.py",
+    # Masks of a vocabulary, by the listed token ids alone.
+    *("workers/engine/sampling/logits_processors.py",) * 2,
     # Where segments begin, by their lengths alone.
     *("shared/vision/layers.py", "shared/vision/layers.py"),
     # This machine and its library.

@@ -35,9 +35,10 @@ from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
 from workers.cli import settings as product_settings
 from workers.cli.preloader import Preloader
+from workers.gateway.core.ids import PREFIXES
 
-# Ids that gateways make.
-UNNAMED = "req-"
+# Clients do not name their speeches, so gateways make the ids.
+UNNAMED = f"{PREFIXES['speech']}-"
 NUM_WARM_UPS = 24
 WARM_UP_S = 5.0
 WARM_UP_TIMEOUT_S = 10.0
@@ -184,7 +185,11 @@ class Scenario:
             logs = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
             unnamed = {id: log for id, log in logs.items() if id.startswith(UNNAMED)}
             mine = {id: log for id, log in logs.items() if id not in unnamed}
-            noted = [id for id in await store.gateway_records() if id not in warm]
+            noted = [
+                id
+                for id in await store.gateway_records()
+                if id not in warm and not id.startswith(UNNAMED)
+            ]
             planned = make_requests(self.settings)
             # Heartbeats are read before the wait, after which all payloads have expired.
             beats = self._own(await store.beats())

@@ -251,7 +251,9 @@ async def test_a_client_that_leaves_cancels_its_image(bus: Bus, url: str, is_str
     assert len(await steps_of(bus, request_id)) < 150
 
 
-@pytest.mark.skipif(MISSING is not None, reason="needs Debian's chromium and chromium-driver")
+@pytest.mark.skipif(
+    MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+)
 @pytest.mark.timeout(180)
 async def test_the_page_shows_an_image_as_it_sharpens(
     url: str, painter: ImageModel, tmp_path: Path

@@ -407,7 +407,9 @@ AudioBufferSourceNode.prototype.start = function (when) {
 """
 
 
-@pytest.mark.skipif(MISSING is not None, reason="needs Debian's packages chromium and -driver")
+@pytest.mark.skipif(
+    MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+)
 @pytest.mark.timeout(180)
 def test_the_page_plays_a_speech_as_it_arrives(
     processes: Processes, url: str, talker: PlainTalker, tmp_path: Path

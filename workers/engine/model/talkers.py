@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig
 
 from shared.models.registry import find_family
-from workers.engine.model import qwen2_5_talker, qwen3_talker
 from workers.engine.model.talker import Talker
 
 LoadTalker = Callable[[torch.dtype, str], Talker]
@@ -18,10 +17,15 @@ def find_talker(folder: Path) -> LoadTalker | None:
     """The function that loads the talker of a model's folder; None for a model without one."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     family = find_family(config)
+    # Other engines need none of transformers' omni modules.
     match None if family is None else family.talker:
         case "code_predictor":
+            from workers.engine.model import qwen3_talker
+
             return partial(qwen3_talker.load, folder)
         case "thinker_states":
+            from workers.engine.model import qwen2_5_talker
+
             return partial(qwen2_5_talker.load, folder, config)
         case _:
             return None
