@@ -106,11 +106,11 @@ def _output_of(context: Context, built: Built) -> StageOutput:
     return stage_output(context.bus, stage, built.loaded, key, [*chunks.values()])
 
 
-def _lead_of(context: Context, model: str) -> CodeLead | None:
+def _lead_of(context: Context, model: str) -> CodeLead:
     stage, pipeline = _stage_of(context, model), context.pipelines[model]
     if stage is None or stage.output is None or stage.output.kind != CODES:
-        return None
-    return CodeLead(context.bus, stage.output.name, pipeline.chunks_behind(stage.name))
+        return CodeLead()
+    return CodeLead(stage.output.name, pipeline.chunks_behind(stage.name))
 
 
 def _stage_of(context: Context, model: str) -> StageSpec | None:

@@ -59,7 +59,7 @@ class EngineWorker:
     _kv: KVReader | None = None
     """Without it, all prompts are computed here."""
     _output: StageOutput = field(default_factory=TextOutput)
-    _lead: CodeLead | None = None
+    _lead: CodeLead = field(default_factory=CodeLead)
     """Holds back speeches that are far ahead of the stages that follow."""
     _preparing: set[str] = field(default_factory=set)
     """Requests that wait for embeddings, a grammar, or the text that they speak."""
@@ -179,8 +179,7 @@ class EngineWorker:
         return await self._run(OpenRequest(job, header, timing), request)
 
     async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> EngineRequest:
-        """The request with its prompt, once encoders have made its embeddings, with its grammar and
-        its KV blocks.
+        """Return the request with its prompt, embeddings, grammar and KV blocks.
 
         Raises BlobLost for an item that is lost.
         """
@@ -203,8 +202,7 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
-            if self._lead is not None:
-                await self._lead.wait(task.header, progress)
+            await self._lead.wait(self._context.bus, task.header, progress)
             task, speech = await self._output.render(task, progress)
             header = task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
@@ -318,7 +316,7 @@ class EngineWorker:
             if last.usage is not None:
                 summary = self._output.summary(last)
                 return Done(summary, lambda: self._on_finished(opened))
-            if self._lead is not None and await self._lead.is_too_long(opened.header, last):
+            if await self._lead.is_too_long(self._context.bus, opened.header, last):
                 return Requeue()
         return Ended()
 
