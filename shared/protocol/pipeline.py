@@ -44,6 +44,8 @@ AUDIO: OutputKind = "audio"
 """Sound."""
 IMAGE_KIND: OutputKind = "image"
 """Painted images."""
+ANSWER = "answer"
+"""The edge function for a stage that speaks a text, and reads the prompt that it answers."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
 
 

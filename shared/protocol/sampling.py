@@ -102,9 +102,9 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     skip_reading_prefix_cache: bool = False
 
 
-def seed_of(params: SamplingParams, request_id: str) -> int:
-    """The seed of a request: its own, or one that all attempts make of its id."""
-    if params.seed is not None:
-        return params.seed
+def seed_of(seed: int | None, request_id: str) -> int:
+    """The seed of a request: the one it gives, or one that all attempts make of its id."""
+    if seed is not None:
+        return seed
     digest = hashlib.sha256(request_id.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

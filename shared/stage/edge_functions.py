@@ -4,7 +4,15 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from shared.protocol.pipeline import ANY, EDGE_FUNCTIONS, TEXT, Edge, Pipeline, edge_function
+from shared.protocol.pipeline import (
+    ANSWER,
+    ANY,
+    EDGE_FUNCTIONS,
+    TEXT,
+    Edge,
+    Pipeline,
+    edge_function,
+)
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import FollowBody, PaintBody, RenderBody, SpeechBody
 
@@ -46,7 +54,7 @@ def _follow(inputs: dict[str, str]) -> FollowBody:
     return FollowBody(inputs)
 
 
-@edge_function("answer", carries=TEXT, takes_body=True)
+@edge_function(ANSWER, carries=TEXT, takes_body=True)
 def _speak_answer(source: FollowedTask) -> SpeechBody:
     """The text of an engine, with the prompt that it answers."""
     return SpeechBody(prompt_token_ids=source.body.prompt_token_ids)

@@ -4,7 +4,7 @@ All of their stages load parts of one folder, the model's own.
 """
 
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
-from shared.protocol.pipeline import AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
+from shared.protocol.pipeline import ANSWER, AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
 
 TALKER, CODE2WAV = "talker", "code2wav"
 
@@ -12,7 +12,7 @@ TALKER, CODE2WAV = "talker", "code2wav"
 def stages_of(graph: str, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
     """The stages of a graph with the edges into each; the stage `writer` writes the text."""
     return [
-        (_TALKERS[graph], [Edge(writer, TALKER, TEXT, "answer", "stream")]),
+        (_TALKERS[graph], [Edge(writer, TALKER, TEXT, ANSWER, "stream")]),
         (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
     ]
 

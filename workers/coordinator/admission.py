@@ -10,9 +10,9 @@ from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, Unsuppor
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
-from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
+from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
-from shared.protocol.requests import GenerateRequest, Prompt, decode_request
+from shared.protocol.requests import GenerateRequest, ImagePart, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
 from shared.validation import invalid_request, split_validation_error
 
@@ -100,6 +100,7 @@ def admit(
     if request.embedding is not None:
         resolved = _sampling_of_embedding(request, given, pipeline)
     part = _part_of(request, pipeline)
+    _check_images(request, part)
     outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
     voice = _voice_of(request, part, resolved)
     image = _image_of(request, part, given)
@@ -147,6 +148,22 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
             "on_late: 'text' requires the text and another output in outputs", field="on_late"
         )
     return part
+
+
+def _check_images(request: GenerateRequest, part: Pipeline) -> None:
+    """Raise UnsupportedContent for an image in a prompt that a stage reads to speak the answer."""
+    if all(edge.function != ANSWER for edge in part.edges):
+        return
+    field = "features" if request.features else None
+    for i, message in enumerate(request.messages or []):
+        for j, content in enumerate(message.content if isinstance(message.content, list) else []):
+            if field is None and isinstance(content, ImagePart):
+                field = f"messages[{i}].content[{j}]"
+    if field is not None:
+        raise UnsupportedContent(
+            f"{field}: {request.model} speaks no answers about images: ask for text alone",
+            field=field,
+        )
 
 
 def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams) -> str | None:

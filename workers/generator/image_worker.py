@@ -6,7 +6,6 @@ its noise, which is a function of the seed, and has the same pixels.
 """
 
 import asyncio
-import hashlib
 import io
 import time
 from collections.abc import Coroutine
@@ -21,6 +20,7 @@ from shared.codec.envelope import TensorData
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
 from shared.protocol.records import OutputSummary
+from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
@@ -41,6 +41,8 @@ from workers.generator.image_results import ImageClaim, ImageResults, key_of
 from workers.generator.image_thread import ImageThread
 from workers.generator.worker import GeneratorWorker
 
+MAX_ITEMSIZE = 8
+"""Bytes of a value of the widest dtype that latents may have."""
 BATCH_LAG_S = 1e9
 """The head start of the interactive lane: its steps go before all of the batch lane."""
 
@@ -132,7 +134,7 @@ class ImageWorker(GeneratorWorker):
             Painting(params, job.log.records),
             model.encode(task.body.text, "prompt"),
             model.encode(params.negative_prompt, "image.negative_prompt"),
-            _seed_of(header.request_id) if params.seed is None else params.seed,
+            seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
         )
 
@@ -229,8 +231,9 @@ class ImageWorker(GeneratorWorker):
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
-            num_bytes = int(np.prod(shape)) * model.dtype.itemsize
-            data = await media_store.find(self._context.bus, name, num_bytes, request.tenant)
+            num_values = int(np.prod(shape))
+            num_bytes, max_bytes = num_values * model.dtype.itemsize, num_values * MAX_ITEMSIZE
+            data = await media_store.find(self._context.bus, name, max_bytes, request.tenant)
             # Latents of another worker's dtype, or that are gone, are made again.
             if data is not None and len(data) == num_bytes:
                 return state.step, np.frombuffer(data, model.dtype).reshape(shape).copy()
@@ -301,11 +304,6 @@ def to_png(pixels: Pixels) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
-
-
-def _seed_of(request_id: str) -> int:
-    digest = hashlib.sha256(request_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, bool]]) -> list[bool]:

@@ -70,7 +70,7 @@ class SpeechWorker(GeneratorWorker):
         speech = Speech(self._chunks, self._vocoder, job.log.records)
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         patience = asyncio.timeout(SUSPECT_WAIT_S if job.suspect else None)
-        speaker = Speaker(header.voice, seed_of(header.sampling, header.request_id))
+        speaker = Speaker(header.voice, seed_of(header.sampling.seed, header.request_id))
         playback, is_whole = Playback(time.monotonic()), speech.num_samples == 0
         request = _Open(job, speech, speaker, playback, lag_s, patience, is_whole)
         self._in_flight[header.request_id] = job

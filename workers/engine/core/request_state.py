@@ -230,4 +230,4 @@ def _decode_nothing(token_ids: list[int]) -> str:
 
 
 def _derive_seed(request: EngineRequest) -> int:
-    return seed_of(request.sampling, request.request_id)
+    return seed_of(request.sampling.seed, request.request_id)

@@ -124,7 +124,7 @@ class Qwen3Talker(Talker):
                     begin = index
             if prompt[min(turn + 1, len(prompt) - 1)] == config.user_token_id:
                 user.append(token_id)
-        if begin is None:
+        if begin is None or len(prompt) - begin < HEADER_LEN:
             raise InvalidRequest("the prompt has no turn of the assistant to speak", field="prompt")
         return user, [*prompt[begin:], *speech.answer_token_ids[:-1]]
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,6 +35,9 @@ from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, ru
 
 # Options that may differ when a client comes back for the same answer.
 _STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
+# Fields that are newer than the digest, with their defaults. A request without them has the same
+# digest at a gateway that does not know them, as in a rolling upgrade.
+_NEWER_FIELDS = {"on_late": "fail", "image": None}
 
 
 async def submit(
@@ -123,7 +126,17 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
 def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan) -> str:
     """Return the digest of all that the answer depends on. How it is delivered is left out."""
     shape = {name: value for name, value in plan.options.items() if name not in _STREAM_OPTIONS}
-    return hashlib.sha256(to_json([requests, plan.sampling, shape])).hexdigest()
+    contents = [_content_of(request) for request in requests]
+    return hashlib.sha256(to_json([contents, plan.sampling, shape])).hexdigest()
+
+
+def _content_of(request: GenerateRequest) -> dict[str, Any]:
+    """Return the fields of a request that are part of its digest."""
+    return {
+        name: value
+        for name, value in structs.asdict(request).items()
+        if value is not UNSET and (name, value) not in _NEWER_FIELDS.items()
+    }
 
 
 async def _publish(

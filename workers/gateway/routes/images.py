@@ -116,7 +116,8 @@ def _request_of(
     assert painter.output is not None
     params = ImageParams(
         None if asked.size == AUTO else asked.size,
-        asked.n,
+        # A stream has one image, whatever number is configured.
+        1 if asked.stream else asked.n,
         asked.num_inference_steps,
         asked.guidance_scale,
         asked.negative_prompt,

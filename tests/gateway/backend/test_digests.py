@@ -1,0 +1,42 @@
+"""The digest that tells whether a named request comes again or is another one."""
+
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol.images import ImageParams
+from shared.protocol.requests import (
+    EmbeddingParams,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+)
+from workers.gateway.backend.submit import _digest
+from workers.gateway.core.plan import SubmitPlan
+
+IMAGE = ImagePart(ImageURL("media:" + "0" * 64))
+CHAT = GenerateRequest(
+    "demo", messages=[Message("user", [TextPart("Hi"), IMAGE])], timeout_s=3.0, voice="a"
+)
+EMBEDDING = GenerateRequest("demo", prompt="Hi", embedding=EmbeddingParams(dimensions=2))
+PLAN = SubmitPlan([CHAT, EMBEDDING], {"temperature": 0.5}, {"n": 1, "stream": True})
+# Computed by a gateway that knew neither `on_late` nor `image`.
+BEFORE = "5f7c3a700efc54e87d2d055b1edbeda8bb02b7e0f109c593423a5634a5474479"
+
+
+def test_gateways_without_newer_fields_make_the_same_digest() -> None:
+    assert _digest(PLAN.requests, PLAN) == BEFORE
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(CHAT, on_late="text"),
+        replace(CHAT, image=ImageParams(n=2)),
+        replace(CHAT, voice="b"),
+        replace(CHAT, messages=[Message("user", "Hi")]),
+    ],
+)
+def test_other_content_has_another_digest(changed: GenerateRequest) -> None:
+    assert _digest([changed, EMBEDDING], PLAN) != BEFORE
