@@ -55,7 +55,7 @@ cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, dr
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check
 
-demo: .venv/installed  ## three images and a question, answered over NATS, then an answer that is spoken
+demo: .venv/installed  ## three images and a question, answered over NATS, one of them spoken, and an image painted
 	$(BIN)/python -m ops.demo
 
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and

@@ -1,8 +1,8 @@
 """`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
 Starts nats-server and a process for each stage of the demo model, sends three questions about
-images and one without, all at once, then one whose answer is spoken. Exits 0 only if every answer
-is right.
+images and one without, all at once, then one whose answer is spoken, and has an image painted.
+Exits 0 only if all of it is right.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ops.demo_media import DemoFailed, Speech, speak
+from ops.demo_media import DemoFailed, Painting, Speech, paint, speak
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
@@ -36,6 +36,10 @@ from workers.roles import default_workers
 
 IMAGES = Path(__file__).parent / "demo_images"
 SPEECH_FILE = Path("data") / "demo" / "answer.wav"
+IMAGE_FILE = SPEECH_FILE.with_name("image.png")
+# The seed is as good as any other.
+PROMPT, SEED = "a red circle on blue", 1
+RED, BLUE = (255, 0, 0), (0, 0, 255)
 console = Console()
 
 
@@ -86,9 +90,10 @@ class Demo:
     cases: list[Case]
     progress: list[Progress] = field(default_factory=list)
     speech: Speech | None = None
+    painting: Painting | None = None
 
     async def run(self, url: str) -> None:
-        """Send all questions at once, show the answers as they arrive, and have one spoken."""
+        """Send all questions at once, show the answers as they arrive, then speak and paint."""
         bus = await Bus.connect(url, "demo")
         self.progress = [Progress(case) for case in self.cases]
         try:
@@ -98,6 +103,7 @@ class Demo:
             images = [IMAGES / name for name in spoken.images]
             request = build_request("demo", spoken.question, images, {})
             self.speech = await speak(bus, replace(request, outputs=["text", "audio"]))
+            self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
         finally:
             await bus.close()
 
@@ -158,6 +164,8 @@ def _save_svg(demo: Demo, file: Path) -> None:
     recorder.print("$ make demo\n", demo.live_table(), "", demo.summary())
     if demo.speech is not None:
         recorder.print(f"\n{describe(demo.speech)}\n{demo.speech.draw()}")
+    if demo.painting is not None:
+        recorder.print(f"\npainted: {PROMPT} (in {IMAGE_FILE})", demo.painting.draw(), sep="\n")
     recorder.save_svg(str(file), title="pagemill", clear=False)
 
 
@@ -182,6 +190,18 @@ def show_speech(speech: Speech, expect: str) -> bool:
     return fault is None
 
 
+def show_painting(painting: Painting) -> bool:
+    """Save and draw the image; return whether its colours are right."""
+    IMAGE_FILE.parent.mkdir(parents=True, exist_ok=True)
+    IMAGE_FILE.write_bytes(painting.png)
+    console.print(f"\npainted: {PROMPT} (in {IMAGE_FILE})", highlight=False)
+    console.print(painting.draw(), end="")
+    fault = painting.find_fault()
+    if fault is not None:
+        console.print(f"[red]the image is wrong[/]: {fault}")
+    return fault is None
+
+
 async def run_demo(demo: Demo, cluster: LocalCluster) -> None:
     """Run the questions on a cluster of their own. Raises PagemillError and DemoFailed."""
     try:
@@ -202,7 +222,9 @@ def report(demo: Demo) -> int:
         if isinstance(one.final, Failure):
             console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
     spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
-    right, num = sum(one.is_right for one in demo.progress) + spoken_right, len(demo.cases) + 1
+    painted_right = demo.painting is not None and show_painting(demo.painting)
+    right = sum(one.is_right for one in demo.progress) + spoken_right + painted_right
+    num = len(demo.cases) + 2
     verdict = f"{right} of {num} answers are right"
     console.print(f"[bold {'green' if right == num else 'red'}]{verdict}[/]")
     return 0 if right == num else 1

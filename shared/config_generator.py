@@ -19,6 +19,9 @@ class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_s: Annotated[float, Meta(ge=0)] = 5.0
     """An image is stored after so much time of computing, so that another worker goes on there; 0
     stores it after each step."""
+    result_ttl_s: Annotated[float, Meta(ge=0)] = 600.0
+    """Time for which the images of a request with a seed answer equal requests of the same tenant,
+    which are not painted again; 0 for none. Equal requests at the same time are painted once."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads of a stage that paints; 0 leaves it to torch."""
     max_tasks: Positive = 64

@@ -46,6 +46,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling parameters of this stage that requests do not set."""
     replicas: Positive = 1
     """Workers that `pagemill up` starts for the stage."""
+    max_wait_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Requests for the stage's output are refused while a task has waited for a worker for longer
+    than this, in seconds. The stage that writes the text has no such limit."""
     inputs: dict[str, InputConfig] | None = None
     """By what they carry, such as `tokens` or `image`."""
     output: OutputSpec | None = None

@@ -22,6 +22,7 @@ PagemillError               internal_error; server; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
 │   ├── Overloaded          a work queue is full; the client may try again later
+│   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
@@ -141,6 +142,10 @@ class Unavailable(ServerError):
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
+
+
+class StageBusy(Overloaded):
+    retry_after_s = 5.0
 
 
 class GrammarNotTried(ServerError):

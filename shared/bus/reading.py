@@ -168,6 +168,16 @@ class StreamReader(BusPart):
             queues += [QueueDepth.of(info) for info in page]
         return queues
 
+    async def oldest_pending_ms(self, stream: str, depth: QueueDepth) -> float | None:
+        """Return when the oldest message was stored that no worker has had, in Unix milliseconds.
+
+        None if there is none, or it has been delivered or removed in the meantime.
+        """
+        if not depth.num_pending:
+            return None
+        oldest = await self.read_next(stream, depth.last_delivered + 1, depth.subject)
+        return None if oldest is None else oldest.stored_ms
+
     async def stream_size(self, stream: str) -> tuple[int, float | None]:
         """Return the number of messages, and the storage time of the oldest: Unix milliseconds."""
         # nats-py's stream_info omits the time.

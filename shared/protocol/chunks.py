@@ -22,6 +22,18 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Frames before a chunk, as far as there are any."""
     right: Context = 2
     """Frames behind a chunk, as far as there are any."""
+    max_ahead: Annotated[int, Meta(ge=1)] = 1000
+    """Limit on the frames that the stage before may be ahead of the chunks that are made. Beyond
+    it, the stage before gives up its memory and waits."""
+
+    @property
+    def min_ahead(self) -> int:
+        """Frames without which some chunk could never be computed."""
+        return max(self.size, *self.first, 0) + self.right
+
+    def frames_of(self, num_chunks: int) -> int:
+        """Return the frames of the first chunks."""
+        return sum(self.first[:num_chunks]) + self.size * max(0, num_chunks - len(self.first))
 
     def completes(self, num_frames: int) -> bool:
         """Return whether a chunk can be computed with so many frames, but not with one fewer."""

@@ -6,6 +6,7 @@ renderer → engine             Task[EngineBody]             pm.stage.engine.…
 renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope
 renderer → encoder            Task[EncodeBody]             pm.stage.encoder.…       envelope
 encoder → engine              ItemResult                   pm.result.<key>          msgpack
+generator → generator         CachedImages                 pm.result.image_<key>    msgpack
 stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON
 stages → client               MediaChunk, OutputEnd        pm.tokens.<id>.<output>  JSON
 stages → stages               OutputEnds                   pm.tokens.<id>.ends      JSON
@@ -118,6 +119,15 @@ class AttemptRecord(Versioned, frozen=True):
     outcome: Literal["open", "requeued", "failed"] = "open"
     model: str = ""
     """Empty in records of coordinators, and of workers before this field."""
+
+
+class CachedImages(Struct, frozen=True):
+    """The images of equal requests with a seed, or the claim of the request that paints them."""
+
+    owner: str
+    """The request that paints them, or has."""
+    images: list[str]
+    """`media:` URLs in the order of the images; empty for a claim."""
 
 
 class MediaHead(Versioned, frozen=True):
@@ -305,4 +315,5 @@ decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
 decode_common_settings = or_none(msgspec.json.Decoder(CommonSettings).decode)
 decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
+decode_cached_images = or_none(msgspec.msgpack.Decoder(CachedImages).decode)
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

@@ -79,6 +79,9 @@ class StageSpec(Struct, frozen=True):
     """The sizes of image that the stage paints; the first one is the default."""
     slots: int = 1
     """Queues of a lane; see `shared.stage.slots`."""
+    max_wait_s: float = 300.0
+    """Age of the oldest task that waits, beyond which requests for the stage's output are refused;
+    without effect on the stage that writes the request's text."""
 
     @property
     def queue_slots(self) -> list[int | None]:
@@ -161,10 +164,14 @@ class Pipeline(Struct, frozen=True, dict=True):
         edges = self.edges_from(stage, "stream")
         return [e for e in edges if all(i.mode != "task" for i in self.edges_into(e.target))]
 
-    def chunks_behind(self, stage: str) -> list[ChunkSpec]:
-        """How the stages that follow this one cut its output."""
+    def chunks_behind(self, stage: str) -> dict[str, ChunkSpec]:
+        """How the stages that follow this one cut its output, by the names of their outputs."""
         targets = (self.stage(edge.target) for edge in self.edges_from(stage, "stream"))
-        return [spec.chunks for spec in targets if spec is not None and spec.chunks is not None]
+        return {
+            spec.output.name: spec.chunks
+            for spec in targets
+            if spec is not None and spec.chunks is not None and spec.output is not None
+        }
 
     @cached_property
     def outputs(self) -> dict[str, StageSpec]:

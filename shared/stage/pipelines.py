@@ -117,6 +117,12 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
         if stage.chunks is not None and followed is None:
             message = f"only a stage that follows {CODES!r}, in an input of this name, has chunks"
             yield Fault(f"stages.{stage.name}.chunks", message)
+        if stage.chunks is not None and stage.chunks.max_ahead < stage.chunks.min_ahead:
+            yield Fault(
+                f"stages.{stage.name}.chunks.max_ahead",
+                f"{stage.chunks.max_ahead} is less than {stage.chunks.min_ahead}, the frames of the"
+                " longest chunk with those behind it",
+            )
         source = None if followed is None else pipeline.outputs[followed]
         if source is not None and source.output is not None and source.output.kind != CODES:
             yield Fault(
@@ -194,4 +200,5 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.sizes or base.sizes,
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,
+        changes.max_wait_s,
     )

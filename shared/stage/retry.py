@@ -17,6 +17,7 @@ from shared.errors import (
     PagemillError,
     Poisoned,
     RequestError,
+    StageBusy,
     Unavailable,
     WorkerFailure,
 )
@@ -43,6 +44,8 @@ class GiveUp:
 
 Decision = AnswerWithError | RetryLater | GiveUp
 
+ONLY_CLIENTS_RETRY = (RequestError, DeadlineExceeded, EncodingFailed, GrammarNotTried, StageBusy)
+
 # Doubling from `retry_delay_s`; beyond this a longer pause only adds to the client's wait.
 MAX_DELAY_S = 30.0
 
@@ -54,7 +57,7 @@ def decide(
 
     `jitter` in [0, 1) spreads the retries of many requests over half of the delay.
     """
-    if isinstance(error, RequestError | DeadlineExceeded | EncodingFailed | GrammarNotTried):
+    if isinstance(error, ONLY_CLIENTS_RETRY):
         return AnswerWithError()
     failed = not isinstance(error, Overloaded | Unavailable)
     if not error.retryable or (failed and failures + 1 >= policy.max_deliver):

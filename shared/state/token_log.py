@@ -91,6 +91,11 @@ async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
     return tail.known if isinstance(tail.known, LogRecord) else None
 
 
+async def last_of_output(bus: Bus, request_id: str, output: str) -> AnyRecord | None:
+    """The last record of an output's log that this version knows; None for an empty log."""
+    return (await _read_tail(bus, request_id, output)).known
+
+
 class _Tail(NamedTuple):
     """The end of a log."""
 

@@ -144,6 +144,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("counter", GENERATOR, ()): {
         "image_steps_total": "Denoising steps that were done, of all images.",
+        "image_cache_hits_total": "Requests whose images were those of an equal request before.",
         "audio_seconds_total": "Sound that was made, in seconds of its length.",
         "audio_gap_seconds_total": (
             "Time for which clients had played all sound that there was, and more was to come, in"

@@ -80,15 +80,11 @@ async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
 
 
 async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
-    oldest = None
-    if depth.num_pending:
-        stream, sequence = subjects.STAGES_STREAM, depth.last_delivered + 1
-        oldest = await bus.read_next(stream, sequence, depth.subject)
     return StageQueue(
         *subjects.parts_of_stage(depth.subject),
         num_pending=depth.num_pending,
         num_in_flight=depth.num_in_flight,
-        oldest_ms=None if oldest is None else oldest.stored_ms,
+        oldest_ms=await bus.oldest_pending_ms(subjects.STAGES_STREAM, depth),
     )
 
 

@@ -1,19 +1,22 @@
-"""The configuration without a file: one model that answers and speaks, from files of the wheel."""
+"""Without a file, one model answers, speaks and paints, of files that are in the wheel."""
 
 import tomllib
 from pathlib import Path
 
 from workers.cli import settings, sound
+from workers.cli.commands import painting
 from workers.roles import default_workers
 
+STAGES = ["talker", "code2wav", "dit"]
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_default_model_speaks() -> None:
+def test_the_default_model_speaks_and_paints() -> None:
     config = settings.load_config(None)
     assert sound.find_audio(config, "demo") == "audio"
     settings.check_paths(config)
-    assert [spec.stage for spec in default_workers(config) if spec.stage] == ["talker", "code2wav"]
+    assert [spec.stage for spec in default_workers(config) if spec.stage] == STAGES
+    assert painting._find_painter(config, None) == ("demo", "image")
 
 
 def test_the_wheel_has_all_files_of_the_default_model() -> None:

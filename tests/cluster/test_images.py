@@ -150,6 +150,75 @@ async def test_the_generator_is_killed_between_the_steps_of_an_image(
     await until_nothing_is_left(bus)
 
 
+def painting_of(seed: int, steps: int = 6) -> GenerateRequest:
+    return GenerateRequest("painter", prompt=PROMPT, image=ImageParams(seed=seed, steps=steps))
+
+
+async def painted(bus: Bus, request_id: str, request: GenerateRequest, tenant: str = "") -> bytes:
+    """The file of a request's image."""
+    records = [record async for record in client.ask(bus, request, request_id, tenant)]
+    assert isinstance(records[-1], Finish)
+    written = [record async for record in client.follow_output(bus, request_id, "image")]
+    (image,) = (record for record in written if isinstance(record, ImageRecord))
+    return await client.read_media(bus, image.media, tenant)
+
+
+async def test_equal_requests_are_painted_once_for_each_tenant(
+    processes: Processes, bus: Bus, painter: ImageModel
+) -> None:
+    more = [processes.fork("dit") for _ in range(2)]
+    try:
+
+        async def are_three() -> bool:
+            return [beat.role for beat in await bus.read_heartbeats()].count("generator") == 3
+
+        await until(are_three, 150)
+        request, tenants = painting_of(12), ["ann"] * 20 + ["bob"] * 10
+        files = await asyncio.gather(
+            *(painted(bus, f"same{n}", request, tenant) for n, tenant in enumerate(tenants))
+        )
+        params = PaintParams("16x16", 1, 6, 3.0, "", 12)
+        assert set(files) == {painters.painted_alone(PROMPT, params, model=painter)}
+        # Each step is in the log of the request that it was computed for.
+        begun = [n for n in range(len(tenants)) if await steps_of(bus, f"same{n}")]
+        assert len(begun) == 2
+        assert [n < 20 for n in begun] == [True, False]
+        # Nor is it painted again later, and another seed is another image.
+        assert await painted(bus, "later", request, "ann") == files[0]
+        assert await painted(bus, "other", painting_of(13), "ann") != files[0]
+        assert not await steps_of(bus, "later")
+        assert await steps_of(bus, "other")
+    finally:
+        for process in more:
+            process.terminate()
+    for process in more:
+        assert process.wait(10) == 0
+    await until_nothing_is_left(bus)
+
+
+async def test_a_request_that_waits_paints_when_the_one_before_is_cancelled(
+    bus: Bus, painter: ImageModel
+) -> None:
+    request = painting_of(14, steps=20)
+
+    async def first() -> Any:
+        return [record async for record in client.ask(bus, request, "first")][-1]
+
+    async def has_begun() -> bool:
+        return bool(await steps_of(bus, "first"))
+
+    asked = asyncio.create_task(first())
+    await until(has_begun)
+    second = asyncio.create_task(painted(bus, "second", request))
+    await asyncio.sleep(5 * STEP_S)
+    assert not await steps_of(bus, "second")
+    await client.cancel(bus, "first")
+    assert isinstance(await asked, Failure)
+    params = PaintParams("16x16", 1, 20, 3.0, "", 14)
+    assert await second == painters.painted_alone(PROMPT, params, model=painter)
+    await until_nothing_is_left(bus)
+
+
 # -- over HTTP, and from the command line ---------------------------------------------------------
 
 

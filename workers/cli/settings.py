@@ -47,6 +47,13 @@ models:
         inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
         output: {{name: audio, kind: audio}}
         chunks: {{first: [5, 10], size: 25, left: 2, right: 2}}
+      dit:
+        role: generator
+        path: {OPS / "demo_painter"}
+        inputs: {{prompt: {{from: request, function: paint}}}}
+        output: {{name: image, kind: image}}
+        sizes: [120x120, 96x96, 144x120, 120x144]
+        sampling_defaults: {{steps: 24, guidance: 2.5}}
 """
 
 

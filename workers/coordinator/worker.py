@@ -20,6 +20,7 @@ from shared.state import output_ends
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
 from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
+from workers.coordinator.stage_waits import StageWaits
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
 # is delivered again.
@@ -38,6 +39,7 @@ class Coordinator:
         self._context = context
         self._stage = context.stage
         self._delivery = context.config.delivery
+        self._waits = StageWaits(context.bus)
 
     async def serve(self) -> None:
         await create_queues(self._context)
@@ -86,6 +88,11 @@ class Coordinator:
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
         request = admitted.request
+        if delivery.attempt == 1:
+            # Later the request may have been admitted before.
+            written = (pipelines[request.model].outputs[name] for name in admitted.outputs)
+            beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
+            await self._waits.check(request.model, beside, request.lane)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),

@@ -16,6 +16,7 @@ from blake3 import blake3
 from shared.blobs.store import Blobs
 from shared.config import ModelConfig
 from shared.errors import BlobLost, PagemillError
+from shared.models.digest import digest_of_files
 from shared.protocol.multimodal import BlobRef, HashPart, content_hash
 from shared.protocol.task_messages import KVBlob
 from shared.task_set import TaskSet
@@ -59,15 +60,6 @@ class KVLayout:
     def name_of(self, adapter: str | None, hashes: Sequence[str]) -> str:
         """Return the name of a blob that holds the blocks with these hashes."""
         return content_hash("kv", FORMAT, self._parts, self._adapters.get(adapter, ""), hashes)
-
-
-def digest_of_files(folder: Path) -> str:
-    """Return a hash over the configuration and the weights in a folder."""
-    digest = blake3(max_threads=blake3.AUTO)
-    for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
-        digest.update(content_hash(file.name, file.stat().st_size).encode())
-        digest.update_mmap(file)
-    return digest.hexdigest()
 
 
 async def store(

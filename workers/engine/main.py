@@ -19,6 +19,7 @@ from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
+from workers.engine.code_lead import CodeLead
 from workers.engine.code_output import stage_output
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
@@ -57,7 +58,9 @@ async def main(context: Context) -> None:
     kv = None
     if built.layout is not None:
         kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
-    await EngineWorker(context, built.model, built.core, built.items, grammars, kv, output).serve()
+    lead = _lead_of(context, built.model)
+    worker = EngineWorker(context, built.model, built.core, built.items, grammars, kv, output, lead)
+    await worker.serve()
 
 
 async def build(context: Context, reads_last: bool = True) -> Built:
@@ -99,7 +102,15 @@ async def build(context: Context, reads_last: bool = True) -> Built:
 def _output_of(context: Context, built: Built) -> StageOutput:
     key = f"models.{built.model}.stages.{context.stage.name}"
     chunks = context.pipelines[built.model].chunks_behind(context.stage.name)
-    return stage_output(context.bus, _stage_of(context, built.model), built.loaded, key, chunks)
+    stage = _stage_of(context, built.model)
+    return stage_output(context.bus, stage, built.loaded, key, [*chunks.values()])
+
+
+def _lead_of(context: Context, model: str) -> CodeLead:
+    stage, pipeline = _stage_of(context, model), context.pipelines[model]
+    if stage is None or stage.output is None or stage.output.kind != CODES:
+        return CodeLead()
+    return CodeLead(stage.output.name, pipeline.chunks_behind(stage.name))
 
 
 def _stage_of(context: Context, model: str) -> StageSpec | None:

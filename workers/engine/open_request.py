@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.protocol.task_messages import TaskHeader
 from shared.stage.job import Job
+from shared.stage.worker_loop import Outcome
 from workers.engine.core.sequence import RequestOutput
 from workers.engine.log_records import num_for_record
 from workers.engine.metrics import RequestTiming
@@ -54,6 +55,13 @@ class OpenRequest:
                 self._changed.set()
             if outputs:
                 return outputs
+
+
+class NotBegun(Exception):
+    """The request has ended elsewhere or this worker stops, before the request has begun here."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
 
 
 class RecordPacer:

@@ -26,13 +26,14 @@ from shared.stage.worker_loop import Done, Ended, Outcome, Requeue, WorkerLoop
 from shared.state.kv_event_log import KVLogWriter
 from shared.state.token_log import is_final, last_record
 from shared.task_set import TaskSet
+from workers.engine.code_lead import CodeLead
 from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures
-from workers.engine.open_request import OpenRequest, RecordPacer
+from workers.engine.open_request import NotBegun, OpenRequest, RecordPacer
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.stage_output import StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
@@ -58,6 +59,8 @@ class EngineWorker:
     _kv: KVReader | None = None
     """Without it, all prompts are computed here."""
     _output: StageOutput = field(default_factory=TextOutput)
+    _lead: CodeLead = field(default_factory=CodeLead)
+    """Holds back speeches that are far ahead of the stages that follow."""
     _preparing: set[str] = field(default_factory=set)
     """Requests that wait for embeddings, a grammar, or the text that they speak."""
     _ended: set[str] = field(default_factory=set)
@@ -157,7 +160,7 @@ class EngineWorker:
         header, records = task.header, job.log.records
         try:
             request = await self._prepare(task, tensors, job)
-        except _NotBegun as stopped:
+        except NotBegun as stopped:
             return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
@@ -176,8 +179,7 @@ class EngineWorker:
         return await self._run(OpenRequest(job, header, timing), request)
 
     async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> EngineRequest:
-        """The request with its prompt, once encoders have made its embeddings, with its grammar and
-        its KV blocks.
+        """Return the request with its prompt, embeddings, grammar and KV blocks.
 
         Raises BlobLost for an item that is lost.
         """
@@ -189,9 +191,9 @@ class EngineWorker:
             # The notice of an end may be lost, but a coordinator has ended a request that is late.
             is_late = self._context.bus.now_ms() > ticket.deadline_ms + GRACE_MS
             if request_id in self._ended or is_late:
-                raise _NotBegun(Ended())
+                raise NotBegun(Ended())
             if self._context.shutdown.asked.is_set():
-                raise _NotBegun(Requeue())
+                raise NotBegun(Requeue())
             await job.delivery.progress()
 
         # A waiting request kills no worker, so it must not keep other suspects from their turn.
@@ -200,6 +202,7 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
+            await self._lead.wait(self._context.bus, task.header, progress)
             task, speech = await self._output.render(task, progress)
             header = task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
@@ -230,7 +233,7 @@ class EngineWorker:
                 await progress()
             return request
         except RequestEnded as ended:
-            raise _NotBegun(Ended()) from ended
+            raise NotBegun(Ended()) from ended
         finally:
             self._preparing.discard(request_id)
             self._adjust_capacity()
@@ -252,7 +255,7 @@ class EngineWorker:
             return await self._grammars.compile(wanted, header.ticket.tenant, progress)
         except Overloaded as full:
             # While it pauses in its queue, this worker has room for requests of other tenants.
-            raise _NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full
+            raise NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full
 
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:
         """Have the step thread run a request, and write its log to the end."""
@@ -313,6 +316,8 @@ class EngineWorker:
             if last.usage is not None:
                 summary = self._output.summary(last)
                 return Done(summary, lambda: self._on_finished(opened))
+            if await self._lead.is_too_long(self._context.bus, opened.header, last):
+                return Requeue()
         return Ended()
 
     def _on_finished(self, opened: OpenRequest) -> None:
@@ -338,10 +343,3 @@ class EngineWorker:
         """Let go of a request whose log confirms the notice that it has ended."""
         if is_final(await last_record(self._context.bus, opened.header.request_id)):
             opened.end()
-
-
-class _NotBegun(Exception):
-    """The request has ended elsewhere or this worker stops, before the request has begun here."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
@@ -36,6 +37,7 @@ from workers.generator.core.denoising import (
     time_of,
 )
 from workers.generator.core.painting import Painting
+from workers.generator.image_results import ImageClaim, ImageResults, key_of
 from workers.generator.image_thread import ImageThread
 from workers.generator.worker import GeneratorWorker
 
@@ -77,6 +79,10 @@ class ImageWorker(GeneratorWorker):
 
     _thread: ImageThread
     _model_of_images: ImageModel
+    _weights: str = ""
+    """What the pixels depend on beside the request: weights, stage and dtype."""
+    _results: ImageResults | None = None
+    """Without it, nothing is cached."""
     body = PaintBody
     _open: dict[str, _Open] = field(default_factory=dict, init=False)
 
@@ -89,14 +95,14 @@ class ImageWorker(GeneratorWorker):
         request_id, params = task.header.request_id, request.params
         self._in_flight[request_id], self._open[request_id] = job, request
         try:
-            painted = await _gather(
-                [self._paint(request, number) for number in request.painting.unfinished]
-            )
+            is_painted = await self._paint_once(request)
         except RequestEnded:
             return Ended()
+        except _Stopping:
+            return Requeue()
         finally:
             del self._in_flight[request_id], self._open[request_id]
-        if not all(painted):
+        if not is_painted:
             return Requeue()
         self._context.log.info(
             "painted",
@@ -132,6 +138,62 @@ class ImageWorker(GeneratorWorker):
             header.ticket.accepted_ms / 1000 + lag_s,
         )
 
+    async def _paint_once(self, request: _Open) -> bool:
+        """Append all images, which an equal request may have painted. False as for `_paint`.
+
+        Raises RequestEnded and _Stopping.
+        """
+        header, tokens, results = request.header, request.tokens, self._results
+        key = None if results is None else key_of(self._weights, header, tokens)
+        if results is None or key is None:
+            return await self._paint_all(request)
+        found = await results.find_or_claim(
+            key, header.request_id, lambda: self._check_waiting(request)
+        )
+        claim: ImageClaim | None
+        if not isinstance(found, list):
+            claim = found
+        elif await self._append_found(request, found):
+            self._context.metrics.of(self._model).counter("image_cache_hits_total").add()
+            return True
+        else:
+            claim = await results.reclaim(key, header.request_id)
+        if not await self._paint_all(request):
+            return False
+        if claim is not None:
+            images = request.painting.images
+            await results.publish(claim, [images[number] for number in sorted(images)])
+        return True
+
+    def _check_waiting(self, request: _Open) -> None:
+        if self._context.shutdown.asked.is_set():
+            raise _Stopping
+        self._check_open(request)
+
+    async def _append_found(self, request: _Open, found: list[str]) -> bool:
+        """Append images that are stored. False if one of them is not stored any more."""
+        bus, params = self._context.bus, request.params
+        files: dict[int, tuple[str, bytes]] = {}
+        for number in request.painting.unfinished:
+            name = media_store.parse_media_url(found[number])
+            data = name and await media_store.find(bus, name, MAX_MEDIA_BYTES, request.tenant)
+            if not name or not data:
+                return False
+            files[number] = name, data
+        for number, (name, data) in files.items():
+            # So that the file stays as long as one that is painted now.
+            await media_store.store(bus, name, data, request.tenant)
+            url, size = media_store.media_url(name), parse_size(params.size)
+            await request.log.image(number, url, size, request.seed)
+            request.painting.images[number] = url
+        return True
+
+    async def _paint_all(self, request: _Open) -> bool:
+        painted = await _gather(
+            [self._paint(request, number) for number in request.painting.unfinished]
+        )
+        return all(painted)
+
     async def _paint(self, request: _Open, number: int) -> bool:
         """Do the steps of an image that are left, and append it to the log.
 
@@ -160,6 +222,7 @@ class ImageWorker(GeneratorWorker):
         png = await self._stored_png(request, latents)
         async with request.appending:
             await request.log.image(number, png, parse_size(params.size), request.seed)
+        request.painting.images[number] = png
         return True
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
@@ -178,10 +241,7 @@ class ImageWorker(GeneratorWorker):
 
     async def _step(self, request: _Open, number: int, latents: Latents, step: int) -> Stepped:
         header, steps = request.header, request.params.steps
-        assert header.ticket is not None
-        # The notice of an end may be lost, and at the deadline somebody else ends the request.
-        if request.has_ended or self._context.bus.now_ms() >= header.ticket.deadline_ms:
-            raise RequestEnded
+        self._check_open(request)
         unit = Step(
             latents,
             request.tokens,
@@ -194,6 +254,14 @@ class ImageWorker(GeneratorWorker):
         # This request did not kill the workers that had it before.
         request.job.suspect = False
         return stepped
+
+    def _check_open(self, request: _Open) -> None:
+        """Raise RequestEnded if the request has ended, or must have."""
+        ticket = request.header.ticket
+        assert ticket is not None
+        # The notice of an end may be lost, and at the deadline somebody else ends the request.
+        if request.has_ended or self._context.bus.now_ms() >= ticket.deadline_ms:
+            raise RequestEnded
 
     async def _note(
         self,
@@ -225,6 +293,10 @@ class ImageWorker(GeneratorWorker):
         if request_id in self._open:
             self._open[request_id].has_ended = True
         GeneratorWorker._cancel(self, request_id)
+
+
+class _Stopping(Exception):
+    """This worker stops while the request waits for the images of another."""
 
 
 def to_png(pixels: Pixels) -> bytes:

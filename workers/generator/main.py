@@ -60,6 +60,8 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     # Only a worker that paints loads torch.
     import torch
 
+    from shared.models.digest import digest_of_files
+    from workers.generator.image_results import ImageResults
     from workers.generator.image_thread import ImageThread
     from workers.generator.image_worker import ImageWorker
     from workers.generator.painter_model import load_painter
@@ -71,4 +73,10 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
     painter = await asyncio.to_thread(load_painter, folder, dtype, stage.sizes, key)
     thread = ImageThread(painter, config.generator.max_images)
-    await ImageWorker(context, model, thread, painter).serve()
+    results, weights = None, ""
+    if config.generator.result_ttl_s:
+        context.step("hashing the painter's files")
+        files = await asyncio.to_thread(digest_of_files, folder)
+        weights = f"{files} {context.stage.name} {dtype}"
+        results = ImageResults(context.bus, config.generator.result_ttl_s)
+    await ImageWorker(context, model, thread, painter, weights, results).serve()

@@ -35,7 +35,7 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
         num_blocks, output = limits.num_blocks or 256, TextOutput()
         if stage is not None and stage.voices:
             core = fake_model.build_talker(step_ms / 1000, num_blocks, limits.max_num_seqs)
-            chunks = context.pipelines[MODEL].chunks_behind(stage.name)
+            chunks = [*context.pipelines[MODEL].chunks_behind(stage.name).values()]
             output = fake_model.code_output(context.bus, stage, chunks)
         else:
             runner = fake_model.FakeRunner(step_ms / 1000, allows_harm)

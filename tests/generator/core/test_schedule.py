@@ -24,6 +24,22 @@ def windows(spec: ChunkSpec, num_frames: int, start: int = 0) -> Iterator[Window
         start = window.end
 
 
+@given(SPECS, st.integers(0, 60))
+def test_the_frames_of_the_first_chunks_are_those_of_their_windows(
+    spec: ChunkSpec, num_chunks: int
+) -> None:
+    cut = [*windows(spec, 1000)][:num_chunks]
+    assert spec.frames_of(len(cut)) == (cut[-1].end if cut else 0) or cut[-1].end == 1000
+
+
+@given(SPECS, st.integers(0, 200))
+def test_a_chunk_can_be_computed_whenever_the_frames_are_as_far_ahead_as_they_must_be(
+    spec: ChunkSpec, start: int
+) -> None:
+    begin = end_of(spec, start)
+    assert window_at(spec, begin, begin + spec.min_ahead, is_complete=False) is not None
+
+
 def test_the_first_chunks_are_small() -> None:
     spec = ChunkSpec(first=(5, 10), size=25, left=2, right=3)
     assert list(windows(spec, 70)) == [

@@ -147,6 +147,11 @@ REFUSED = [
     ),
     ("stages.speech.chunks", "only a stage that follows 'codes'", speech(chunks={})),
     (
+        "stages.code2wav.chunks.max_ahead",
+        "31 is less than 32",
+        code2wav(chunks={"first": [30], "size": 9, "right": 2, "max_ahead": 31}),
+    ),
+    (
         "stages.code2wav.inputs.codes",
         "of kind 'text', not 'codes'",
         code2wav(inputs={"codes": {"from": "engine", "function": "follow", "mode": "stream"}}),

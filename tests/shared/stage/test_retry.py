@@ -14,6 +14,7 @@ from shared.errors import (
     InvalidRequest,
     Overloaded,
     Poisoned,
+    StageBusy,
     Unavailable,
     UnknownModel,
     WorkerFailure,
@@ -49,7 +50,7 @@ def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
 
 @given(failures)
 def test_what_takes_long_is_the_clients_to_try_again(before: int) -> None:
-    for error in (GrammarNotTried("x"), EncodingFailed("x")):
+    for error in (GrammarNotTried("x"), EncodingFailed("x"), StageBusy("x")):
         assert error.retryable
         assert decide(error, before, POLICY) == AnswerWithError()
 

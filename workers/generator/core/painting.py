@@ -13,7 +13,8 @@ class Painting:
         self._params = params
         self._states: dict[int, StepState] = {}
         self._previews: set[tuple[int, int]] = set()
-        finished: set[int] = set()
+        self.images: dict[int, str] = {}
+        """The `media:` URLs of the images that are in the log, by number."""
         for record in records:
             match record:
                 case StepState(number=number, step=step):
@@ -22,9 +23,12 @@ class Painting:
                     if record.preview:
                         self._previews.add((number, step))
                 case ImageRecord(number=number):
-                    finished.add(number)
-        self.unfinished = [number for number in range(params.n) if number not in finished]
+                    self.images[number] = record.media
+
+    @property
+    def unfinished(self) -> list[int]:
         """The numbers of the images that are not in the log."""
+        return [number for number in range(self._params.n) if number not in self.images]
 
     def state_of(self, number: int) -> StepState | None:
         """The last stored latents of an image."""

@@ -1,0 +1,110 @@
+"""Result cache of painted images: equal requests with a seed are painted once in the cluster.
+
+The key is a hash of all that the pixels depend on, and of the tenant's cache scope. The first
+request writes a claim under it, with a fence; those that come meanwhile wait for its result. A
+claim holds as long as its request has not ended, whichever worker paints it. Results name files
+that are stored like those of any request.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shared.bus.bus import Bus
+from shared.errors import Fenced
+from shared.protocol import subjects
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.images import PaintParams
+from shared.protocol.messages import CachedImages, decode_cached_images
+from shared.protocol.task_messages import TaskHeader
+from shared.state.token_log import is_final, last_record
+
+LOOK_S = 1.0
+"""How often a request that waits looks whether the one that it waits for has ended."""
+FENCED_PAUSE_S = 0.05
+
+
+def key_of(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | None:
+    """Return the key of a request's images; None for a request without a seed, or with previews.
+
+    `model` names the weights and how they are computed with. Requests of one lane alone share
+    results, so that no interactive one waits for one of the batch lane.
+    """
+    params, ticket = header.image, header.ticket
+    if params is None or ticket is None or params.seed is None or params.partial_images:
+        return None
+    parts: tuple[str, PaintParams, tuple[int, ...], str, str]
+    parts = model, params, tokens, ticket.cache_scope, header.lane
+    return f"image_{hashlib.sha256(to_msgpack(parts)).hexdigest()}"
+
+
+class ImageClaim(NamedTuple):
+    """The right to publish the images of a key."""
+
+    key: str
+    request_id: str
+    sequence: int
+    """That of its message. A claim that has been replaced has no effect."""
+
+
+class ImageResults:
+    """The results that all generators of a cluster share."""
+
+    def __init__(self, bus: Bus, ttl_s: float) -> None:
+        self._bus = bus
+        self._ttl_s = ttl_s
+
+    async def find_or_claim(
+        self, key: str, request_id: str, check: Callable[[], None]
+    ) -> list[str] | ImageClaim:
+        """Return the images of a key, or a claim when the caller is to paint them.
+
+        `check` is called while another request paints them, and may raise to end the waiting.
+        """
+        subject = subjects.result(key)
+        listener = await self._bus.subscribe(subject)
+        try:
+            while True:
+                check()
+                last = await self._bus.read_last(subjects.RESULTS_STREAM, subject)
+                found = None if last is None else decode_cached_images(last.data)
+                if last is not None and found is not None and found.images:
+                    if self._bus.now_ms() - last.stored_ms < 1000 * self._ttl_s:
+                        return found.images
+                elif found is not None and not await self._may_replace(found, request_id):
+                    await listener.next(LOOK_S)
+                    continue
+                claim = await self._claim(key, request_id, 0 if last is None else last.sequence)
+                if claim is not None:
+                    return claim
+        finally:
+            await self._bus.unsubscribe(listener)
+
+    async def publish(self, claim: ImageClaim, images: list[str]) -> None:
+        """Publish the images that were claimed, unless the claim has been replaced."""
+        data = to_msgpack(CachedImages(claim.request_id, images))
+        # Fenced by an equal request that claimed them when this one had ended.
+        with contextlib.suppress(Fenced):
+            await self._bus.append(subjects.result(claim.key), data, claim.sequence)
+
+    async def reclaim(self, key: str, request_id: str) -> ImageClaim | None:
+        """ImageClaim a key whose images are not stored any more; None if another request has."""
+        last = await self._bus.read_last(subjects.RESULTS_STREAM, subjects.result(key))
+        return await self._claim(key, request_id, 0 if last is None else last.sequence)
+
+    async def _may_replace(self, claim: CachedImages, request_id: str) -> bool:
+        if claim.owner == request_id:
+            return True
+        return is_final(await last_record(self._bus, claim.owner))
+
+    async def _claim(self, key: str, request_id: str, last_sequence: int) -> ImageClaim | None:
+        data = to_msgpack(CachedImages(request_id, []))
+        try:
+            sequence = await self._bus.append(subjects.result(key), data, last_sequence)
+        except Fenced:
+            # A replica that answers reads may be a moment behind the one that refused.
+            await asyncio.sleep(FENCED_PAUSE_S)
+            return None
+        return ImageClaim(key, request_id, sequence)
