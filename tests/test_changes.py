@@ -132,6 +132,7 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
         "shared/protocol/multimodal.py",
         "shared/protocol/pipeline.py",  # a kind of output
         "workers/coordinator/admission.py",  # the field about painted images
+        "workers/gateway/backend/submit.py",  # the same
         "workers/cli/ask.py",  # the option --image, in an error
         # The image of a container.
         "workers/cli/manifests/deployments.py",

@@ -36,7 +36,7 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.first[:num_chunks]) + self.size * max(0, num_chunks - len(self.first))
 
     def completes(self, num_frames: int) -> bool:
-        """Whether a chunk can be computed with so many frames, and not with one less."""
+        """Return whether a chunk can be computed with so many frames, but not with one fewer."""
         behind = num_frames - self.right
         for size in self.first:
             if behind <= size:

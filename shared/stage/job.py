@@ -26,7 +26,7 @@ class Job:
     header: TaskHeader | None = None
     """None until the message has been decoded."""
     body: TaskBody | None = None
-    """Likewise."""
+    """None until the message has been decoded."""
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind this one."""
     log: LogWriter | None = None

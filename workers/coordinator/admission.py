@@ -185,7 +185,7 @@ def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams
 def _image_of(
     request: GenerateRequest, part: Pipeline, given: Mapping[str, Any]
 ) -> PaintParams | None:
-    """How the images of a request are painted.
+    """Return how the images of a request are painted.
 
     Raises InvalidRequest for a field that has no effect, or a size that is not painted.
     """

@@ -119,7 +119,7 @@ class ImageWorker(GeneratorWorker):
         return Done(OutputSummary(units=units))
 
     def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
-        """Raises ContextTooLong for a text that the model does not read as a whole."""
+        """Open a request. Raises ContextTooLong for a text that the model does not read whole."""
         header, model = task.header, self._model_of_images
         assert job.log is not None
         assert header.image is not None
@@ -226,7 +226,7 @@ class ImageWorker(GeneratorWorker):
         return True
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
-        """How many steps of an image are done, and its latents after them."""
+        """Return the number of steps of an image that are done, and its latents after them."""
         model, state = self._model_of_images, request.painting.state_of(number)
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)

@@ -48,7 +48,7 @@ def extra_keys(
 
 
 def _scope_of(request: EngineRequest) -> list[str]:
-    """What requests have in common that may share blocks.
+    """Return what requests have in common that may share blocks.
 
     A speech shares none: its tokens do not tell what its rows are made of.
     """
