@@ -91,7 +91,7 @@ RUNS: dict[str, Settings] = {
     ),
 }
 
-# These take a minute and a half on two cores, three at a time, the longest first.
+# These take a minute and a half on two cores, four at a time, the longest first.
 QUICK: dict[str, Settings] = {
     # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
