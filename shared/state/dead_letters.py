@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator
 
 from shared.bus.bus import Bus
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.messages import DeadLetter, decode_dead_letter
 from shared.protocol.requests import tenant_header
+from shared.state.response_status import find_any_tenants
 
 
 async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
@@ -22,7 +23,7 @@ async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
 
 async def find(bus: Bus, request_id: str) -> DeadLetter:
     """Return the latest dead letter of a request. Raises NotFound."""
-    if not subjects.is_name(request_id):
+    if not names.is_task_id(request_id):
         raise InvalidRequest("not a request id", field="request_id")
     stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
     if stored is None:
@@ -40,5 +41,19 @@ async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant:
     await bus.purge(subjects.TOKENS_STREAM, subjects.logs_beside_text(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     # With a message id it would count as a duplicate of the first publication.
-    await bus.publish_without_id(subjects.request(model), request, tenant_header(tenant))
+    subject = subjects.request(model, names.split_id(request_id)[1])
+    await bus.publish_without_id(subject, request, tenant_header(tenant))
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+
+
+async def requeue_response(bus: Bus, letter: DeadLetter) -> None:
+    """Give a response to the agents again. Raises InvalidRequest for one that has ended.
+
+    Raises Overloaded or Unavailable without deleting the letters.
+    """
+    assert letter.request_id is not None
+    found = await find_any_tenants(bus, letter.request_id)
+    if found is None or found.state not in ("queued", "in_progress"):
+        raise InvalidRequest("the response has ended: begin another one", field="request_id")
+    await bus.publish_without_id(letter.subject, letter.input)
+    await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(letter.request_id))

@@ -1,7 +1,7 @@
 """Reading of token logs while they grow: live records in order, and the log itself for the rest."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
 from shared.bus.bus import Bus
@@ -51,8 +51,15 @@ class LogReader:
     async def __aexit__(self, *_: object) -> None:
         await self._bus.unsubscribe(self._live)
 
-    async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[AnyRecord]:
-        """`at_once` says that the log may have records already.
+    async def records(
+        self,
+        *,
+        at_once: bool,
+        timeout_s: float | None,
+        is_void: Callable[[], Awaitable[bool]] | None = None,
+    ) -> AsyncIterator[AnyRecord]:
+        """`at_once` says that the log may have records already. `is_void` is asked after a silence
+        whether a log without any will stay so.
 
         Raises LogTruncated when the next record has been removed, and NotEnded when there is none
         well after `timeout_s`.
@@ -64,6 +71,7 @@ class LogReader:
             began = loop.time()
             new = await self._read(silence_s)
             silent = not new and loop.time() - began >= silence_s
+            has_waited = silent and silence_s > 0
             silence_s = min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S) if silent else SILENCE_S
             for record in new:
                 if not is_final(record):
@@ -72,6 +80,8 @@ class LogReader:
                 # A caller that has the final record may never resume this generator.
                 await self._bus.unsubscribe(self._live)
                 yield record
+                return
+            if has_waited and self.is_empty and is_void is not None and await is_void():
                 return
             if give_up is not None and not new and loop.time() > give_up:
                 raise NotEnded("no worker has ended the request by its deadline")

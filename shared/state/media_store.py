@@ -1,15 +1,19 @@
-"""The stream of images, each named by the SHA-256 of its bytes.
+"""The stream of media files, each named by the SHA-256 of its bytes.
 
-An image is stored as chunks, followed by a head. Readers verify the hash, so that no other bytes
-can be served under a name. An incomplete image counts as missing.
+A file is stored as chunks, followed by a head. Readers verify the hash, so that no other bytes can
+be served under a name. An incomplete file counts as missing.
 
-A tenant finds only images that were stored for that tenant: knowing the hash of a file does not
-give access to it, and must not reveal whether another tenant has sent it.
+A tenant finds only files that were stored for that tenant: knowing the hash of a file does not give
+access to it, and must not reveal whether another tenant has sent it.
 """
 
 import asyncio
 import hashlib
 import re
+import secrets
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
@@ -23,15 +27,16 @@ MAX_CHUNKS_IN_FLIGHT = 8
 # A replica that serves reads may store an image a little later than its leader.
 STALE_READ_S = 0.3
 
-_URL = re.compile(r"media:([0-9a-f]{64})")
+URL_SCHEME = "media:"
+_URL = re.compile(r"media:(?:file-)?([0-9a-f]{64})")
 
 
 def media_url(name: str) -> str:
-    return f"media:{name}"
+    return URL_SCHEME + name
 
 
 def parse_media_url(url: str) -> str | None:
-    """Return the name in a `media:` URL; None for any other text."""
+    """Return the name in a `media:` URL, also one with a file's id; None for any other text."""
     match = _URL.fullmatch(url)
     return match and match.group(1)
 
@@ -48,7 +53,7 @@ def storage_name(name: str, tenant: str) -> str:
 async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     """Store `data` for longer than any request that begins now may take.
 
-    An image that was stored recently is not written again. Raises Unavailable.
+    A file that was stored recently is not written again. Raises Unavailable.
     """
     stored_name = storage_name(name, tenant)
     found = await _find_head(bus, stored_name)
@@ -67,6 +72,8 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
+    if found is not None:
+        head = replace(found[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
     await bus.publish_without_id(subjects.media(stored_name), to_json(head))
 
 
@@ -88,16 +95,16 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
     if found is None:
         return None
     head, _ = found
+    chunks = head.chunks or stored_name
     if head.num_bytes > max_bytes:
         raise MediaTooLarge(
-            f"an image of {head.num_bytes} bytes is over the limit of {max_bytes} bytes"
+            f"a file of {head.num_bytes} bytes is over the limit of {max_bytes} bytes"
         )
     data = bytearray()
     for first in range(0, head.num_chunks, MAX_CHUNKS_IN_FLIGHT):
         numbers = range(first, min(first + MAX_CHUNKS_IN_FLIGHT, head.num_chunks))
         reads = (
-            bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(stored_name, n))
-            for n in numbers
+            bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(chunks, n)) for n in numbers
         )
         for chunk in await asyncio.gather(*reads):
             if chunk is None or len(data) + len(chunk.data) > head.num_bytes:
@@ -105,6 +112,82 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
             data += chunk.data
     content = bytes(data)
     return content if await hash_media(content) == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A stored file, without its bytes."""
+
+    name: str
+    head: MediaHead
+    stored_ms: float
+    """Unix milliseconds of the broker's clock."""
+
+
+async def look_up(bus: Bus, name: str, tenant: str = "") -> StoredFile | None:
+    """Return what is known of a file; None if it is not stored. Raises Unavailable."""
+    found = await _find_head(bus, storage_name(name, tenant))
+    return None if found is None else StoredFile(name, *found)
+
+
+async def remove(bus: Bus, file: StoredFile, tenant: str = "") -> None:
+    """Remove a file, which requests in progress may then miss. Raises Unavailable."""
+    stored_name = storage_name(file.name, tenant)
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media(stored_name))
+    chunks = file.head.chunks or stored_name
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(chunks))
+
+
+class MediaUpload:
+    """A file that is stored while it arrives, of which no more than a chunk is held."""
+
+    def __init__(self, bus: Bus, tenant: str = "") -> None:
+        self._bus = bus
+        self._tenant = tenant
+        # The file's own name is known at its end.
+        self._chunks = secrets.token_hex(32)
+        self._digest = hashlib.sha256()
+        self._waiting = bytearray()
+        self._num_chunks = 0
+        self._may_be_named = False
+        self.num_bytes = 0
+
+    async def write(self, data: bytes) -> None:
+        """Append to the file. Raises Unavailable."""
+        self._digest.update(data)
+        self.num_bytes += len(data)
+        self._waiting += data
+        while len(self._waiting) >= CHUNK_BYTES:
+            await self._publish(bytes(self._waiting[:CHUNK_BYTES]))
+            del self._waiting[:CHUNK_BYTES]
+
+    async def finish(self, filename: str | None = None, purpose: str | None = None) -> StoredFile:
+        """Make the file available under its name. Raises Unavailable."""
+        if self._waiting:
+            await self._publish(bytes(self._waiting))
+            self._waiting.clear()
+        name = self._digest.hexdigest()
+        before = await look_up(self._bus, name, self._tenant)
+        head = MediaHead(self.num_bytes, self._num_chunks, self._chunks, filename, purpose)
+        subject = subjects.media(storage_name(name, self._tenant))
+        # The head may be stored although nobody hears of it.
+        self._may_be_named = True
+        await self._bus.publish_without_id(subject, to_json(head))
+        if before is not None and before.head.chunks is not None:
+            old_chunks = subjects.media_chunks(before.head.chunks)
+            await self._bus.purge(subjects.MEDIA_STREAM, old_chunks)
+        return StoredFile(name, head, self._bus.now_ms())
+
+    async def abort(self) -> None:
+        """Remove what was stored, unless a head may name it. Raises Unavailable."""
+        self._waiting.clear()
+        if self._num_chunks and not self._may_be_named:
+            await self._bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(self._chunks))
+
+    async def _publish(self, chunk: bytes) -> None:
+        subject = subjects.media_chunk(self._chunks, self._num_chunks)
+        self._num_chunks += 1
+        await self._bus.publish_without_id(subject, chunk)
 
 
 async def _find_head(bus: Bus, stored_name: str) -> tuple[MediaHead, float] | None:

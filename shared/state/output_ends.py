@@ -26,7 +26,11 @@ _decode = or_none(msgspec.json.Decoder(OutputEnds).decode)
 
 async def begin(bus: Bus, request_id: str, outputs: list[str]) -> None:
     """Write the list of a request's outputs, none of which has ended. Does nothing if it exists."""
-    await _change(bus, request_id, lambda ends: ends or OutputEnds(outputs, {}))
+    new = OutputEnds(outputs, {})
+    try:
+        await bus.append(subjects.append(request_id, ENDS), to_json(new), 0)
+    except Fenced:
+        await _change(bus, request_id, lambda ends: ends or new)
 
 
 async def expected(bus: Bus, request_id: str) -> list[str]:

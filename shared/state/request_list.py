@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attempt
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
@@ -88,8 +88,8 @@ class RequestTable:
 
     def add_name(self, subject: str) -> Trace | None:
         """Return the trace of a request; None for the name of an item task."""
-        name = subjects.last_token(subject)
-        return self.traces.setdefault(name, Trace()) if subjects.is_request_id(name) else None
+        name = subjects.id_in(subject)
+        return self.traces.setdefault(name, Trace()) if names.is_scoped_id(name) else None
 
     def add_records(self, messages: Iterable[StoredMessage]) -> None:
         """Add messages of token logs."""

@@ -12,7 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.codec import envelope
 from shared.errors import DecodeError, InvalidRequest, NotFound
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
@@ -79,8 +79,8 @@ class RequestStatus:
 
 async def find(bus: Bus, request_id: str) -> RequestStatus:
     """Look a request up. Raises InvalidRequest for what cannot be an id, and Unavailable."""
-    if not subjects.is_name(request_id):
-        raise InvalidRequest(f"a request id {subjects.NAME_RULE}", field="request_id")
+    if not names.is_task_id(request_id):
+        raise InvalidRequest(f"a request id {names.NAME_RULE}", field="request_id")
     last = await last_record(bus, request_id)
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     found = (decode_attempt(message.data) for message in stored)
@@ -230,4 +230,6 @@ async def _why_running(bus: Bus, attempt: Attempt) -> str:
             f"{attempt.worker} runs {load['running']:.0f} sequences, {load['waiting']:.0f} wait:"
             f" {load['free_blocks']:.0f} of {load['blocks']:.0f} KV blocks are free"
         )
+    if num := load.get("without_input"):
+        return f"{attempt.worker} works on it: {num:.0f} of its speeches wait for more of a text"
     return f"{attempt.worker} works on it"

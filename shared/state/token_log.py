@@ -188,15 +188,22 @@ class LogWriter:
         chunk = MediaChunk(self._next_index, self._attempt, mime, offset, data, media)
         await self._append(chunk)
 
-    async def codes(self, position: int, frames: list[list[int]]) -> None:
+    async def codes(
+        self, position: int, frames: list[list[int]], end_token: int | None = None
+    ) -> None:
         """Append codec frames; `position` is the index of the first one in the speech."""
-        await self._append(CodeChunk(self._next_index, self._attempt, position, frames))
+        chunk = CodeChunk(self._next_index, self._attempt, position, frames, end_token)
+        await self._append(chunk)
 
-    async def audio(self, first_sample: int, pcm: bytes, sample_rate: int) -> None:
+    async def audio(
+        self, first_sample: int, pcm: bytes, sample_rate: int, end_token: int | None = None
+    ) -> None:
         """Append samples of one channel, 16 bits each, least significant byte first."""
         data = base64.b64encode(pcm).decode()
+        num_samples = len(pcm) // 2
         chunk = AudioChunk(
-            self._next_index, self._attempt, first_sample, len(pcm) // 2, sample_rate, data
+            *(self._next_index, self._attempt, first_sample, num_samples, sample_rate, data),
+            end_token,
         )
         await self._append(chunk)
 

@@ -29,6 +29,15 @@ def test_gateways_without_newer_fields_make_the_same_digest() -> None:
     assert _digest(PLAN.requests, PLAN) == BEFORE
 
 
+def test_what_is_configured_is_no_part_of_a_digest() -> None:
+    def digest(**speech: object) -> str:
+        return _digest(PLAN.requests, replace(PLAN, options={"speech": speech}))
+
+    wav = digest(format="wav", stored_s=60, timed=False, output="audio")
+    assert digest(format="wav", stored_s=3600, timed=True, output="audio") == wav
+    assert digest(format="pcm", stored_s=60, timed=False, output="audio") != wav
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -7,8 +7,8 @@ from typing import Literal, TypeVar
 from msgspec import UNSET, UnsetType
 
 from shared.protocol.requests import FunctionCall, ToolCall
-from workers.gateway.openai.tool_parser import ToolParser
-from workers.gateway.openai.tool_scanner import Call, Content
+from shared.tool_calls.parser import ToolParser
+from shared.tool_calls.scanner import Call, Content
 from workers.gateway.schemas.openai_response import CallDelta, FunctionDelta
 
 T = TypeVar("T")

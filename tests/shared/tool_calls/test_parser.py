@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.gateway.openai.tool_parser import ToolParser
-from workers.gateway.openai.tool_scanner import Call, Piece
+from shared.tool_calls.parser import ToolParser
+from shared.tool_calls.scanner import Call, Piece
 
 NAMES = ["weather", "time-of_day"]
 Read = tuple[str, list[tuple[str, str]]]

@@ -1,4 +1,4 @@
-"""IP policy: the addresses that an image may be fetched from. Pure.
+"""IP policy: the addresses that may be dialled for a client, of images and of tools. Pure.
 
 The policy looks at the address of the connection, never at a name. Both addresses are checked where
 one carries another inside (mapped, translated, tunnelled).

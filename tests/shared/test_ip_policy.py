@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.renderer.media.ip_policy import may_dial, parse_address
+from shared.ip_policy import may_dial, parse_address
 
 INSIDE = (
     "127.0.0.1",

@@ -1,0 +1,168 @@
+"""Items of responses: the input of a response and its output, as clients write and read them.
+
+An output item may be sent back as an input item unchanged, so all have one type each. Fields of
+official clients that have no effect here accept null alone, and are left out of answers.
+"""
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+Ignored = UnsetType | None
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Label = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class InputTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_text"):
+    text: str
+    prompt_cache_breakpoint: Ignored = UNSET
+
+
+class InputImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_image"):
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] = "auto"
+    file_id: None = None
+    prompt_cache_breakpoint: Ignored = UNSET
+
+
+class OutputTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] | None = []
+
+
+class RefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
+    refusal: str
+
+
+MessagePart = InputTextPart | InputImagePart | OutputTextPart | RefusalPart
+
+
+class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[MessagePart]
+    id: str | None = None
+    status: ItemStatus | None = None
+    phase: Ignored = UNSET
+
+
+class FunctionCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="function_call"):
+    call_id: str
+    name: ToolName
+    arguments: str
+    id: str | None = None
+    status: ItemStatus | None = None
+    namespace: Ignored = UNSET
+    is_async: Ignored = field(default=UNSET, name="async")
+    async_: Ignored = UNSET
+    caller: Ignored = UNSET
+
+
+class FunctionOutputItem(
+    Struct, frozen=True, forbid_unknown_fields=True, tag="function_call_output"
+):
+    """The result of a function that the client has called."""
+
+    call_id: str
+    output: str | list[InputTextPart | InputImagePart]
+    id: str | None = None
+    status: ItemStatus | None = None
+    caller: Ignored = UNSET
+
+
+class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, tag="reasoning"):
+    """Reasoning of an earlier response. Chat templates drop it from all answers but the last."""
+
+    id: str | None = None
+    summary: list[Any] = []
+    content: list[Any] | None = None
+    encrypted_content: None = None
+    status: ItemStatus | None = None
+
+
+class ListedTool(Struct, frozen=True):
+    """A tool as its MCP server describes it."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    annotations: dict[str, Any] | None = None
+
+
+class ListToolsItem(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_list_tools"):
+    id: str
+    server_label: Label
+    tools: list[ListedTool]
+    error: str | None = None
+
+
+class McpCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_call"):
+    id: str
+    server_label: Label
+    name: ToolName
+    arguments: str
+    status: Literal["in_progress", "calling", "completed", "incomplete", "failed"] | None = None
+    output: str | None = None
+    error: dict[str, Any] | str | None = None
+    approval_request_id: str | None = None
+
+
+class ApprovalRequestItem(
+    Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_approval_request"
+):
+    id: str
+    server_label: Label
+    name: ToolName
+    arguments: str
+
+
+class ApprovalResponseItem(
+    Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_approval_response"
+):
+    approval_request_id: str
+    approve: bool
+    id: str | None = None
+    reason: str | None = None
+
+
+OutputItem = (
+    MessageItem
+    | FunctionCallItem
+    | ReasoningItem
+    | ListToolsItem
+    | McpCallItem
+    | ApprovalRequestItem
+)
+Item = OutputItem | FunctionOutputItem | ApprovalResponseItem
+
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
+}
+
+
+def item_id(kind: str, response_id: str, step: str, index: int = 0) -> str:
+    """Return the id of an item, which every process makes alike.
+
+    `step` names the step of the response that makes the item, and `index` counts the step's items
+    of this kind.
+    """
+    return f"{ID_PREFIXES[kind]}_{_digest(response_id, step, index)}"
+
+
+def new_call_id(form: str | None, response_id: str, turn: int, index: int) -> str:
+    """Return the id of a function call. Mistral's chat templates accept nine digits alone."""
+    digest = _digest(response_id, f"call:{turn}", index)
+    return f"{int(digest, 16) % 10**9:09d}" if form == "mistral" else f"call_{digest}"
+
+
+def _digest(response_id: str, step: str, index: int) -> str:
+    return hashlib.sha256(f"{response_id}:{step}:{index}".encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""Conversations of responses, as the messages of a request. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shared.errors import InvalidRequest
+from shared.protocol.items import (
+    ApprovalResponseItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputImagePart,
+    InputTextPart,
+    Item,
+    McpCallItem,
+    MessageItem,
+    OutputTextPart,
+    RefusalPart,
+)
+from shared.protocol.requests import (
+    ContentPart,
+    FunctionCall,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+    ToolCall,
+)
+from shared.responses.state import ResponseState
+from shared.responses.tools import prompt_name
+
+Part = InputTextPart | InputImagePart | OutputTextPart | RefusalPart
+
+
+class Entry(NamedTuple):
+    """An item of a conversation. Calls with the same mark were made in one turn."""
+
+    item: Item
+    mark: object = None
+
+
+def entries_of(state: ResponseState) -> list[Entry]:
+    """Return the items of a response, its input first."""
+    assert state.begun is not None
+    given = [Entry(item) for item in state.begun.input]
+    made = zip(state.output, state.output_turns, strict=True)
+    return given + [Entry(item, (state.response_id, turn)) for item, turn in made]
+
+
+def messages_of(
+    instructions: str | None, entries: Iterable[Entry], *, takes_tools: bool = True
+) -> list[Message]:
+    """Return the conversation as messages.
+
+    For a chat template that takes no tools, calls and their results become plain texts.
+    """
+    writer = _Writer(takes_tools=takes_tools)
+    if instructions:
+        writer.messages.append(Message("system", instructions))
+    for entry in entries:
+        writer.add(entry)
+    writer.flush()
+    return writer.messages
+
+
+class _Writer:
+    """Collects messages; the calls of one turn and its text are one message."""
+
+    def __init__(self, *, takes_tools: bool) -> None:
+        self.messages: list[Message] = []
+        self._takes_tools = takes_tools
+        self._text: str | None = None
+        self._calls: list[ToolCall] = []
+        self._results: list[Message] = []
+        self._mark: object = None
+
+    def add(self, entry: Entry) -> None:
+        match entry.item:
+            case MessageItem(role="assistant", content=content):
+                if self._text is not None or self._calls:
+                    self.flush()
+                self._text, self._mark = _text_of(content), entry.mark
+            case MessageItem(role=role, content=content):
+                self.flush()
+                role = "system" if role == "developer" else role
+                self.messages.append(Message(role, _content_of(content)))
+            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+                self._add_call(entry.mark, call_id, name, arguments)
+            case FunctionOutputItem(call_id=call_id, output=output):
+                self._add_result(call_id, _content_of(output))
+            case McpCallItem() as call:
+                name = prompt_name(call.server_label, call.name)
+                self._add_call(entry.mark, call.id, name, call.arguments)
+                self._add_result(call.id, result_text(call))
+            case ApprovalResponseItem(approve=False, reason=reason):
+                why = f": {reason}" if reason else ""
+                self.flush()
+                self.messages.append(Message("user", f"I do not approve that call{why}."))
+            case _:
+                pass
+
+    def _add_call(self, mark: object, call_id: str, name: str, arguments: str) -> None:
+        if self._results and (mark is None or mark != self._mark):
+            self.flush()
+        self._mark = mark
+        self._calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
+
+    def _add_result(self, call_id: str, content: str | list[ContentPart]) -> None:
+        self._results.append(Message("tool", content, tool_call_id=call_id))
+
+    def flush(self) -> None:
+        """Write the message of the assistant, and the results that belong to it."""
+        if self._calls and not self._takes_tools:
+            self._flush_as_text()
+        else:
+            if self._calls or self._text is not None:
+                self.messages.append(Message("assistant", self._text, self._calls))
+            self.messages += self._results
+        self._text, self._calls, self._results, self._mark = None, [], [], None
+
+    def _flush_as_text(self) -> None:
+        calls = [f"{call.function.name}({call.function.arguments})" for call in self._calls]
+        self.messages.append(Message("assistant", "\n".join([self._text or "", *calls]).strip()))
+        self.messages += [Message("user", result.content) for result in self._results]
+
+
+def result_text(call: McpCallItem) -> str:
+    """Return what the model is told of a call."""
+    if call.output is not None:
+        return call.output
+    error = call.error
+    if isinstance(error, dict):
+        parts = error.get("content") or [{"text": error.get("message")}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        told = "\n".join(text for text in texts if isinstance(text, str))
+        return told or "the call has failed"
+    return error or "the call was not made"
+
+
+def check_outputs(items: Sequence[Item]) -> None:
+    """Raises InvalidRequest for a call without a result, or a result without a call."""
+    called = {item.call_id for item in items if isinstance(item, FunctionCallItem)}
+    done = {item.call_id for item in items if isinstance(item, FunctionOutputItem)}
+    for missing in sorted(called - done):
+        raise InvalidRequest(f"there is no output of the call {missing}", field="input")
+    for unknown in sorted(done - called):
+        raise InvalidRequest(f"there is no call {unknown} for this output", field="input")
+
+
+def _text_of(content: str | Sequence[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part.refusal if isinstance(part, RefusalPart) else part.text
+        for part in content
+        if not isinstance(part, InputImagePart)
+    )
+
+
+def _content_of(content: str | Sequence[Part]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    parts: list[ContentPart] = []
+    for part in content:
+        match part:
+            case InputImagePart(image_url=url, detail=detail):
+                if url is not None:
+                    parts.append(ImagePart(ImageURL(url, detail)))
+            case RefusalPart(refusal=text):
+                parts.append(TextPart(text))
+            case InputTextPart(text=text) | OutputTextPart(text=text):
+                parts.append(TextPart(text))
+    return parts

@@ -1,0 +1,283 @@
+"""The state of a response, from its steps alone. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from shared.protocol.items import (
+    ApprovalRequestItem,
+    FunctionCallItem,
+    Item,
+    ItemStatus,
+    ListToolsItem,
+    McpCallItem,
+    MessageItem,
+    OutputItem,
+    OutputTextPart,
+    item_id,
+    new_call_id,
+)
+from shared.protocol.records import Usage
+from shared.protocol.requests import FunctionCall
+from shared.protocol.steps import (
+    APPROVED_TURN,
+    Answered,
+    Asked,
+    Begun,
+    Decided,
+    Ended,
+    Listed,
+    Result,
+    Sending,
+    Step,
+)
+from shared.responses.tools import PromptTool, ToolTable, schema_digest
+
+UNKNOWN_OUTCOME = (
+    "the outcome is unknown: the call was sent, and no answer came; it may have been carried out"
+)
+OVER_LIMIT = "not called: the response has reached its limit on tool calls (max_tool_calls)"
+
+
+@dataclass(slots=True)
+class ServerCall:
+    """A call of an MCP server's tool."""
+
+    turn: int
+    number: int
+    label: str
+    name: str
+    arguments: str
+    position: int
+    """Index of its item in the output."""
+    tool: PromptTool | None = None
+    """None if the server has no such tool any more."""
+    over_limit: bool = False
+    sent: list[Sending] = field(default_factory=list)
+    result: Result | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self.result is None
+
+
+@dataclass(slots=True)
+class PendingApproval:
+    """A call that waits for a person."""
+
+    item: ApprovalRequestItem
+    schema_digest: str
+
+
+class ResponseState:
+    """The state of one response after the steps that were applied to it."""
+
+    def __init__(self, response_id: str) -> None:
+        self.response_id = response_id
+        self.num_steps = 0
+        self.begun: Begun | None = None
+        self.ended: Ended | None = None
+        self.output: list[OutputItem] = []
+        self.output_turns: list[int | None] = []
+        """The turn that has made each item of the output."""
+        self.listings: dict[str, Listed] = {}
+        self.turns: list[Asked] = []
+        self.answers: list[Answered] = []
+        self.calls: dict[tuple[int, int], ServerCall] = {}
+        self.num_function_calls = 0
+        self.approvals: dict[str, PendingApproval] = {}
+        self.decisions: dict[str, Decided] = {}
+
+    def apply(self, step: Step) -> None:
+        """Apply the next step. Steps in another order than a log's are a mistake of the caller."""
+        self.num_steps = step.index + 1
+        match step:
+            case Begun():
+                self.begun = step
+                for number, approved in enumerate(step.approved):
+                    item = McpCallItem(
+                        self._item_id("mcp_call", APPROVED_TURN, number),
+                        approved.label,
+                        approved.name,
+                        approved.arguments,
+                        "in_progress",
+                        approval_request_id=approved.request_id,
+                    )
+                    self._add_call(APPROVED_TURN, number, item, None)
+            case Listed():
+                self._add_listing(step)
+            case Asked():
+                self.turns.append(step)
+            case Answered():
+                self._add_answer(step)
+            case Sending():
+                call = self.calls[step.turn, step.call]
+                call.sent.append(step)
+                self._change(call, status="calling")
+            case Result():
+                self._add_result(step)
+            case Ended():
+                self._end(step)
+            case Decided():
+                self.decisions[step.approval_id] = step
+
+    @property
+    def usage(self) -> Usage:
+        """The sum over all turns."""
+        used = [answer.usage for answer in self.answers]
+        return Usage(
+            sum(usage.prompt_tokens for usage in used),
+            sum(usage.completion_tokens for usage in used),
+            sum(usage.cached_tokens for usage in used),
+        )
+
+    @property
+    def pending(self) -> ServerCall | None:
+        """The first call that has no result."""
+        return next((call for call in self.calls.values() if call.is_pending), None)
+
+    @property
+    def num_server_calls(self) -> int:
+        return sum(not call.over_limit for call in self.calls.values())
+
+    @property
+    def items(self) -> list[Item]:
+        """Input and output, as the responses that follow continue them."""
+        assert self.begun is not None
+        return [*self.begun.input, *self.output]
+
+    def tools(self) -> ToolTable:
+        """Return the tools of the next turn, or of the one that is not answered yet."""
+        assert self.begun is not None
+        has_called = bool(self.num_function_calls or self.num_server_calls)
+        return ToolTable(self.begun, self.listings, has_called=has_called)
+
+    def _item_id(self, kind: str, turn: int, number: int = 0) -> str:
+        return item_id(kind, self.response_id, str(turn), number)
+
+    def _add_listing(self, step: Listed) -> None:
+        self.listings[step.label] = step
+        if not step.inherited:
+            item = ListToolsItem(
+                item_id("mcp_list_tools", self.response_id, step.label),
+                step.label,
+                step.tools,
+                step.error,
+            )
+            self._append(item, None)
+        table = self.tools()
+        for call in self.calls.values():
+            if call.label == step.label:
+                call.tool = table.find(call.label, call.name)
+
+    def _add_answer(self, step: Answered) -> None:
+        table = self.tools()
+        self.answers.append(step)
+        for number, call in enumerate(step.calls):
+            if number == step.num_before:
+                self._add_message(step)
+            is_cut = step.finish_reason == "length" and number == len(step.calls) - 1
+            self._add_call_of(step.turn, number, call, table, is_cut=is_cut)
+        if len(step.calls) <= step.num_before:
+            self._add_message(step)
+
+    def _add_message(self, step: Answered) -> None:
+        if step.content or not step.calls:
+            done = step.finish_reason == "stop"
+            message = MessageItem(
+                "assistant",
+                [OutputTextPart(step.content)],
+                self._item_id("message", step.turn),
+                "completed" if done else "incomplete",
+            )
+            self._append(message, step.turn)
+
+    def _add_call_of(
+        self, turn: int, number: int, call: FunctionCall, table: ToolTable, *, is_cut: bool
+    ) -> None:
+        """Add the item of a call. One that was cut at the limit on tokens is not made."""
+        assert self.begun is not None
+        tool = table.tools[call.name]
+        if tool.label is None or tool.listed is None:
+            self.num_function_calls += 1
+            call_id = new_call_id(self.begun.parser, self.response_id, turn, number)
+            made = self._item_id("function_call", turn, number)
+            status: ItemStatus = "incomplete" if is_cut else "completed"
+            item = FunctionCallItem(call_id, call.name, call.arguments, made, status)
+            self._append(item, turn)
+        elif tool.needs_approval and not is_cut:
+            made = self._item_id("mcp_approval_request", turn, number)
+            request = ApprovalRequestItem(made, tool.label, tool.listed.name, call.arguments)
+            self._ask(request, schema_digest(tool.listed), turn)
+        else:
+            item_of_call = McpCallItem(
+                self._item_id("mcp_call", turn, number),
+                tool.label,
+                tool.listed.name,
+                call.arguments,
+                "incomplete" if is_cut else "in_progress",
+            )
+            if is_cut:
+                self._append(item_of_call, turn)
+            else:
+                self._add_call(turn, number, item_of_call, tool)
+
+    def _ask(self, request: ApprovalRequestItem, digest: str, turn: int) -> None:
+        self._append(request, turn)
+        self.approvals[request.id] = PendingApproval(request, digest)
+
+    def _append(self, item: OutputItem, turn: int | None) -> None:
+        self.output.append(item)
+        self.output_turns.append(turn)
+
+    def _add_call(self, turn: int, number: int, item: McpCallItem, tool: PromptTool | None) -> None:
+        assert self.begun is not None
+        over = self.num_server_calls >= self.begun.max_tool_calls
+        self.calls[turn, number] = ServerCall(
+            turn,
+            number,
+            item.server_label,
+            item.name,
+            item.arguments,
+            len(self.output),
+            tool,
+            over_limit=over,
+        )
+        self._append(item, turn)
+
+    def _add_result(self, step: Result) -> None:
+        call = self.calls[step.turn, step.call]
+        call.result = step
+        status = "completed" if step.outcome == "result" else "failed"
+        self._change(call, status=status, output=step.output, error=step.error)
+        if step.ask and call.tool is not None and call.tool.listed is not None:
+            made = self._item_id("mcp_approval_request", step.turn, step.call)
+            request = ApprovalRequestItem(made, call.label, call.name, call.arguments)
+            self._ask(request, schema_digest(call.tool.listed), step.turn)
+
+    def _end(self, step: Ended) -> None:
+        self.ended = step
+        for call in self.calls.values():
+            if call.is_pending and call.sent:
+                self._change(call, status="failed", error=unknown_error())
+            elif call.is_pending:
+                self._change(call, status="incomplete")
+
+    def _change(self, call: ServerCall, **changes: Any) -> None:
+        item = self.output[call.position]
+        assert isinstance(item, McpCallItem)
+        self.output[call.position] = replace(item, **changes)
+
+
+def unknown_error(reason: str = "") -> dict[str, Any]:
+    """Return the error of a call of which nobody knows whether it was carried out."""
+    message = UNKNOWN_OUTCOME if reason in ("", UNKNOWN_OUTCOME) else f"{UNKNOWN_OUTCOME}: {reason}"
+    return {"type": "http_error", "code": 0, "message": message}
+
+
+def state_of(response_id: str, steps: list[Step]) -> ResponseState:
+    state = ResponseState(response_id)
+    for step in steps:
+        state.apply(step)
+    return state

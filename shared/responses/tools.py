@@ -1,0 +1,134 @@
+"""The tools of a response: their names in the prompt, which may be called, and which need approval.
+
+Pure.
+"""
+
+import hashlib
+import re
+from collections.abc import Container, Mapping
+
+from msgspec import Struct
+
+from shared.protocol.encoding import to_json
+from shared.protocol.items import ListedTool
+from shared.protocol.requests import FunctionDefinition, Tool
+from shared.protocol.steps import Approval, Begun, Choice, Listed, ServerUse, ToolFilter
+
+MAX_NAME_LEN = 64
+MAX_DESCRIPTION_LEN = 1024
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class PromptTool(Struct, frozen=True):
+    """A tool as the prompt shows it."""
+
+    tool: Tool
+    label: str | None = None
+    """The server's label; None for a function of the client."""
+    listed: ListedTool | None = None
+    needs_approval: bool = False
+    may_call: bool = True
+
+    @property
+    def prompt_name(self) -> str:
+        return self.tool.function.name
+
+
+class ToolTable:
+    """The tools of one turn, by their names in the prompt."""
+
+    def __init__(self, begun: Begun, listings: Mapping[str, Listed], *, has_called: bool) -> None:
+        """`has_called` says that the response has a call: then no further one is required."""
+        self._begun = begun
+        self.mode = "auto" if has_called and begun.choice.mode == "required" else begun.choice.mode
+        self.tools: dict[str, PromptTool] = {}
+        for function in begun.functions:
+            self._add(PromptTool(function, may_call=self._permits(None, function.function.name)))
+        for server in begun.servers:
+            listing = listings.get(server.label)
+            for listed in [] if listing is None else listing.tools:
+                if passes(server.allowed, listed) and passes(server.limit, listed):
+                    self._add(self._of_server(server, listed))
+
+    def _of_server(self, server: ServerUse, listed: ListedTool) -> PromptTool:
+        name = prompt_name(server.label, listed.name, self.tools)
+        text = (listed.description or "")[:MAX_DESCRIPTION_LEN]
+        if server.description:
+            text = f"{server.description[:MAX_DESCRIPTION_LEN]}: {text}"
+        definition = FunctionDefinition(name, text or None, listed.input_schema)
+        return PromptTool(
+            Tool(definition),
+            server.label,
+            listed,
+            needs_approval(server.approval, listed),
+            self._permits(server.label, listed.name),
+        )
+
+    def _add(self, tool: PromptTool) -> None:
+        self.tools[tool.prompt_name] = tool
+
+    def _permits(self, label: str | None, name: str) -> bool:
+        return self.mode != "none" and permits(self._begun.choice, label, name)
+
+    @property
+    def callable(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [tool.tool for tool in self.tools.values() if tool.may_call]
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether the prompt shows tools that may not be called."""
+        return any(not tool.may_call for tool in self.tools.values())
+
+    def find(self, label: str, name: str) -> PromptTool | None:
+        """Return the tool of a server, if it is allowed to be used at all."""
+        for tool in self.tools.values():
+            if tool.label == label and tool.listed is not None and tool.listed.name == name:
+                return tool
+        return None
+
+
+def passes(wanted: ToolFilter | None, tool: ListedTool) -> bool:
+    if wanted is None:
+        return True
+    if wanted.tool_names is not None and tool.name not in wanted.tool_names:
+        return False
+    return wanted.read_only is None or wanted.read_only == is_read_only(tool)
+
+
+def is_read_only(tool: ListedTool) -> bool:
+    return (tool.annotations or {}).get("readOnlyHint") is True
+
+
+def is_idempotent(tool: ListedTool) -> bool:
+    return (tool.annotations or {}).get("idempotentHint") is True
+
+
+def needs_approval(approval: Approval, tool: ListedTool) -> bool:
+    if isinstance(approval, str):
+        return approval == "always"
+    if approval.always is not None and passes(approval.always, tool):
+        return True
+    return not (approval.never is not None and passes(approval.never, tool))
+
+
+def permits(choice: Choice, label: str | None, name: str) -> bool:
+    """Return whether a choice permits calls of a function, or of a tool of a server."""
+    if choice.tools is None:
+        return True
+    return any(ref.label == label and ref.name in (None, name) for ref in choice.tools)
+
+
+def schema_digest(tool: ListedTool) -> str:
+    """Return the digest of what a person approves beside the arguments: the tool's schema."""
+    return hashlib.sha256(to_json([tool.name, tool.input_schema])).hexdigest()
+
+
+def prompt_name(label: str, name: str, taken: Container[str] = ()) -> str:
+    """Return the name by which the prompt shows a server's tool."""
+    plain = f"{label}__{name}"
+    found = _NOT_IN_NAMES.sub("_", plain)
+    if found == plain and len(found) <= MAX_NAME_LEN and found not in taken:
+        return found
+    digest = hashlib.blake2s(plain.encode(), digest_size=4).hexdigest()
+    return f"{found[: MAX_NAME_LEN - 9]}_{digest}"

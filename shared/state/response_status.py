@@ -1,0 +1,95 @@
+"""The status of a response: where it is, and what it waits for, read from the log of its steps."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.bus.bus import Bus
+from shared.errors import InvalidRequest, NotFound
+from shared.protocol import names, subjects
+from shared.protocol.steps import Asked, decode_step, turn_id
+from shared.responses.state import ResponseState, state_of
+
+AGENT = "agent"
+
+
+class FoundResponse(Struct, frozen=True):
+    """What is known of a response."""
+
+    response_id: str
+    state: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    steps: int
+    turn: int | None
+    """The turn that is being written, or the last one."""
+    call: str | None
+    """The call that is being made, as `server.tool`."""
+    waits_s: float
+    """Time since the last step."""
+    why: str
+
+
+async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
+    """Look a response up, whoever's it is. Raises InvalidRequest or Unavailable."""
+    if names.TENANT_MARK in response_id:
+        return None  # It is the id of a request.
+    if not names.is_name(response_id):
+        raise InvalidRequest(f"a response id {names.NAME_RULE}", field="request_id")
+    stored = await bus.read(subjects.STEPS_STREAM, subjects.steps(None, response_id))
+    steps = [step for message in stored if (step := decode_step(message.data)) is not None]
+    state = state_of(response_id, steps)
+    if state.begun is None:
+        return None
+    call = state.pending
+    return FoundResponse(
+        response_id,
+        "queued"
+        if state.num_steps == 1
+        else "in_progress"
+        if state.ended is None
+        else state.ended.status,
+        state.num_steps,
+        state.turns[-1].turn if state.turns else None,
+        None if call is None or state.ended is not None else f"{call.label}.{call.name}",
+        (bus.now_ms() - stored[-1].stored_ms) / 1000,
+        await _why(bus, state),
+    )
+
+
+async def _why(bus: Bus, state: ResponseState) -> str:
+    if state.ended is not None:
+        return _end_of(state)
+    if not any(beat.role == AGENT for beat in await bus.read_heartbeats()):
+        return "no agent is alive"
+    assert state.begun is not None
+    unlisted = [use.label for use in state.begun.servers if use.label not in state.listings]
+    call = state.pending
+    if state.num_steps == 1:
+        queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
+        try:
+            depth = await bus.queue_depth(*queue)
+        except NotFound as error:
+            return error.message
+        return f"no agent has begun it: {depth.num_pending} responses wait for one"
+    if unlisted:
+        return f"the tools of {unlisted[0]} are being listed"
+    if call is not None and call.sent:
+        return f"a call was sent {len(call.sent)} times, and has no result yet"
+    if call is not None:
+        return "a call is about to be sent"
+    if len(state.turns) > len(state.answers):
+        return f"the model writes its turn: pagemill where {_request_of(state, state.turns[-1])}"
+    return "an agent is about to take the next step"
+
+
+def _request_of(state: ResponseState, asked: Asked) -> str:
+    return turn_id(state.response_id, asked.turn)
+
+
+def _end_of(state: ResponseState) -> str:
+    assert state.ended is not None
+    open_names = [name for name in state.approvals if name not in state.decisions]
+    if open_names:
+        return f"a person must decide on {', '.join(open_names)}"
+    if state.ended.error is not None:
+        return f"{state.ended.error.code}: {state.ended.error.message}"
+    return state.ended.reason or "its log has its last step"

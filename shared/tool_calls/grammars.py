@@ -1,0 +1,104 @@
+"""Schemas and grammars that hold an answer to calls of the functions that it may call. Pure.
+
+The grammar leaves text free up to the opening tag of a call. The call must then be of a function
+that was offered, with arguments that match its schema if it is strict.
+
+This is sound for the `hermes` format only, whose tag means nothing else. In `llama3_json` the tag
+is the opening brace, with which an answer in JSON begins too; what follows the tag of `mistral`
+differs between its versions.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shared.protocol.requests import Tool
+
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+"""An option of llguidance. A model that is forced to write JSON and tends to do otherwise would
+write spaces for ever."""
+
+# The spacing that models were trained to write. It also prevents endless space.
+_SPACING = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+}
+_CALL = r"""
+call: begin "\n"? (FUNCTIONS) "\n"? END
+"""
+_OPTIONAL = r"""
+start: call* TEXT
+TEXT: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
+"""
+# llguidance does not match a special token as text, even if the token stands for text.
+_BEGIN = r"begin[lazy]: /(.|\n)*<tool_call>/"
+_BEGIN_TOKEN = "begin: {}"
+
+
+def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> str:
+    """Return the grammar of a whole answer, in llguidance's variant of Lark.
+
+    `call_signs` are those of the ModelCard. A function that is not strict takes any object.
+    """
+    begin, end = call_signs
+    opening = _BEGIN if begin is None else _BEGIN_TOKEN.format(f"TEXT <[{begin}]>")
+    schemas = [_call_schema(tool, is_strict=bool(tool.function.strict)) for tool in tools]
+    return _OPTIONAL + _calls_grammar(opening, end, schemas)
+
+
+def required_grammar(
+    tools: Sequence[Tool], call_signs: Sequence[int | None], *, one_call: bool
+) -> str:
+    """Return the grammar of an answer of calls alone, whose arguments match their schemas."""
+    begin, end = call_signs
+    opening = _BEGIN_TOKEN.format('"<tool_call>"' if begin is None else f"<[{begin}]>")
+    start = "start: call" if one_call else r'start: call ("\n"? call)*'
+    schemas = [_call_schema(tool, is_strict=True) for tool in tools]
+    return start + _calls_grammar(opening, end, schemas)
+
+
+def _calls_grammar(opening: str, end: int | None, schemas: Sequence[dict[str, Any]]) -> str:
+    names = " | ".join(f"f_{i}" for i in range(len(schemas)))
+    ending = '"</tool_call>"' if end is None else f"<[{end}]>"
+    return "\n".join(
+        [
+            _CALL.replace("FUNCTIONS", names).replace("END", ending),
+            opening,
+            *(f"f_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(schemas)),
+        ]
+    )
+
+
+def _call_schema(tool: Tool, *, is_strict: bool) -> dict[str, Any]:
+    """Return the schema of a call. Definitions move to its top, where `$ref` finds them."""
+    arguments = dict(tool.function.parameters or {}) if is_strict else {}
+    definitions = arguments.pop("$defs", None)
+    schema = call_schema(tool, "arguments", {"type": "object"} | arguments)
+    return schema | _SPACING | ({"$defs": definitions} if definitions else {})
+
+
+def call_schema(tool: Tool, key: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call, with its arguments under `key`."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def calls_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls. Definitions move to its top, so `$ref` finds them."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        arguments = dict(arguments_schema(tool))
+        definitions |= arguments.pop("$defs", {})
+        calls.append(call_schema(tool, "parameters", arguments))
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if one_call:
+        schema["maxItems"] = 1
+    return schema | COMPACT | ({"$defs": definitions} if definitions else {})

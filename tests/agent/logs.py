@@ -1,0 +1,132 @@
+"""Logs of steps for tests: any log that an agent may write, and what its calls may lead to."""
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shared.protocol.items import ListedTool, MessageItem
+from shared.protocol.records import Usage
+from shared.protocol.requests import FunctionCall, FunctionDefinition, Tool
+from shared.protocol.steps import (
+    Answered,
+    ApprovedCall,
+    Asked,
+    Begun,
+    Choice,
+    Ended,
+    Listed,
+    Result,
+    Sending,
+    ServerUse,
+    Step,
+)
+from shared.responses.state import ResponseState, state_of
+from shared.responses.tools import schema_digest
+from workers.agent import plan
+from workers.agent.plan import _next_of_call, next_action
+
+ID = "resp_1"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = ListedTool("add", SCHEMA, "Adds.", {"readOnlyHint": True})
+BOOK = ListedTool("book", SCHEMA, "Books.")
+FUNCTION = Tool(FunctionDefinition("now"))
+CALC = ServerUse("calc", approval="never")
+BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi")], {}, parser="hermes", servers=[CALC])
+USAGE = Usage(10, 3, 4)
+
+
+def begun_steps() -> st.SearchStrategy[Begun]:
+    approved = ApprovedCall("mcpr_1", "calc", "add", "{}", schema_digest(ADD))
+    return st.builds(
+        lambda servers, functions, changes: replace(
+            BEGUN, servers=servers, functions=functions, **changes
+        ),
+        st.sampled_from([[], [CALC], [CALC, ServerUse("other")]]),
+        st.sampled_from([[], [FUNCTION]]),
+        st.fixed_dictionaries(
+            {
+                "max_tool_calls": st.integers(0, 3),
+                "max_turns": st.integers(1, 4),
+                "max_output_tokens": st.sampled_from([None, 1, 7]),
+                "choice": st.sampled_from([Choice(), Choice("required"), Choice("none")]),
+                "approved": st.sampled_from([[], [approved], [replace(approved, name="gone")]]),
+            }
+        ),
+    )
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[Step]:
+    """A log that agents have written, who may have died at any moment."""
+    steps: list[Step] = [draw(begun_steps())]
+    for _ in range(40):
+        state = state_of(ID, steps)
+        added = draw(carried_out(state))
+        if added is None:
+            break
+        steps.append(replace(added, index=len(steps)))
+        if draw(st.integers(0, 30)) == 0 and not isinstance(steps[-1], Ended):
+            steps.append(Ended(len(steps), "cancelled", 2))
+    return steps
+
+
+def others_sent(state: ResponseState) -> list[Sending]:
+    """Steps of calls that are about to be made."""
+    found = [_next_of_call(state, call) for call in state.calls.values() if call.is_pending]
+    return [
+        Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b")
+        for one in found
+        if isinstance(one, plan.CallTool)
+    ]
+
+
+def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
+    """What an agent may append when it carries out the next action, or dies in it."""
+    match next_action(state):
+        case plan.ListTools(label):
+            return st.sampled_from(
+                [
+                    Listed(0, label, [ADD, BOOK]),
+                    Listed(0, label, [BOOK]),
+                    Listed(0, label, error="x"),
+                ]
+            )
+        case plan.AskModel(turn, withdrawn):
+            return st.just(Asked(0, turn, withdrawn=withdrawn))
+        case plan.ReadAnswer(turn):
+            names = [tool.function.name for tool in state.tools().callable]
+            if state.turns[turn].withdrawn:
+                names = []
+            calls = st.lists(st.sampled_from(names), max_size=3) if names else st.just([])
+            return st.builds(
+                lambda text, called, reason: Answered(
+                    0, turn, text, [FunctionCall(name, "{}") for name in called], USAGE, reason
+                ),
+                st.sampled_from(["", "So."]),
+                calls,
+                st.sampled_from(["stop", "stop", "length"]),
+            )
+        case plan.CallTools(calls):
+            return st.builds(
+                lambda one, repeat: Sending(
+                    0, one.call.turn, one.call.number, one.attempt, "k", "d", "b", repeat
+                ),
+                st.sampled_from(calls),
+                st.booleans(),
+            )
+        case plan.SettleUnknown(call):
+            # Or the agent lives, and makes several calls at the same time.
+            found = st.booleans().map(
+                lambda fails: Result(
+                    0, call.turn, call.number, "failed" if fails else "result", "done"
+                )
+            )
+            unknown = st.booleans().map(
+                lambda ask: Result(0, call.turn, call.number, "unknown", ask=ask)
+            )
+            return st.one_of(unknown, found, *map(st.just, others_sent(state)))
+        case plan.RefuseCall(call, _):
+            return st.just(Result(0, call.turn, call.number, "failed"))
+        case plan.Conclude(status):
+            return st.just(Ended(0, status, 2))
+        case plan.Nothing():
+            return st.none()

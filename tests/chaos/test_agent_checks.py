@@ -1,0 +1,43 @@
+"""The checks of agents find what they are for."""
+
+from hypothesis import given, settings
+
+from ops.chaos.agents.checks import AgentRun, violations
+from shared.protocol.requests import FunctionCall
+from shared.protocol.steps import Answered, Asked, Ended, Listed, Result, Sending, Step
+from tests.agent.logs import ADD, BEGUN, BOOK, ID, USAGE, logs
+
+CALLED: list[Step] = [
+    BEGUN,
+    Listed(1, "calc", [ADD, BOOK]),
+    Asked(2, 0),
+    Answered(3, 0, "", [FunctionCall("calc__book", "{}")], USAGE),
+    Sending(4, 0, 0, 0, "k", "d", "b"),
+    Result(5, 0, 0, "result", "booked"),
+    Asked(6, 1),
+    Answered(7, 1, "Booked.", [], USAGE),
+    Ended(8, "completed", 2),
+]
+
+
+def found(steps: list[Step], made: int = 1) -> set[str]:
+    run = AgentRun(ID, steps, {(0, 0): made}, may_repeat=False)
+    return {text[:2] for text in violations(run)}
+
+
+@settings(max_examples=40)
+@given(logs())
+def test_logs_of_agents_have_no_violation(steps: list[Step]) -> None:
+    made = {(step.turn, step.call): 1 for step in steps if isinstance(step, Sending)}
+    assert list(violations(AgentRun(ID, steps, made, may_repeat=True))) == []
+
+
+def test_each_check_finds_its_violation() -> None:
+    assert found(CALLED) == set()
+    assert found(CALLED[:-1]) == {"A1"}
+    assert found(CALLED, made=2) == {"A2"}
+    twice: list[Step] = [*CALLED[:5], Sending(5, 0, 0, 1, "k", "d", "c")]
+    assert "A2" in found(twice)
+    assert found([*CALLED[:5], Asked(5, 1)]) == {"A3"}
+    assert found([*CALLED[:5], CALLED[4]]) == {"A3"}
+    assert found(CALLED, made=0) == {"A4"}

@@ -1,0 +1,89 @@
+"""Logs of steps: fenced appends, and followers."""
+
+import secrets
+
+import pytest
+from msgspec.structs import replace
+
+from shared.bus.bus import Bus
+from shared.errors import Fenced
+from shared.protocol import subjects
+from shared.protocol.items import ListedTool, MessageItem
+from shared.protocol.records import Usage
+from shared.protocol.requests import FunctionCall
+from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Sending, ServerUse
+from shared.state.step_log import StepLog, open_log
+
+BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi")], {})
+
+
+def new_id() -> str:
+    return f"resp_{secrets.token_hex(8)}"
+
+
+async def test_of_two_writers_one_goes_on_and_the_other_reads_its_step(bus: Bus) -> None:
+    name = new_id()
+    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    await one.append(BEGUN)
+    await other.refresh()
+    await one.append(Asked(0, 0))
+    with pytest.raises(Fenced):
+        await other.append(Ended(0, "cancelled", 2))
+    assert other.state.num_steps == 2
+    await other.append(Ended(0, "cancelled", 2))
+    # Nobody finds a response of another tenant.
+    assert (await open_log(bus, "other", name)).state.num_steps == 0
+
+
+async def test_a_writer_does_not_take_anothers_call_for_its_own(bus: Bus) -> None:
+    name = new_id()
+    logs = [StepLog(bus, "t", name) for _ in range(2)]
+    called = FunctionCall("calc__add", "{}")
+    for step in (
+        replace(BEGUN, servers=[ServerUse("calc", approval="never")]),
+        Listed(0, "calc", [ListedTool("add", {})]),
+        Asked(0, 0),
+        Answered(0, 0, "", [called], Usage(1, 1)),
+    ):
+        await logs[0].append(step)
+    await logs[1].refresh()
+    await logs[0].append(Sending(0, 0, 0, 0, "k", "d", "one"))
+    with pytest.raises(Fenced):
+        await logs[1].append(Sending(0, 0, 0, 0, "k", "d", "other"))
+    # A step that has been stored, and whose ack was lost, is recognised.
+    again = StepLog(bus, "t", name)
+    stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("t", name))
+    for message in stored[:-1]:
+        again.accept(message)
+    await again.append(Sending(0, 0, 0, 0, "k", "d", "one"))
+    assert again.state.num_steps == logs[1].state.num_steps == 5
+
+
+async def test_what_is_being_done_ends_when_a_watch_reads_anothers_step(bus: Bus) -> None:
+    name = new_id()
+    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    await one.append(BEGUN)
+    async with one.watch() as watch:
+        assert await watch.next() == []
+        await other.refresh()
+        ended = await other.append(Ended(0, "cancelled", 2))
+        while not one.overtaken:
+            await watch.next()
+        assert one.state.ended == ended
+        with pytest.raises(Fenced):
+            await one.append(Asked(0, 0))
+    assert [step async for step in other.follow()] == []
+
+
+async def test_a_follower_sees_every_step_once(bus: Bus) -> None:
+    name = new_id()
+    writer, reader = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    await writer.append(BEGUN)
+    seen = await reader.refresh()
+    following = reader.follow()
+    await writer.append(Asked(0, 0))
+    await writer.append(Ended(0, "failed", 2))
+    seen += [step async for step in following]
+    assert [step.index for step in seen] == [0, 1, 2]
+    await writer.delete()
+    assert (await open_log(bus, "t", name)).state.begun is None

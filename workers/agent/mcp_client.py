@@ -1,0 +1,191 @@
+"""Client of MCP servers over streamable HTTP, bounded in bytes, time and connections."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_network
+from typing import Any
+
+import httpcore2
+
+from shared.config_agent import AgentConfig
+from shared.dialing import AddressBlocked, GuardedAsyncBackend, url_of
+from shared.lru import ByteLRU
+from shared.protocol.items import ListedTool
+from shared.targets import Target
+from workers.agent import mcp_protocol as mcp
+from workers.agent.mcp_protocol import EventReader, McpFault
+
+MAX_CONNECTIONS = 8
+MAX_POOLS = 64
+MAX_ERAS = 1024
+KEEP_ALIVE_S = 60.0
+ERA_FRESH_S = 300.0
+MAX_LISTINGS_BYTES = 16 * 2**20
+
+Mark = Callable[[], Awaitable[None]]
+"""Awaited when the connection stands, before the first byte of a request leaves."""
+
+
+class NotSent(Exception):
+    """No byte of the request has left: it may be made again."""
+
+
+class OutcomeUnknown(Exception):
+    """The request was sent, and no answer came: it may have been carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An MCP server as one tenant sees it."""
+
+    tenant: str
+    label: str
+    target: Target
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Server({self.label}, {self.target.host})"  # Headers are secret.
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Tools of a server, which are fresh until a time of the loop."""
+
+    tools: list[ListedTool]
+    until_s: float
+
+
+class McpClient:
+    """Requests to all servers of one agent. Connections are never shared between tenants."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._networks = [ip_network(text) for text in config.mcp_networks]
+        self._tls = httpcore2.default_ssl_context()
+        self._pools: OrderedDict[Server, httpcore2.AsyncConnectionPool] = OrderedDict()
+        # Each entry counts as one byte.
+        self._eras = ByteLRU[Target, tuple[str, float]](MAX_ERAS)
+        self.listings = ByteLRU[Server, Listing](MAX_LISTINGS_BYTES)
+        """Tools by server, tenant and headers."""
+        self._number = 0
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.aclose()
+
+    def pool_of(self, server: Server) -> httpcore2.AsyncConnectionPool:
+        pool = self._pools.pop(server, None)
+        if pool is None:
+            pool = httpcore2.AsyncConnectionPool(
+                ssl_context=self._tls,
+                max_connections=MAX_CONNECTIONS,
+                keepalive_expiry=KEEP_ALIVE_S,
+                # Without TLS, requests and tokens stay within our own networks.
+                network_backend=GuardedAsyncBackend(
+                    self._networks, only_allowed=server.target.scheme == "http"
+                ),
+            )
+        self._pools[server] = pool
+        return pool
+
+    async def trim(self) -> None:
+        """Close idle pools beyond the limit, first those that were not used for longest."""
+        for server, pool in list(self._pools.items()):
+            if len(self._pools) <= MAX_POOLS:
+                return
+            # Closing a pool would break off the calls of other responses.
+            if all(one.is_idle() or one.is_closed() for one in pool.connections):
+                self._pools.pop(server, None)
+                await pool.aclose()
+
+    def era_of(self, target: Target) -> str | None:
+        found, known_s = self._eras.get(target) or (None, 0.0)
+        fresh = asyncio.get_running_loop().time() - known_s < ERA_FRESH_S
+        return found if fresh else None
+
+    def note_era(self, target: Target, version: str) -> None:
+        self._eras.put(target, (version, asyncio.get_running_loop().time()), 1)
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    async def post(
+        self,
+        server: Server,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        number: int | None,
+        mark: Mark | None,
+        *,
+        method: str = "POST",
+    ) -> tuple[int, Mapping[str, str], Any]:
+        """Return the status, the headers and the message of an answer.
+
+        Raises NotSent, OutcomeUnknown or McpFault.
+        """
+        started = False
+
+        async def trace(event: str, _: Any) -> None:
+            nonlocal started
+            if event.endswith("send_request_headers.started") and not started:
+                started = True
+                if mark is not None:
+                    await mark()
+
+        sent = [("Host", server.target.host_header), *headers, *server.headers]
+        sent.append(("Content-Length", str(len(body))))
+        try:
+            async with (
+                asyncio.timeout(self._config.call_timeout_s),
+                self.pool_of(server).stream(
+                    method,
+                    url_of(server.target),
+                    headers=sent,
+                    content=body,
+                    extensions={"trace": trace},
+                ) as response,
+            ):
+                shown = {name.decode().lower(): text.decode() for name, text in response.headers}
+                return response.status, shown, await self._read(response, shown, number)
+        except AddressBlocked:
+            raise NotSent(
+                "the server's host is not on the internet, or without TLS not in agent.mcp_networks"
+            ) from None
+        except (
+            OSError,
+            ValueError,
+            TimeoutError,
+            httpcore2.NetworkError,
+            httpcore2.ProtocolError,
+            httpcore2.TimeoutException,
+        ) as error:
+            kind = type(error).__name__
+            if started:
+                raise OutcomeUnknown(f"the connection broke ({kind})") from None
+            raise NotSent(f"the server cannot be reached ({kind})") from None
+
+    async def _read(
+        self, response: httpcore2.Response, headers: Mapping[str, str], number: int | None
+    ) -> Any:
+        """Return the message of an answer; None for an answer without one."""
+        limit = self._config.max_answer_mib * 2**20
+        is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        events = EventReader(number) if is_stream and number is not None else None
+        body, size = bytearray(), 0
+        async for chunk in response.aiter_stream():
+            size += len(chunk)
+            if size > limit:
+                raise McpFault(
+                    f"the server's answer has more than {self._config.max_answer_mib} MiB"
+                )
+            if events is None:
+                body += chunk
+            elif (message := events.feed(chunk)) is not None:
+                return message
+        if events is not None:
+            raise OutcomeUnknown("the server's stream ended without an answer")
+        is_json = headers.get("content-type", "").startswith("application/json")
+        return mcp.decode_json(bytes(body)) if body and is_json else None

@@ -1,0 +1,230 @@
+"""Messages of MCP over streamable HTTP: requests of both eras of the protocol, and answers. Pure.
+
+Since version 2026-07-28 a call is one POST without handshake or session. Older servers are opened
+with `initialize`, and may give the session an id.
+"""
+
+import base64
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared.protocol.encoding import UNDECODABLE, to_json
+from shared.protocol.items import ListedTool
+from shared.protocol.json_limits import json_limit_error
+from shared.protocol.value_limits import check_json
+
+MODERN = "2026-07-28"
+LEGACY = "2025-11-25"
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_LISTING_BYTES = 256 * 1024
+"""Limit on what a response stores of all tools of a server; a step of 1 MiB has room for it."""
+MAX_NAME_LEN = 128
+MAX_STREAM_EVENTS = 1024
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_CLIENT = {"name": "pagemill", "version": "1"}
+_META = {
+    "io.modelcontextprotocol/protocolVersion": MODERN,
+    "io.modelcontextprotocol/clientInfo": _CLIENT,
+    "io.modelcontextprotocol/clientCapabilities": {},
+}
+
+
+class McpFault(Exception):
+    """An answer that is no answer."""
+
+
+class McpRefusal(Exception):
+    """The server has refused a request: nothing was carried out."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__(error["message"])
+        self.error = error
+
+
+def request_body(
+    version: str, number: int, method: str, params: Mapping[str, Any], meta: Mapping[str, Any]
+) -> bytes:
+    sent = dict(params)
+    about = {**(_META if version == MODERN else {}), **meta}
+    if about:
+        sent["_meta"] = about
+    return to_json({"jsonrpc": "2.0", "id": number, "method": method, "params": sent})
+
+
+def initialize_params() -> dict[str, Any]:
+    return {"protocolVersion": LEGACY, "capabilities": {}, "clientInfo": _CLIENT}
+
+
+def request_headers(
+    version: str, method: str, name: str | None, session: str | None
+) -> list[tuple[str, str]]:
+    headers = [
+        ("Content-Type", "application/json"),
+        ("Accept", "application/json, text/event-stream"),
+        # An uncompressed body cannot grow when it is read.
+        ("Accept-Encoding", "identity"),
+        ("User-Agent", "pagemill"),
+        ("MCP-Protocol-Version", version),
+    ]
+    if version == MODERN:
+        headers.append(("Mcp-Method", method))
+        if name is not None:
+            headers.append(("Mcp-Name", _header_value(name)))
+    if session is not None:
+        headers.append(("Mcp-Session-Id", session))
+    return headers
+
+
+def _header_value(text: str) -> str:
+    """Return a text as the protocol writes it in a header, which has ASCII alone."""
+    if text.isascii() and text == text.strip() and not text.startswith("=?base64?"):
+        return text
+    return f"=?base64?{base64.b64encode(text.encode()).decode()}?="
+
+
+def decode_json(data: bytes) -> Any:
+    """Raises McpFault for bytes that are no JSON, or exceed the limits on it."""
+    try:
+        check_json(data)
+        return msgspec.json.decode(data)
+    except UNDECODABLE as error:
+        raise McpFault("the server's answer is not valid JSON, or too large or too deep") from error
+
+
+def result_of(message: Any, number: int) -> dict[str, Any]:
+    """Return the result in an answer. Raises McpRefusal or McpFault."""
+    if not isinstance(message, dict) or message.get("id") not in (number, None):
+        raise McpFault("the server's answer is not one to this request")
+    error = message.get("error")
+    if isinstance(error, dict):
+        code, text = error.get("code"), error.get("message")
+        raise McpRefusal(
+            {
+                "type": "mcp_protocol_error",
+                "code": code if isinstance(code, int) else 0,
+                "message": text[:1000] if isinstance(text, str) else "the server has refused",
+            }
+        )
+    result = message.get("result")
+    if not isinstance(result, dict):
+        raise McpFault("the server's answer has no result")
+    return result
+
+
+class EventReader:
+    """Finds the answer to one request in a stream of events."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._buffer = bytearray()
+        self._searched = 0
+        self._num_events = 0
+
+    def feed(self, data: bytes) -> Any | None:
+        """Return the answer once it is complete. Raises McpFault after too many events."""
+        self._buffer += data
+        # Each byte is searched about once, however small the pieces of a large event are.
+        while (end := _BLANK_LINE.search(self._buffer, self._searched)) is not None:
+            lines = bytes(self._buffer[: end.start()]).splitlines()
+            del self._buffer[: end.end()]
+            self._searched = 0
+            self._num_events += 1
+            if self._num_events > MAX_STREAM_EVENTS:
+                raise McpFault(f"the server has sent more than {MAX_STREAM_EVENTS} events")
+            text = b"\n".join(
+                line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")
+            )
+            message = decode_json(text) if text else None
+            if isinstance(message, dict) and message.get("id") == self._number:
+                return message
+        self._searched = max(0, len(self._buffer) - 3)
+        return None
+
+
+def tools_of(result: Mapping[str, Any]) -> list[ListedTool]:
+    """Return the tools of one page of a listing. Raises McpFault for a tool that is none."""
+    tools = result.get("tools")
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise McpFault(f"the server has no list of at most {MAX_TOOLS} tools")
+    return [_tool_of(tool) for tool in tools]
+
+
+def fresh_s_of(result: Mapping[str, Any]) -> float:
+    """Return for how long a page of a listing may be cached, as far as the server limits it."""
+    given = result.get("ttlMs")
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return math.inf
+    return max(0.0, given / 1000)
+
+
+def check_listing(tools: list[ListedTool]) -> None:
+    """Raises McpFault for a listing that does not fit into a step."""
+    if len(tools) > MAX_TOOLS:
+        raise McpFault(f"the server has more than {MAX_TOOLS} tools")
+    if len(to_json(tools)) > MAX_LISTING_BYTES:
+        raise McpFault(f"the server's tools have more than {MAX_LISTING_BYTES} bytes")
+
+
+def _tool_of(given: Any) -> ListedTool:
+    if not isinstance(given, dict):
+        raise McpFault("a tool of the server is no object")
+    name, schema = given.get("name"), given.get("inputSchema")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LEN or not name.isprintable():
+        raise McpFault(f"a tool's name must have 1 to {MAX_NAME_LEN} printable characters")
+    if not isinstance(schema, dict):
+        raise McpFault(f"the tool {name} has no schema")
+    if len(to_json(schema)) > MAX_SCHEMA_BYTES:
+        raise McpFault(f"the schema of {name} has more than {MAX_SCHEMA_BYTES} bytes")
+    if message := json_limit_error(schema):
+        raise McpFault(f"the schema of {name}: {message}")
+    if any(not ref.startswith("#") for ref in _references(schema)):
+        raise McpFault(f"the schema of {name} refers to another document")
+    text, hints = given.get("description"), given.get("annotations")
+    return ListedTool(
+        name,
+        schema,
+        text if isinstance(text, str) else None,
+        hints if isinstance(hints, dict) else None,
+    )
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [ref for key in ("$ref", "$dynamicRef") if isinstance(ref := value.get(key), str)]
+        return own + [ref for inner in value.values() for ref in _references(inner)]
+    if isinstance(value, list):
+        return [ref for inner in value for ref in _references(inner)]
+    return []
+
+
+def output_of(result: Mapping[str, Any]) -> str:
+    """Return the result of a call as the model is told it."""
+    if result.get("resultType") == "input_required" or "inputRequests" in result:
+        return "the tool asks for further input, which is not supported"
+    texts, content = [], result.get("content")
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict):
+            continue
+        if isinstance(text := part.get("text"), str):
+            texts.append(text)
+        else:
+            data = part.get("data")
+            size = len(data) * 3 // 4096 if isinstance(data, str) else 0
+            texts.append(f"[{part.get('mimeType') or part.get('type')}, {size} KB]")
+    if not texts and "structuredContent" in result:
+        return to_json(result["structuredContent"]).decode()
+    return "\n".join(texts)
+
+
+def cut_output(text: str, max_bytes: int) -> str:
+    """Return the text, or its beginning with a note of how much is left out."""
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text
+    kept = data[:max_bytes].decode(errors="ignore")
+    return f"{kept}\n[{len(data) - len(kept.encode())} more bytes are left out]"

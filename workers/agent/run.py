@@ -1,0 +1,304 @@
+"""One response in an agent: carries out the actions that follow from its log."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
+
+from shared import client
+from shared.bus.connection import BROKER_DEADLINE_S
+from shared.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    Fenced,
+    InvalidRequest,
+    PagemillError,
+    WorkerFailure,
+)
+from shared.protocol.records import (
+    ErrorInfo,
+    Failure,
+    Finish,
+    LogRecord,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+    error_info,
+)
+from shared.protocol.renderer_rpc import ErrorReply, TokenizeRequest
+from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Step, turn_id
+from shared.responses.conversation import Entry, entries_of
+from shared.responses.state import UNKNOWN_OUTCOME
+from shared.responses.turns import TurnFormat, oldest_group, turn_request
+from shared.stage.runtime import Context
+from shared.state.step_log import StepLog, StepWatch, open_conversation
+from shared.state.token_log import last_record
+from workers.agent import plan
+from workers.agent.mcp_client import McpClient
+from workers.agent.plan import Action, next_action
+from workers.agent.tools import ToolRunner, inherited_listing, refused
+
+MAX_KEPT_BYTES = 256 * 2**10
+"""Conversations of more bytes are read anew for each turn."""
+
+
+class ResponseRun:
+    """The work of this process on one response."""
+
+    def __init__(
+        self,
+        context: Context,
+        task: ResponseTask,
+        client: McpClient,
+        conversations: asyncio.Semaphore,
+    ) -> None:
+        """`conversations` limits how many long ones are in memory at one time."""
+        self.task = task
+        self._context = context
+        self._bus = context.bus
+        self._log = StepLog(context.bus, task.tenant, task.response_id)
+        self._conversations = conversations
+        self._before: list[Entry] | None = None
+        """Items of the responses that this one continues, if they are few."""
+        self._asked_here: set[int] = set()
+        self._tools = ToolRunner(context.config.agent, client, self._log)
+
+    async def carry_out(self) -> bool:
+        """Return True when the response has ended, by whomever.
+
+        Return False when this agent shuts down: the next one goes on. Raises Unavailable or
+        Overloaded.
+        """
+        async with self._tools, self._log.watch() as watch:
+            await self._await_beginning(watch)
+            while True:
+                # From here on, an append is refused once the watch has read a step of another.
+                self._log.overtaken = False
+                action = next_action(self._log.state)
+                if isinstance(action, plan.Nothing):
+                    return True
+                if self._context.shutdown.asked.is_set() and not isinstance(action, plan.Conclude):
+                    # A call that the end of the drain breaks off would have an unknown outcome.
+                    return False
+                try:
+                    await self._do_unless_overtaken(action, watch)
+                except Fenced:
+                    if await self._log.is_gone():
+                        return True
+
+    async def _await_beginning(self, watch: StepWatch) -> None:
+        """Read the log, whose first step the gateway may still be storing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BROKER_DEADLINE_S):
+                while self._log.state.num_steps == 0:
+                    await watch.next()
+
+    async def _do_unless_overtaken(self, action: Action, watch: StepWatch) -> None:
+        """Carry out an action, and drop it when another process appends a step."""
+        doing = asyncio.create_task(self._do(action))
+        watching = asyncio.create_task(_wait_for_step(watch))
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+        finally:
+            for task in (doing, watching):
+                task.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    @property
+    def is_late(self) -> bool:
+        begun = self._log.state.begun
+        return begun is not None and begun.deadline_s is not None and self._now_s > begun.deadline_s
+
+    async def _do(self, action: Action) -> None:
+        """Carry out an action, or end a response that is late, or at fault."""
+        try:
+            if self.is_late:
+                raise DeadlineExceeded("the response has not ended in time")
+            await self._carry_out(action)
+        except DeadlineExceeded as error:
+            await self._fail(error_info(error))
+        except PagemillError as error:
+            if error.fault == "server":
+                raise
+            await self._fail(error_info(error))
+
+    async def _carry_out(self, action: Action) -> None:
+        match action:
+            case plan.AskModel(turn, withdrawn):
+                await self._ask(turn, withdrawn=withdrawn)
+            case plan.ReadAnswer(turn):
+                await self._read_answer(turn)
+            case plan.ListTools(label):
+                async with self._conversation() as entries:
+                    listed = inherited_listing(label, entries)
+                await self._append(listed or await self._tools.list_tools(label))
+            case plan.CallTools(calls):
+                await self._call_tools(calls)
+            case plan.RefuseCall(call, why):
+                await self._append(refused(call, why))
+            case plan.SettleUnknown(call):
+                await self._append(self._tools.unknown(call, UNKNOWN_OUTCOME))
+            case plan.Conclude():
+                await self._conclude(action)
+
+    async def _call_tools(self, calls: list[plan.CallTool]) -> None:
+        """Make calls, a few at a time, each with its own steps in the log."""
+        room = asyncio.Semaphore(self._context.config.agent.max_parallel_calls)
+
+        async def make(one: plan.CallTool) -> None:
+            async with room:
+                await self._append(await self._tools.call(one.call, one.attempt))
+
+        making = [asyncio.create_task(make(one)) for one in calls]
+        try:
+            for done in asyncio.as_completed(making):
+                await done
+        finally:
+            for task in making:
+                task.cancel()
+            await asyncio.gather(*making, return_exceptions=True)
+
+    async def _conclude(self, end: plan.Conclude) -> None:
+        error = None
+        if end.message is not None:
+            kind = WorkerFailure if end.field is None else InvalidRequest
+            error = error_info(kind(end.message, field=end.field))
+        await self._append(Ended(0, end.status, self._now_s, end.reason, error))
+
+    @property
+    def _now_s(self) -> int:
+        return int(self._bus.now_ms() / 1000)
+
+    async def _append(self, step: Step) -> None:
+        await self._log.append(step)
+
+    async def _fail(self, error: ErrorInfo) -> None:
+        """End the response."""
+        await self._append(Ended(0, "failed", self._now_s, error=error))
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _conversation(self) -> AsyncIterator[list[Entry]]:
+        """The whole conversation, which is freed afterwards if it is long.
+
+        Raises NotFound if a response before it is deleted.
+        """
+        begun = self._log.state.begun
+        assert begun is not None
+        if not begun.ancestors:
+            self._before = []
+        if self._before is not None:
+            yield self._before + entries_of(self._log.state)
+            return
+        limit, num_bytes = self._context.config.agent.max_conversation_mib * 2**20, 0
+        async with self._conversations:
+            before: list[Entry] = []
+            tenant, names = self.task.tenant, begun.ancestors
+            async for log in open_conversation(self._bus, tenant, names, limit):
+                before += entries_of(log.state)
+                num_bytes += log.num_bytes
+            if num_bytes <= MAX_KEPT_BYTES:
+                self._before = before
+            yield before + entries_of(self._log.state)
+
+    async def _ask(self, turn: int, *, withdrawn: bool) -> None:
+        asked = Asked(0, turn, withdrawn=withdrawn)
+        begun = self._log.state.begun
+        assert begun is not None
+        if begun.truncate:
+            async with self._conversation() as entries:
+                asked = await self._truncated(asked, entries)
+        await self._append(asked)
+        self._asked_here.add(turn)
+
+    async def _truncated(self, asked: Asked, context: list[Entry]) -> Asked:
+        """Return the turn with as many items dropped as the model's context demands.
+
+        Raises ContextTooLong if nothing is left to drop, or what a renderer replies.
+        """
+        while True:
+            request, sampling, _ = turn_request(self._log.state, asked, context)
+            question = TokenizeRequest(request.messages, tools=request.tools)
+            reply = await client.tokenize(self._bus, request.model, question, self.task.tenant)
+            if isinstance(reply, ErrorReply):
+                raise InvalidRequest(reply.error.message, field=reply.error.field)
+            if reply.count + sampling.get("max_tokens", 1) <= reply.max_model_len:
+                return asked
+            rest = context[asked.num_dropped :]
+            dropped = oldest_group(rest)
+            if dropped >= len(rest):
+                raise ContextTooLong(
+                    "the last items alone are longer than the model's context", field="input"
+                )
+            asked = replace(asked, num_dropped=asked.num_dropped + dropped)
+
+    async def _read_answer(self, turn: int) -> None:
+        state = self._log.state
+        async with self._conversation() as entries:
+            request, sampling, found = turn_request(state, state.turns[turn], entries)
+        name = turn_id(self.task.response_id, turn)
+        records: AsyncIterator[LogRecord]
+        if turn not in self._asked_here and await last_record(self._bus, name) is not None:
+            timeout_s = self._context.config.delivery.default_timeout_s
+            records = client.follow(self._bus, name, timeout_s=timeout_s)
+        else:
+            records = client.ask(self._bus, request, name, self.task.tenant, sampling or None)
+        try:
+            end = await _collect(records, turn, found, keeps_logprobs=_wants_logprobs(sampling))
+        except asyncio.CancelledError:
+            # Somebody has ended the response. A drain leaves the turn to the next agent.
+            if not self._context.shutdown.asked.is_set():
+                await client.cancel(self._bus, name)
+            raise
+        if isinstance(end, Failure):
+            await self._fail(end.error)
+        else:
+            await self._append(end)
+
+
+async def _wait_for_step(watch: StepWatch) -> None:
+    while not await watch.next():
+        pass
+
+
+def _wants_logprobs(sampling: dict[str, object]) -> bool:
+    return sampling.get("logprobs") is not None
+
+
+async def _collect(
+    records: AsyncIterator[LogRecord], turn: int, found: TurnFormat, *, keeps_logprobs: bool
+) -> Answered | Failure:
+    """Read the log of a turn to its end."""
+    text, reason = found.new_text(), None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    usage = Usage(0, 0)
+    async for record in records:
+        match record:
+            case Failure():
+                return record
+            case Finish():
+                usage = record.usage
+            case TokenChunk():
+                for delta in record.choices:
+                    reason = delta.finish_reason or reason
+                    text.feed(delta.text, is_last=delta.finish_reason is not None)
+                    if keeps_logprobs:
+                        token_ids += delta.token_ids
+                        logprobs += delta.logprobs or []
+    return Answered(
+        0,
+        turn,
+        text.content,
+        text.calls,
+        usage,
+        reason or "stop",
+        text.num_before,
+        token_ids,
+        logprobs,
+    )

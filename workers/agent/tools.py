@@ -1,0 +1,187 @@
+"""Tools of a response: listed, and called with a step in the log before the first byte leaves."""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Literal, Self
+
+import msgspec
+
+from shared.config_agent import AgentConfig
+from shared.protocol.items import ListToolsItem
+from shared.protocol.steps import Listed, Result, Sending
+from shared.responses.conversation import Entry
+from shared.responses.state import OVER_LIMIT, ServerCall, unknown_error
+from shared.responses.tools import is_idempotent, is_read_only
+from shared.state.step_log import StepLog
+from shared.targets import parse_target
+from workers.agent.mcp_client import McpClient, NotSent, OutcomeUnknown, Server
+from workers.agent.mcp_protocol import McpFault, McpRefusal, cut_output, output_of
+from workers.agent.mcp_session import McpSession, open_session
+
+NUM_TRIES = 3
+"""How often a call is tried of which no byte has left."""
+
+
+class ToolRunner:
+    """The servers of one response."""
+
+    def __init__(self, config: AgentConfig, client: McpClient, log: StepLog) -> None:
+        self._config = config
+        self._client = client
+        self._log = log
+        self._sessions: dict[str, McpSession] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._stack.__aexit__(*raised)
+
+    # -- listing ----------------------------------------------------------------------------------
+
+    async def list_tools(self, label: str) -> Listed:
+        """Return the tools of a server, or why they are not known."""
+        try:
+            session = await self._session(label)
+            return Listed(0, label, await session.list_tools())
+        except (NotSent, OutcomeUnknown, McpRefusal, McpFault) as error:
+            return Listed(0, label, error=str(error))
+
+    async def _session(self, label: str) -> McpSession:
+        """Return the session with a server. Raises McpFault for one that may not be used."""
+        if label not in self._sessions:
+            server = self._server(label)
+            session = await self._stack.enter_async_context(open_session(self._client, server))
+            self._sessions[label] = session
+        return self._sessions[label]
+
+    def _server(self, label: str) -> Server:
+        begun = self._log.state.begun
+        assert begun is not None
+        known = self._config.servers.get(label)
+        use = next(server for server in begun.servers if server.label == label)
+        url = use.url if known is None else known.url
+        target = None if url is None else parse_target(url)
+        if target is None:
+            raise McpFault(f"there is no server {label!r} in the configuration of this agent")
+        variables = {} if known is None else known.headers_env
+        headers = tuple((name, os.environ.get(key, "")) for name, key in variables.items())
+        for name, value in headers:
+            if not value:
+                raise McpFault(f"the agent has no value for the header {name}")
+            if not value.isascii() or not value.isprintable():
+                raise McpFault(f"the agent's value for the header {name} is not printable ASCII")
+        return Server(begun.tenant, label, target, headers)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def call(self, call: ServerCall, attempt: int) -> Result:
+        """Make a call, and return what became of it. Raises Fenced before anything is sent."""
+        arguments = _arguments_of(call)
+        if arguments is None:
+            return _failed(call, "the arguments are no JSON object")
+        response_id = self._log.response_id
+        key = f"{response_id}.{call.turn}.{call.number}"
+        digest = hashlib.sha256(call.arguments.encode()).hexdigest()
+        sending = Sending(
+            0,
+            call.turn,
+            call.number,
+            attempt,
+            key,
+            digest,
+            secrets.token_hex(8),
+            self._may_repeat(call),
+        )
+        known = self._config.servers.get(call.label)
+        sent_key = key if known is not None and known.idempotency == "header" else None
+        for left in reversed(range(NUM_TRIES)):
+            try:
+                session = await self._session(call.label)
+                await session.open()
+                result = await session.call(
+                    call.name, arguments, sent_key, lambda: self._mark(sending)
+                )
+            except NotSent as error:
+                if not left:
+                    return self._after_fault(call, str(error))
+            except McpRefusal as error:
+                if attempt > 0:  # It says nothing about the attempts before.
+                    return self.unknown(call, str(error))
+                return Result(0, call.turn, call.number, "failed", error=error.error)
+            except (OutcomeUnknown, McpFault) as error:
+                return self._after_fault(call, str(error))
+            else:
+                return self._result(call, result)
+        raise AssertionError("the last try returns")
+
+    async def _mark(self, sending: Sending) -> None:
+        await self._log.append(sending)
+
+    def _may_repeat(self, call: ServerCall) -> bool:
+        known = self._config.servers.get(call.label)
+        if known is None or call.tool is None or call.tool.listed is None:
+            return False
+        listed = call.tool.listed
+        trusted = known.trust_annotations and (is_read_only(listed) or is_idempotent(listed))
+        return trusted or known.idempotency == "header"
+
+    def _after_fault(self, call: ServerCall, message: str) -> Result:
+        """Return the result of a call without an answer that can be read.
+
+        If it was sent, now or in an attempt before, it may have been carried out. It was not if a
+        session could not be opened for it.
+        """
+        return self.unknown(call, message) if call.sent else _failed(call, message)
+
+    def unknown(self, call: ServerCall, reason: str) -> Result:
+        error = unknown_error(reason)
+        ask, fatal = self._config.unknown == "approve", self._config.unknown == "fail"
+        return Result(0, call.turn, call.number, "unknown", error=error, ask=ask, fatal=fatal)
+
+    def _result(self, call: ServerCall, result: dict[str, Any]) -> Result:
+        limit = self._config.max_output_kib * 1024
+        output = cut_output(output_of(result), limit)
+        if result.get("isError") is True:
+            content = [{"type": "text", "text": output}]
+            error = {"type": "mcp_tool_execution_error", "content": content}
+            return Result(0, call.turn, call.number, "failed", error=error)
+        return Result(0, call.turn, call.number, "result", output)
+
+
+def inherited_listing(label: str, conversation: Sequence[Entry]) -> Listed | None:
+    """Return the tools of a server from the conversation, if an earlier response has them."""
+    for entry in conversation:
+        item = entry.item
+        if isinstance(item, ListToolsItem) and item.server_label == label and not item.error:
+            return Listed(0, label, item.tools, inherited=True)
+    return None
+
+
+def refused(call: ServerCall, why: Literal["limit", "gone", "changed"]) -> Result:
+    """Return the result of a call that is not made."""
+    if why == "limit":
+        return _failed(call, OVER_LIMIT)
+    if why == "changed":
+        message = "not called: the tool's schema has changed since the call was approved"
+        result = _failed(call, message)
+        return msgspec.structs.replace(result, ask=True)
+    return _failed(call, "not called: the server has no such tool, or it may not be called")
+
+
+def _failed(call: ServerCall, message: str) -> Result:
+    error = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    return Result(0, call.turn, call.number, "failed", error=error)
+
+
+def _arguments_of(call: ServerCall) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(call.arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

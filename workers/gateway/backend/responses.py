@@ -1,0 +1,217 @@
+"""Responses at a gateway: found, begun in the log of steps, given to agents, cancelled, deleted."""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.errors import DeadlineExceeded, Fenced, InvalidRequest, NotFound, Overloaded
+from shared.protocol import names, subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.items import Item
+from shared.protocol.records import error_info
+from shared.protocol.steps import Begun, Ended, ResponseTask, turn_id
+from shared.state.step_log import StepLog, open_conversation, open_log
+from workers.gateway.app import AppContext
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import ApprovalUsed, ReusedId, StoreFull, UnknownPreviousResponse
+from workers.gateway.openai.response_object import response_of
+from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore
+from workers.gateway.schemas.responses import ResponseBody
+
+# A running response may need more room, so a store that is fuller refuses new ones.
+MAX_FULL = 0.9
+# Steps take more memory than their JSON.
+MEMORY_FACTOR = 3
+
+
+def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
+    """Return the id of a response, and whether the client has named it.
+
+    The same name from the same tenant means the same response.
+    """
+    name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
+    if name is None:
+        return f"resp_{secrets.token_hex(24)}", False
+    return f"resp_{hashlib.sha256(f'response:{tenant}:{name}'.encode()).hexdigest()}", True
+
+
+async def find_response(context: AppContext, caller: Caller, response_id: str) -> StepLog:
+    """Return the log of a response. Raises NotFound, also for one of another tenant."""
+    missing = NotFound(f"there is no response {response_id!r}, or it is deleted", field="id")
+    if not names.is_request_id(response_id):
+        raise missing
+    log = await open_log(context.bus, caller.tenant, response_id)
+    if log.state.begun is None:
+        raise missing
+    await end_if_late(context, log)
+    return log
+
+
+async def find_context(
+    context: AppContext, request: Request, caller: Caller, previous_id: str | None
+) -> tuple[ConversationBefore, list[StepLog]]:
+    """Return what a response continues, and the logs of the responses before it.
+
+    Their memory is reserved like that of the body. Raises UnknownPreviousResponse, InvalidRequest
+    for one that cannot be continued, ContextTooLong or Overloaded.
+    """
+    field = "previous_response_id"
+    if previous_id is None:
+        return ConversationBefore(), []
+    missing = UnknownPreviousResponse(
+        f"there is no response {previous_id!r}, or one that it continues is deleted", field=field
+    )
+    if not names.is_request_id(previous_id):
+        raise missing
+    last = await open_log(context.bus, caller.tenant, previous_id)
+    if last.state.begun is None or not last.state.begun.store:
+        raise missing
+    ended = last.state.ended
+    if ended is None or ended.status not in ("completed", "incomplete"):
+        raise InvalidRequest("this response is not complete", field=field)
+    older = last.state.begun.ancestors
+    if len(older) >= MAX_ANCESTORS:
+        raise InvalidRequest(
+            f"a conversation has at most {MAX_ANCESTORS} responses before one", field=field
+        )
+    left = context.config.agent.max_conversation_mib * 2**20 - last.num_bytes
+    logs: list[StepLog] = []
+    try:
+        async for log in open_conversation(context.bus, caller.tenant, older, left):
+            context.bodies.reserve(request, MEMORY_FACTOR * log.num_bytes)
+            logs.append(log)
+    except NotFound:
+        raise missing from None
+    logs.append(last)
+    items: list[Item] = [item for log in logs for item in log.state.items]
+    return ConversationBefore([*older, previous_id], items), logs
+
+
+async def check_room(context: AppContext, tenant: str) -> None:
+    """Raises StoreFull when the store or the tenant's share of it is used up."""
+    limits = context.config.agent
+    if await is_store_full(context):
+        raise StoreFull("the store of responses is full")
+    use = await context.store_use.read(tenant)
+    for anew in (False, True):
+        if anew:
+            use = await context.store_use.read_anew(tenant)
+        if use.num_logs < limits.max_stored and use.num_bytes < limits.max_stored_mib * 2**20:
+            return
+    raise StoreFull(
+        f"{use.num_logs} responses of {use.num_bytes} bytes are stored; the limits are"
+        f" {limits.max_stored} and {limits.max_stored_mib} MiB"
+    )
+
+
+async def is_store_full(context: AppContext) -> bool:
+    """Return whether new responses are refused, whoever sends them. Raises Unavailable."""
+    return await context.store_size.read() > MAX_FULL * context.config.agent.store_mib * 2**20
+
+
+async def begin(context: AppContext, begun: Begun, response_id: str, *, is_named: bool) -> StepLog:
+    """Store the first step of a response and give it to the agents, both at the same time.
+
+    An agent that is faster waits for the step. Raises ReusedId when a response of this name has
+    another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
+    """
+    log = StepLog(context.bus, begun.tenant, response_id)
+    giving = asyncio.create_task(publish_task(context.bus, begun, response_id))
+    try:
+        await log.append(begun)
+        context.store_use.note_added(begun.tenant, log.num_bytes)
+    except Fenced:
+        stored = log.state.begun
+        if stored is None:
+            raise ApprovalUsed("another response has made this one's decisions") from None
+        times = {"created_s": begun.created_s, "deadline_s": begun.deadline_s}
+        if not is_named or replace(stored, **times) != begun:
+            raise ReusedId(
+                "this id belongs to another response, whose request was different",
+                field="X-Request-Id",
+            ) from None
+    except Overloaded:
+        raise StoreFull("the store of responses is full") from None
+    finally:
+        (failed,) = await asyncio.gather(giving, return_exceptions=True)
+    if failed is not None:
+        raise failed
+    return log
+
+
+async def publish_task(bus: Bus, begun: Begun, response_id: str) -> None:
+    """Give a response to the agents, who may have it already. Raises Overloaded or Unavailable."""
+    task = to_json(ResponseTask(response_id, begun.tenant))
+    await bus.publish(subjects.response(begun.model), task, response_id)
+
+
+async def end_if_late(context: AppContext, log: StepLog) -> None:
+    """End a response as failed whose time is over, or that nobody begins while its client waits.
+
+    Raises Unavailable.
+    """
+    begun, now_s = log.state.begun, context.now_s
+    if begun is None or log.state.ended is not None:
+        return
+    message = None
+    if begun.deadline_s is not None and now_s > begun.deadline_s:
+        message = "the response has not ended in time"
+    is_awaited = log.state.num_steps == 1 and not begun.background
+    if is_awaited and now_s > begun.created_s + context.config.delivery.default_timeout_s:
+        message = "no agent has begun the response in time"
+    if message is None:
+        return
+    error = error_info(DeadlineExceeded(message))
+    # Another one has gone on with it, or the store has no room to say so.
+    with contextlib.suppress(Fenced, Overloaded):
+        await log.append(Ended(0, "failed", now_s, error=error))
+
+
+async def cancel_response(context: AppContext, log: StepLog) -> None:
+    """End a response as cancelled, unless it has ended, and the turn that is being written."""
+    while log.state.ended is None:
+        log.overtaken = False  # Whatever another has written, the end goes behind it.
+        ended = Ended(0, "cancelled", context.now_s)
+        try:
+            await log.append(ended)
+        except Fenced:
+            continue
+        turns, answers = log.state.turns, log.state.answers
+        if len(turns) > len(answers):
+            await client.cancel(context.bus, turn_id(log.response_id, turns[-1].turn))
+
+
+async def delete_response(context: AppContext, log: StepLog) -> None:
+    """Remove a response and the token logs of its turns; one that has not ended is cancelled."""
+    await cancel_response(context, log)
+    for asked in log.state.turns:
+        name = subjects.tokens(turn_id(log.response_id, asked.turn))
+        await context.bus.purge(subjects.TOKENS_STREAM, name)
+    await log.delete()
+    context.store_use.note_deleted(log.tenant, log.num_bytes)
+
+
+async def load_token_bytes(context: AppContext, log: StepLog) -> None:
+    """Load the bytes of the tokens whose log probabilities a response shows."""
+    begun = log.state.begun
+    if begun is None or not begun.logprobs:
+        return
+    token_ids: set[int] = set()
+    for answer in log.state.answers:
+        token_ids.update(answer.token_ids)
+        for logprobs in answer.logprobs:
+            token_ids.update(logprobs.top_token_ids)
+    await context.token_bytes.load(begun.model, token_ids, begun.tenant)
+
+
+async def show(context: AppContext, log: StepLog) -> ResponseBody:
+    """Return the response as it is now."""
+    assert log.state.begun is not None
+    await load_token_bytes(context, log)
+    return response_of(log.state, context.token_bytes.of(log.state.begun.model))

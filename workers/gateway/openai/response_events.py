@@ -1,0 +1,276 @@
+"""Events of a response, from its steps and the token logs of its turns. Pure.
+
+Steps have one order, and the records of a turn belong between the steps Asked and Answered. Each
+makes a number of events that depends on nothing else, so sequence numbers are the same in every
+gateway, at every time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from shared.protocol.items import (
+    FunctionCallItem,
+    ListToolsItem,
+    McpCallItem,
+    MessageItem,
+    OutputItem,
+    OutputTextPart,
+    item_id,
+    new_call_id,
+)
+from shared.protocol.records import TokenChunk
+from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Result, Step
+from shared.responses.state import ResponseState
+from shared.responses.tools import ToolTable
+from shared.responses.turns import turn_format
+from shared.tool_calls.scanner import Call
+from shared.tool_calls.turn_text import TurnText
+from workers.gateway.core.assembler import TokenBytes
+from workers.gateway.openai.response_object import response_of, shown_logprobs
+from workers.gateway.schemas.openai_response import TokenLogprob
+from workers.gateway.schemas.responses import ResponseEvent
+
+_ENDINGS = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "failed": "response.failed",
+    # OpenAI has no event for a cancellation.
+    "cancelled": "response.incomplete",
+}
+
+
+@dataclass
+class _OpenTurn:
+    """A turn that is being written."""
+
+    turn: int
+    text: TurnText
+    table: ToolTable
+    first_index: int
+    """Output index of its first item."""
+    message_index: int | None = None
+    call_indexes: dict[int, int | None] = field(default_factory=dict)
+    """Output index by the number of a call; None for a call that will ask for approval."""
+    num_items: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of text that is held back."""
+
+    def next_index(self) -> int:
+        self.num_items += 1
+        return self.first_index + self.num_items - 1
+
+
+class ResponseEvents:
+    """Makes the events of one response."""
+
+    def __init__(self, response_id: str, token_bytes: TokenBytes) -> None:
+        self.state = ResponseState(response_id)
+        self._token_bytes = token_bytes
+        self._next_number = 0
+        self._open: _OpenTurn | None = None
+
+    def step(self, step: Step) -> list[ResponseEvent]:
+        return list(self._of_step(step))
+
+    def token(self, record: TokenChunk) -> list[ResponseEvent]:
+        return list(self._of_token(record))
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        self._next_number += 1
+        return ResponseEvent(f"response.{kind}", self._next_number - 1, **fields)
+
+    def _response(self, kind: str) -> ResponseEvent:
+        return self._event(kind, response=response_of(self.state, self._token_bytes))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _of_step(self, step: Step) -> Iterator[ResponseEvent]:
+        was_queued = self.state.num_steps == 1 and self._is_background
+        self.state.apply(step)
+        if was_queued and not isinstance(step, Ended):
+            yield self._response("in_progress")
+        match step:
+            case Begun():
+                # Items of calls that were approved before are added by events of their own.
+                empty = replace(response_of(self.state, self._token_bytes), output=[])
+                yield self._event("created", response=empty)
+                status = "queued" if step.background else "in_progress"
+                yield self._event(status, response=empty)
+                for index, item in enumerate(self.state.output):
+                    yield from self._begin_call(index, item)
+            case Listed():
+                if not step.inherited:
+                    yield from self._listed(len(self.state.output) - 1)
+            case Asked():
+                table = self.state.tools()
+                text = turn_format(self.state, step, table).new_text()
+                self._open = _OpenTurn(step.turn, text, table, len(self.state.output))
+            case Answered():
+                yield from self._answered(step)
+            case Result():
+                yield from self._result(step)
+            case Ended():
+                kind = _ENDINGS[step.status].removeprefix("response.")
+                yield self._response(kind)
+
+    @property
+    def _is_background(self) -> bool:
+        return self.state.begun is not None and self.state.begun.background
+
+    def _added(self, index: int, item: OutputItem) -> ResponseEvent:
+        return self._event("output_item.added", output_index=index, item=item)
+
+    def _done(self, index: int, item: OutputItem) -> ResponseEvent:
+        return self._event("output_item.done", output_index=index, item=item)
+
+    def _begin_call(self, index: int, item: OutputItem) -> Iterator[ResponseEvent]:
+        """Yield the events of a call whose arguments were not streamed."""
+        assert isinstance(item, McpCallItem)
+        place = {"output_index": index, "item_id": item.id}
+        yield self._added(index, replace(item, arguments="", status="in_progress"))
+        yield self._event("mcp_call.in_progress", **place)
+        yield self._event("mcp_call_arguments.delta", delta=item.arguments, **place)
+        yield self._event("mcp_call_arguments.done", arguments=item.arguments, **place)
+
+    def _listed(self, index: int) -> Iterator[ResponseEvent]:
+        item = self.state.output[index]
+        assert isinstance(item, ListToolsItem)
+        place = {"output_index": index, "item_id": item.id}
+        yield self._added(index, replace(item, tools=[], error=None))
+        yield self._event("mcp_list_tools.in_progress", **place)
+        ending = "completed" if item.error is None else "failed"
+        yield self._event(f"mcp_list_tools.{ending}", **place)
+        yield self._done(index, item)
+
+    def _result(self, step: Result) -> Iterator[ResponseEvent]:
+        call = self.state.calls[step.turn, step.call]
+        item = self.state.output[call.position]
+        assert isinstance(item, McpCallItem)
+        ending = "completed" if step.outcome == "result" else "failed"
+        yield self._event(f"mcp_call.{ending}", output_index=call.position, item_id=item.id)
+        yield self._done(call.position, item)
+        if step.ask:
+            index = len(self.state.output) - 1
+            yield self._added(index, self.state.output[index])
+            yield self._done(index, self.state.output[index])
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def _of_token(self, record: TokenChunk) -> Iterator[ResponseEvent]:
+        turn = self._open
+        assert turn is not None
+        for delta in record.choices:
+            turn.logprobs += shown_logprobs(delta.token_ids, delta.logprobs, self._token_bytes)
+            for piece in turn.text.feed(delta.text, is_last=delta.finish_reason is not None):
+                if isinstance(piece, Call):
+                    yield from self._call_piece(turn, piece)
+                else:
+                    yield from self._text_piece(turn, piece.text)
+
+    def _message_id(self, turn: int) -> str:
+        return item_id("message", self.state.response_id, str(turn))
+
+    def _text_piece(self, turn: _OpenTurn, text: str) -> Iterator[ResponseEvent]:
+        made = self._message_id(turn.turn)
+        if turn.message_index is None:
+            turn.message_index = turn.next_index()
+            yield from self._begin_message(turn.message_index, made)
+        if text:
+            yield self._event(
+                "output_text.delta",
+                output_index=turn.message_index,
+                item_id=made,
+                content_index=0,
+                delta=text,
+                logprobs=turn.logprobs,
+            )
+            turn.logprobs = []
+
+    def _begin_message(self, index: int, made: str) -> Iterator[ResponseEvent]:
+        yield self._added(index, MessageItem("assistant", [], made, "in_progress"))
+        yield self._event(
+            "content_part.added",
+            output_index=index,
+            item_id=made,
+            content_index=0,
+            part=OutputTextPart(""),
+        )
+
+    def _call_piece(self, turn: _OpenTurn, piece: Call) -> Iterator[ResponseEvent]:
+        if piece.name is not None:
+            yield from self._start_call(turn, piece.index, piece.name)
+        index = turn.call_indexes[piece.index]
+        if index is not None and piece.arguments:
+            kind, made = self._kind_and_id(turn, piece.index)
+            yield self._event(
+                f"{kind}_arguments.delta",
+                output_index=index,
+                item_id=made,
+                delta=piece.arguments,
+            )
+
+    def _kind_and_id(self, turn: _OpenTurn, number: int) -> tuple[str, str]:
+        name = turn.text.calls[number].name
+        kind = "function_call" if turn.table.tools[name].label is None else "mcp_call"
+        return kind, item_id(kind, self.state.response_id, str(turn.turn), number)
+
+    def _start_call(self, turn: _OpenTurn, number: int, name: str) -> Iterator[ResponseEvent]:
+        tool, begun = turn.table.tools[name], self.state.begun
+        assert begun is not None
+        index = turn.next_index()
+        if tool.needs_approval:
+            turn.call_indexes[number] = None
+            return
+        turn.call_indexes[number] = index
+        _, made = self._kind_and_id(turn, number)
+        if tool.label is None or tool.listed is None:
+            call_id = new_call_id(begun.parser, self.state.response_id, turn.turn, number)
+            yield self._added(index, FunctionCallItem(call_id, name, "", made, "in_progress"))
+        else:
+            item = McpCallItem(made, tool.label, tool.listed.name, "", "in_progress")
+            yield self._added(index, item)
+            yield self._event("mcp_call.in_progress", output_index=index, item_id=made)
+
+    def _answered(self, step: Answered) -> Iterator[ResponseEvent]:
+        turn = self._open
+        assert turn is not None
+        output = self.state.output[turn.first_index :]
+        for index, item in enumerate(output, turn.first_index):
+            match item:
+                case MessageItem(id=made):
+                    if turn.message_index is None:  # An answer without any text.
+                        yield from self._begin_message(index, made or "")
+                    yield from self._end_message(index, step)
+                case FunctionCallItem(id=made, arguments=arguments):
+                    place = {"output_index": index, "item_id": made}
+                    yield self._event(
+                        "function_call_arguments.done", name=item.name, arguments=arguments, **place
+                    )
+                    yield self._done(index, item)
+                case McpCallItem(id=made, arguments=arguments):
+                    if index in turn.call_indexes.values():
+                        place = {"output_index": index, "item_id": made}
+                        yield self._event("mcp_call_arguments.done", arguments=arguments, **place)
+                    else:  # It was to ask for approval, and is cut.
+                        yield from self._begin_call(index, item)
+                    if item.status == "incomplete":
+                        yield self._done(index, item)
+                case _:
+                    yield self._added(index, item)
+                    yield self._done(index, item)
+        self._open = None
+
+    def _end_message(self, index: int, step: Answered) -> Iterator[ResponseEvent]:
+        item = response_of(self.state, self._token_bytes).output[index]
+        assert isinstance(item, MessageItem)
+        part = item.content[0]
+        assert isinstance(part, OutputTextPart)
+        place = {"output_index": index, "item_id": item.id, "content_index": 0}
+        yield self._event(
+            "output_text.done", text=step.content, logprobs=part.logprobs or [], **place
+        )
+        yield self._event("content_part.done", part=part, **place)
+        yield self._done(index, item)

@@ -1,0 +1,221 @@
+"""Responses API: the beginning of a response, from its request. Pure."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shared.config_agent import AgentConfig
+from shared.errors import InvalidRequest
+from shared.protocol.items import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputImagePart,
+    Item,
+    McpCallItem,
+    MessageItem,
+    item_id,
+)
+from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.steps import ApprovedCall, Begun
+from workers.gateway.http.errors import UnsupportedParameter, validation_error
+from workers.gateway.openai.response_tools import check_calls, choice_of, functions_of, servers_of
+from workers.gateway.schemas.openai_request import JsonObjectFormat
+from workers.gateway.schemas.responses import (
+    FunctionChoice,
+    FunctionTool,
+    McpChoice,
+    McpTool,
+    ResponseFields,
+    ResponseRequest,
+    SchemaFormat,
+)
+
+MAX_ITEMS = 1024
+MAX_ANCESTORS = 256
+LOGPROBS = "message.output_text.logprobs"
+# Types of items and parts that other servers accept, refused as unsupported.
+_UNSUPPORTED_ITEMS = (
+    *("item_reference", "computer_call", "computer_call_output", "web_search_call"),
+    *("file_search_call", "code_interpreter_call", "image_generation_call", "local_shell_call"),
+    *("local_shell_call_output", "custom_tool_call", "custom_tool_call_output", "compaction"),
+    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+)
+
+
+def input_of(given: Any, response_id: str) -> list[Item]:
+    """Return the input items, each with an id. Raises a RequestError with the field."""
+    if given is None:
+        raise InvalidRequest("input is missing", field="input")
+    if isinstance(given, str):
+        items: list[Item] = [MessageItem("user", given)]
+    elif isinstance(given, list) and 0 < len(given) <= MAX_ITEMS:
+        items = [_item_of(one, f"input[{i}]") for i, one in enumerate(given)]
+    else:
+        raise InvalidRequest(f"input must be text, or 1 to {MAX_ITEMS} items", field="input")
+    return [_with_id(item, response_id, i) for i, item in enumerate(items)]
+
+
+def _item_of(given: Any, field: str) -> Item:
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{field}: Expected `object`", field=field)
+    kind = given.get("type")
+    if kind in _UNSUPPORTED_ITEMS:
+        raise UnsupportedParameter(f"{field}: {kind} is not supported here", field=f"{field}.type")
+    try:
+        item: Item = msgspec.convert({"type": "message"} | given, Item)
+    except msgspec.ValidationError as error:
+        found = validation_error(error, frozenset())
+        path = field if found.field is None else f"{field}.{found.field}"
+        raise type(found)(f"{field}: {found.message}", field=path) from error
+    for part in _parts_of(item):
+        if isinstance(part, InputImagePart) and part.image_url is None:
+            raise InvalidRequest("an input_image needs an image_url", field=field)
+    return item
+
+
+def _parts_of(item: Item) -> Sequence[Any]:
+    match item:
+        case MessageItem(content=list(parts)) | FunctionOutputItem(output=list(parts)):
+            return parts
+        case _:
+            return []
+
+
+def _with_id(item: Item, response_id: str, index: int) -> Item:
+    if item.id is not None:
+        return item
+    kind = str(type(item).__struct_config__.tag)
+    return replace(item, id=item_id(kind, response_id, "input", index))
+
+
+class ConversationBefore(Struct, frozen=True):
+    """What a response continues."""
+
+    ancestors: list[str] = []
+    items: list[Item] = []
+    approved: list[ApprovedCall] = []
+
+
+def needs_card(request: ResponseFields, items: Sequence[Item]) -> bool:
+    """Return whether the model's card is needed: the conversation has tools, or calls of some."""
+    return bool(request.tools) or any(
+        isinstance(item, FunctionCallItem | McpCallItem) for item in items
+    )
+
+
+def begun_of(
+    request: ResponseRequest,
+    tenant: str,
+    created_s: int,
+    items: list[Item],
+    before: ConversationBefore,
+    card: ModelCard | None,
+    config: AgentConfig,
+) -> Begun:
+    """Return the first step of a response.
+
+    `card` is needed where `needs_card` says so. Raises a RequestError with the field.
+    """
+    if request.background and request.store is False:
+        raise InvalidRequest("background requires store", field="background")
+    structure = _structure_of(request)
+    choice, functions = choice_of(request), functions_of(request)
+    servers = servers_of(request, config)
+    if request.tools and choice.mode != "none":
+        check_calls(request, choice, card, has_format=structure is not None)
+    sampling = _sampling_of(request)
+    if structure is not None:
+        sampling["structured_outputs"] = structure
+    max_tool_calls = config.max_tool_calls
+    if request.max_tool_calls is not None:
+        max_tool_calls = min(max_tool_calls, request.max_tool_calls)
+    is_named = isinstance(request.tool_choice, FunctionChoice | McpChoice)
+    return Begun(
+        0,
+        created_s,
+        request.model,
+        tenant,
+        items,
+        _echo_of(request),
+        sampling,
+        request.instructions,
+        before.ancestors,
+        store=request.store is not False,
+        background=bool(request.background),
+        functions=functions,
+        servers=servers,
+        approved=before.approved,
+        choice=choice,
+        parser=None if card is None else card.tool_parser,
+        call_signs=None if card is None else card.call_signs,
+        shows_tools=card is None or card.takes_tools,
+        one_call=request.parallel_tool_calls is False or is_named,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=max_tool_calls,
+        max_turns=config.max_turns,
+        deadline_s=created_s + math.ceil(config.timeout_s),
+        truncate=request.truncation == "auto",
+        prompt_cache_key=request.prompt_cache_key,
+        logprobs=LOGPROBS in (request.include or []),
+    )
+
+
+def _structure_of(request: ResponseFields) -> dict[str, Any] | None:
+    match None if request.text is None else request.text.format:
+        case JsonObjectFormat():
+            return {"json_object": True}
+        case SchemaFormat(schema=schema):
+            return {"json_schema": schema}
+        case _:
+            return None
+
+
+def _sampling_of(request: ResponseRequest) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name in ("temperature", "top_p"):
+        value = getattr(request, name)
+        if value is not None:
+            given[name] = value
+    wants_logprobs = LOGPROBS in (request.include or [])
+    if request.top_logprobs and not wants_logprobs:
+        raise InvalidRequest(f"top_logprobs require include: {LOGPROBS}", field="top_logprobs")
+    if wants_logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    return given
+
+
+def _echo_of(request: ResponseRequest) -> dict[str, Any]:
+    """Return the fields of the request that the response repeats."""
+    text_format = None if request.text is None else request.text.format
+    given = {
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "truncation": request.truncation,
+        "metadata": request.metadata,
+        "top_logprobs": request.top_logprobs,
+    }
+    echo: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name in _REPEATED:
+        echo[name] = getattr(request, name)
+    echo["reasoning"] = {"effort": None, "summary": None}
+    echo["text"] = {"format": {"type": "text"} if text_format is None else text_format}
+    echo["tools"] = [_shown_tool(tool) for tool in request.tools or []]
+    built: dict[str, Any] = msgspec.to_builtins(echo)
+    return built
+
+
+def _shown_tool(tool: FunctionTool | McpTool) -> dict[str, Any]:
+    """Return a tool as the response shows it, without what the request has left out."""
+    shown: dict[str, Any] = msgspec.to_builtins(tool)
+    required = ("parameters", "strict") if isinstance(tool, FunctionTool) else ("headers",)
+    return {name: it for name, it in shown.items() if it is not None or name in required}
+
+
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
+)

@@ -1,0 +1,329 @@
+"""`/v1/responses`: responses that are carried out by agents, and stored."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared import client
+from shared.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    LogTruncated,
+    NotFound,
+    Overloaded,
+    PagemillError,
+    Unavailable,
+    WorkerFailure,
+)
+from shared.protocol.encoding import to_json
+from shared.protocol.items import (
+    FunctionOutputItem,
+    InputImagePart,
+    Item,
+    ListToolsItem,
+    MessageItem,
+    MessagePart,
+)
+from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.responses.conversation import Entry, check_outputs, entries_of, messages_of
+from shared.state.step_log import StepLog
+from workers.gateway.app import AppContext, Json, error_response
+from workers.gateway.backend import approvals, response_stream, responses
+from workers.gateway.backend.uploads import store_large_item_images
+from workers.gateway.core.field_names import translate_error, translated_errors
+from workers.gateway.http import errors
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.sse import EventStream, run_until_disconnect
+from workers.gateway.openai.response_tools import functions_of
+from workers.gateway.openai.responses import begun_of, input_of, needs_card
+from workers.gateway.route_table import (
+    ANSWER_ERRORS,
+    ID_PARAMETERS,
+    LAST_EVENT,
+    RENDERER_ERRORS,
+    Parameter,
+    RouteTable,
+)
+from workers.gateway.schemas.responses import (
+    RESPONSE_UNSUPPORTED,
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseBody,
+    ResponseEvent,
+    ResponseFields,
+    ResponseRequest,
+)
+
+PATH = "/v1/responses/{id}"
+MAX_PAGE = 100
+IMAGES = "message.input_image.image_url"
+AFTER_EVENT = Parameter(
+    "starting_after", "query", "Number of the last event that was read", Annotated[int, Meta(ge=0)]
+)
+STREAM = Parameter("stream", "query", "Whether to send the events", bool)
+PAGE = (
+    Parameter("limit", "query", f"1 to {MAX_PAGE}, by default 20", Annotated[int, Meta(ge=1)]),
+    Parameter("order", "query", "`desc`, the default, or `asc`"),
+    Parameter("after", "query", "Id of the last item of the page before"),
+    Parameter("include[]", "query", f"`{IMAGES}`: show where images are, or what they are"),
+)
+ROUTES = RouteTable("Responses")
+
+
+class ResponseStream(EventStream):
+    """The events of a response. Each has its type and its number, and no event says the end."""
+
+    end = b""
+
+
+def encode_event(shown: ResponseEvent) -> bytes:
+    return b"event: %b\nid: %d\ndata: %b\n\n" % (
+        shown.type.encode(),
+        shown.sequence_number,
+        to_json(shown),
+    )
+
+
+@ROUTES.endpoint(
+    "POST",
+    "/v1/responses",
+    "Respond to text, images and the results of functions; stored, and continued by its id",
+    answer=ResponseBody,
+    body=ResponseRequest,
+    chunk=ResponseEvent,
+    refuses=(
+        *ANSWER_ERRORS,
+        ContextTooLong,
+        Overloaded,
+        errors.ApprovalUsed,
+        errors.StoreFull,
+        errors.UnknownPreviousResponse,
+    ),
+    parameters=ID_PARAMETERS,
+    counted=True,
+)
+async def create(context: AppContext, request: Request, caller: Caller) -> Response:
+    response_id, is_named = responses.new_response_id(request, caller.tenant)
+    request.scope["request_id"] = response_id, is_named
+    asked = await context.bodies.decode(request, ResponseRequest, RESPONSE_UNSUPPORTED)
+    context.check_model(asked.model)
+    log = await _begin(context, request, caller, asked, (response_id, is_named))
+    context.bodies.release(request)
+    is_streamed, is_in_background = asked.stream, asked.background
+    del asked  # The response may take long to end.
+    headers = {"x-request-id": response_id}
+    if is_streamed:
+        return ResponseStream(
+            _encoded(context, log, -1, is_new=True),
+            lambda: _leave(context, log),
+            context.shutting_down,
+            error_response,
+            headers,
+            numbered=True,
+        )
+    if is_in_background:
+        return Json(await responses.show(context, log), headers=headers)
+    await run_until_disconnect(
+        request.receive,
+        response_stream.wait_for_end(context, log),
+        lambda: _leave(context, log),
+        context.shutting_down,
+    )
+    _check_failure(log)
+    return Json(await responses.show(context, log), headers=headers)
+
+
+async def _begin(
+    context: AppContext,
+    request: Request,
+    caller: Caller,
+    asked: ResponseRequest,
+    name: tuple[str, bool],
+) -> StepLog:
+    """Begin a response, and keep nothing of what it is made of."""
+    (response_id, is_named), tenant = name, caller.tenant
+    items = input_of(asked.input, response_id)
+    before, logs = await responses.find_context(
+        context, request, caller, asked.previous_response_id
+    )
+    check_outputs([*before.items, *items])
+    has_calls = needs_card(asked, [*before.items, *items])
+    card = await context.model_card(asked.model) if has_calls else None
+    begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
+    begun = replace(begun, input=await store_large_item_images(context, items, tenant))
+    await responses.check_room(context, tenant)
+    decided = await approvals.decide(context.bus, items, logs, response_id)
+    return await responses.begin(
+        context, replace(begun, approved=decided), response_id, is_named=is_named
+    )
+
+
+async def _encoded(
+    context: AppContext, log: StepLog, after: int, *, is_new: bool = False
+) -> AsyncIterator[bytes]:
+    """Yield the events behind number `after`. An error behind the first one is an event, too."""
+    number, begun_here = -1, log if is_new else None
+    try:
+        async for shown in response_stream.events_of(
+            context, log.tenant, log.response_id, begun_here
+        ):
+            number = shown.sequence_number
+            if number > after:
+                yield encode_event(shown)
+    except PagemillError as error:
+        if number < 0:
+            raise
+        told = errors.body_of(errors.info_of(error)).error
+        data = {"type": "error", "sequence_number": number + 1, "code": told.code}
+        body = to_json(data | {"message": told.message, "param": told.param})
+        yield b"event: error\ndata: %b\n\n" % body
+
+
+def _leave(context: AppContext, log: StepLog) -> None:
+    """Cancel a response that does not run in the background: its client has gone."""
+    begun = log.state.begun
+    if begun is not None and not begun.background:
+        context.background.start(responses.cancel_response(context, log))
+
+
+def _check_failure(log: StepLog) -> None:
+    """Raises RequestFailed for a response that has failed before it had any output."""
+    ended = log.state.ended
+    made = [item for item in log.state.output if not isinstance(item, ListToolsItem)]
+    if ended is not None and ended.error is not None and not made:
+        raise errors.RequestFailed(translate_error(ended.error, "response", {}), "")
+
+
+@ROUTES.endpoint(
+    "GET",
+    PATH,
+    "A response, or its events again",
+    answer=ResponseBody,
+    chunk=ResponseEvent,
+    refuses=(InvalidRequest, NotFound, Unavailable, LogTruncated, WorkerFailure),
+    parameters=(STREAM, AFTER_EVENT, LAST_EVENT),
+)
+async def retrieve(context: AppContext, request: Request, caller: Caller) -> Response:
+    log = await responses.find_response(context, caller, request.path_params["id"])
+    if request.query_params.get("stream") not in ("true", "1"):
+        return Json(await responses.show(context, log))
+    after = _number(request, "starting_after", request.headers.get("last-event-id"))
+    return ResponseStream(
+        _encoded(context, log, after),
+        lambda: None,  # A client that only looks on does not end the response.
+        context.shutting_down,
+        error_response,
+        {"x-request-id": log.response_id},
+        numbered=True,
+    )
+
+
+def _number(request: Request, name: str, otherwise: str | None) -> int:
+    given = request.query_params.get(name, otherwise)
+    if given is None:
+        return -1
+    if not given.isdecimal() or len(given) > 15:
+        raise InvalidRequest(f"{name} must be a number", field=name)
+    return int(given)
+
+
+@ROUTES.endpoint(
+    "DELETE",
+    PATH,
+    "Delete a response, which is cancelled first if it has not ended",
+    answer=DeletedResponse,
+    refuses=(NotFound, Unavailable),
+)
+async def delete(context: AppContext, request: Request, caller: Caller) -> Response:
+    log = await responses.find_response(context, caller, request.path_params["id"])
+    await responses.delete_response(context, log)
+    return Json(DeletedResponse(log.response_id))
+
+
+@ROUTES.endpoint(
+    "POST",
+    f"{PATH}/cancel",
+    "Cancel a response, whoever reads it",
+    answer=ResponseBody,
+    refuses=(NotFound, Unavailable),
+)
+async def cancel(context: AppContext, request: Request, caller: Caller) -> Response:
+    log = await responses.find_response(context, caller, request.path_params["id"])
+    await responses.cancel_response(context, log)
+    return Json(await responses.show(context, log))
+
+
+@ROUTES.endpoint(
+    "GET",
+    f"{PATH}/input_items",
+    "The input of a response",
+    answer=ItemList,
+    refuses=(InvalidRequest, NotFound, Unavailable),
+    parameters=PAGE,
+)
+async def list_input_items(context: AppContext, request: Request, caller: Caller) -> Response:
+    log = await responses.find_response(context, caller, request.path_params["id"])
+    assert log.state.begun is not None
+    items, query = list(log.state.begun.input), request.query_params
+    limit = _number(request, "limit", "20")
+    if not 1 <= limit <= MAX_PAGE:
+        raise InvalidRequest(f"limit must be 1 to {MAX_PAGE}", field="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", field="order")
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    if after is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise InvalidRequest("after is not the id of an item of this response", field="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    if IMAGES not in query.getlist("include[]") + query.getlist("include"):
+        page = [_without_images(item) for item in page]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return Json(ItemList(page, first, last, len(items) > limit))
+
+
+def _without_images(item: Item) -> Item:
+    match item:
+        case MessageItem(content=list(parts)):
+            return replace(item, content=[_without_image(part) for part in parts])
+        case FunctionOutputItem(output=list(parts)):
+            return replace(item, output=[_without_image(part) for part in parts])
+        case _:
+            return item
+
+
+def _without_image(part: MessagePart) -> MessagePart:
+    return replace(part, image_url=None) if isinstance(part, InputImagePart) else part
+
+
+@ROUTES.endpoint(
+    "POST",
+    "/v1/responses/input_tokens",
+    "Count the tokens of a prompt",
+    answer=InputTokens,
+    body=ResponseFields,
+    refuses=(*RENDERER_ERRORS, errors.UnknownPreviousResponse),
+    counted=True,
+)
+async def count_tokens(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = await context.bodies.decode(request, ResponseFields, RESPONSE_UNSUPPORTED)
+    card = await context.model_card(asked.model)
+    _, logs = await responses.find_context(context, request, caller, asked.previous_response_id)
+    entries = [entry for log in logs for entry in entries_of(log.state)]
+    entries += [Entry(item) for item in input_of(asked.input, "")]
+    messages = messages_of(asked.instructions, entries, takes_tools=card.takes_tools)
+    shows_tools = card.takes_tools and asked.tool_choice != "none"
+    tools = functions_of(asked) if shows_tools else []
+    question = TokenizeRequest(messages, tools=tools)
+    with translated_errors("response", {}):
+        reply = await client.tokenize(context.bus, asked.model, question, tenant=caller.tenant)
+        return Json(InputTokens(errors.unwrap_reply(reply).count))
