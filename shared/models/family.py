@@ -37,8 +37,9 @@ VocoderKind = Literal["code2wav", "token2wav"]
 class MediaInput:
     """One modality that a family reads."""
 
-    open_layout: Callable[[Path, Any], MediaLayout]
-    """Makes the layout of a model folder and its config. Raises ConfigError."""
+    open_layout: Callable[[Path, Any], MediaLayout | None]
+    """Makes the layout of a model folder and its config; None if the folder has none for this
+    modality. Raises ConfigError."""
     placeholder: str
     """Name of the placeholder token's id in the config."""
 

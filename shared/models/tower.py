@@ -16,6 +16,11 @@ from shared.vision.weights import load_weights
 # Number of embeddings that are computed at once on a CPU: those of four images of 448 x 448 pixels.
 # Runs of one image took as long, and make threads wait for each other more often.
 CPU_RUN_LEN = 1024
+# A GPU takes as many as the largest images of a batch have together. Longer runs are of videos, and
+# would need more memory.
+GPU_RUN_LEN = 16_384
+# Videos are split into parts of at most this many embeddings, from which runs are made.
+MAX_SPLIT_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +36,27 @@ class Tower:
 
         Raises InvalidRequest if those of an item are not finite.
         """
+        split = [self.adapter.split(fields, MAX_SPLIT_LEN) for fields in batch]
+        parts: list[Tensor] = []
+        for run in self._split([part for item in split for part in item]):
+            parts += self.adapter.encode(self.model, run)
         embeddings = []
-        for run in self._split(batch):
-            embeddings += self.adapter.encode(self.model, run)
-        for embedding in embeddings:
-            check_finite(embedding)
+        for item in split:
+            own, parts = parts[: len(item)], parts[len(item) :]
+            embeddings.append(own[0] if len(own) == 1 else torch.cat(own))
+            check_finite(embeddings[-1])
         return embeddings
 
     def _split(self, batch: Sequence[Fields]) -> list[list[Fields]]:
         """Return the runs that go through the tower at once, in the order of the batch."""
-        if self.model.device.type != "cpu":
-            return [list(batch)]
+        run_len = CPU_RUN_LEN if self.model.device.type == "cpu" else GPU_RUN_LEN
         runs: list[list[Fields]] = []
         room = 0
         for fields in batch:
             count = self.adapter.count(fields)
             if count > room:
                 runs.append([])
-                room = CPU_RUN_LEN
+                room = run_len
             runs[-1].append(fields)
             room -= count
         return runs
@@ -68,5 +76,5 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
     adapter.optimize_layers(model)
     tower = Tower(adapter, model)
     # One-time work happens now, and a tower that cannot encode fails at start.
-    tower.encode([adapter.sample()])
+    tower.encode(adapter.samples())
     return tower

@@ -61,12 +61,23 @@ class TowerAdapter:
         """Return the embeddings of each item, [count, width]."""
         raise NotImplementedError
 
+    def split(self, fields: Fields, max_count: int) -> list[Fields]:
+        """Return parts of an item, in order, whose embeddings together are the item's.
+
+        Each part has at most `max_count` embeddings where the tower's attention allows it.
+        """
+        return [fields]
+
     def optimize_layers(self, model: Any) -> None:
         """Replace layers of the tower by faster ones with the same results, if there are any."""
 
     def sample(self) -> Fields:
         """Return a small item for the warm-up."""
         raise NotImplementedError
+
+    def samples(self) -> list[Fields]:
+        """Return a small item of each modality for the warm-up."""
+        return [self.sample()]
 
     def check_embedding(self, fields: Fields, embedding: Tensor) -> None:
         """Check embeddings that another worker has made. Raises InvalidRequest."""

@@ -1,4 +1,4 @@
-"""Images processed by another server: restored to 8-bit pixels and a table of their values."""
+"""Pixels that another server has processed: restored to 8 bits and a table of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def tensors_of(wire: Mapping[str, WireField], names: Sequence[str], field: str) 
     """Return the tensors of the fields `names`. Raises InvalidRequest for other fields."""
     if wire.keys() != set(names):
         raise InvalidRequest(
-            f"an image of this model has the fields {', '.join(names)}, this one {', '.join(wire)}",
+            f"an item of this kind has the fields {', '.join(names)}, this one {', '.join(wire)}",
             field=field,
         )
     return [wire[name].tensor for name in names]
@@ -65,7 +65,7 @@ def to_pixels(
         if len(levels) > NUM_VALUES:
             raise InvalidRequest(
                 f"pixel_values have {len(levels)} different values in a channel, more than the"
-                f" {NUM_VALUES} of an 8-bit image",
+                f" {NUM_VALUES} of 8-bit pixels",
                 field=field,
             )
         own_table[channel, : len(levels)] = levels

@@ -1,4 +1,4 @@
-"""Embedding store: passes embeddings from their producer to consumers, by the hash of the image.
+"""Embedding store: passes embeddings from their producer to consumers, by the hash of the item.
 
 A producer stores them in its memory or in a shared directory, and publishes the place in the stream
 RESULTS. A consumer acknowledges what it has read, so that the memory can be reused. The store is
@@ -22,7 +22,7 @@ from shared.codec.tensors import from_torch, to_torch
 from shared.config import Config
 from shared.errors import BlobLost, ConfigError, DecodeError, EncodingFailed, Overloaded
 from shared.protocol.multimodal import BlobRef, embedding_key
-from shared.protocol.subjects import encode_model
+from shared.protocol.names import encode_model
 from shared.protocol.task_messages import ItemResult
 from shared.state import item_results
 from shared.vision.embedding_directory import EmbeddingDirectory, Role
@@ -85,7 +85,7 @@ class EmbeddingStore:
         """
         assert self._role != "consumer"
         if embedding.nbytes > self._max_bytes:
-            raise EncodingFailed("the embeddings of an image are larger than the store")
+            raise EncodingFailed("the embeddings of an item are larger than the store")
         blob = None
         if self._directory is not None:
             await asyncio.to_thread(self._directory.put, mm_hash, embedding)
@@ -152,13 +152,13 @@ class EmbeddingStore:
             if self._directory is not None:
                 embedding = await asyncio.to_thread(self._directory.get, mm_hash)
             if embedding is None:
-                raise BlobLost("the file of an image's embeddings is gone")
+                raise BlobLost("the file of an item's embeddings is gone")
             return Held(embedding, mm_hash)
         blob = await self._blobs.get(ref)
         try:
             _, tensors = envelope.decode(blob.data, _Head)
             if len(tensors) != 1 or len(tensors[0].shape) != 2:
-                raise DecodeError("the blob does not hold an image's embeddings")
+                raise DecodeError("the blob does not hold an item's embeddings")
             return Held(to_torch(tensors[0]), mm_hash, ref, blob)
         except BaseException:
             blob.close()

@@ -18,7 +18,7 @@ from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import PlaceholderRange
-from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, TextPart
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
 from tests.masks import pack_mask
@@ -47,7 +47,7 @@ class Road:
 
     def case(self, name: str, text: str, images: list[Image.Image], max_tokens: int) -> Case:
         """The renderer's work, through the envelope, as the engine takes it."""
-        parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("")) for _ in images]
+        parts: list[ContentPart] = [ImagePart(ImageURL("")) for _ in images]
         loaded = [DecodedImage(image, f"{name} {i}") for i, image in enumerate(images)]
         rendered = render(self.processor, [Message("user", [*parts, TextPart(text)])], loaded)
         return make_case(name, rendered, images, max_tokens)

@@ -97,8 +97,11 @@ def twins(request: pytest.FixtureRequest) -> Twins:
 
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
-    [(100, 0.0, 16), (7, 0.05, 4), (5, 0.05, 1)],
-    ids=["whole prompts", "chunks of 7", "chunks of 5, blocks of 1"],
+    [
+        pytest.param(100, 0.0, 16, id="whole prompts"),
+        pytest.param(7, 0.05, 4, id="chunks of 7", marks=pytest.mark.long),
+        pytest.param(5, 0.05, 1, id="chunks of 5, blocks of 1"),
+    ],
 )
 def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int

@@ -34,7 +34,7 @@ from shared.errors import InvalidRequest
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
-from shared.models.media import DecodedImage, DecodedMedia
+from shared.models.media import DecodedImage
 from shared.models.registry import register
 from shared.models.tower import load_tower
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, look_up
@@ -103,7 +103,7 @@ class ToyLayout:
         self._processor = layout.load_image_processor(folder, CLIPImageProcessorPil)
         self.fingerprint = layout.fingerprint(self._processor)
 
-    def process(self, media: DecodedMedia, field: str) -> tuple[dict[str, TensorData], int]:
+    def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
         output = self._processor(images=[media.image], do_rescale=False, do_normalize=False)
         raster = np.ascontiguousarray(output["pixel_values"][0].transpose(1, 2, 0), np.uint8)
         table = layout.value_table(self._processor)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from workers.renderer.media.fetcher import Fetcher
 
 LOOPBACK = ["127.0.0.0/8"]

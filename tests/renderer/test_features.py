@@ -107,7 +107,9 @@ def without_data(asked: Prompt) -> Prompt:
 
 async def test_a_renderer_tells_of_its_model(rig: Rig, processor: Processor) -> None:
     card = await client.model_card(rig.bus, rig.model)
-    assert card == ModelCard(rig.model, 4096, 768, True, False, hidden_size=192)
+    assert card == ModelCard(
+        rig.model, 4096, 768, True, True, "hermes", [None, None], hidden_size=192
+    )
 
 
 async def test_tokens_and_texts_go_both_ways(rig: Rig) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
-from shared.config import RendererConfig
-from shared.errors import BlobLost, RequestError
-from shared.protocol.multimodal import IMAGE, BlobRef, Modality
-from workers.renderer.media.decoders import DECODERS
+from shared.errors import BlobLost, ContextTooLong, RequestError
+from shared.protocol.multimodal import IMAGE, BlobRef, Modality, Placement
+from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import ProcessedImage, Processor
+from workers.renderer.processing.prompt import MediaPart
 from workers.renderer.threads import InThread
 
 
@@ -42,6 +42,7 @@ class PreparedImage:
     metadata: dict[str, TensorData]
     """The fields that the language model needs."""
     modality: Modality = IMAGE
+    placement: Placement | None = None
 
 
 def copy_tensor(tensor: TensorData) -> TensorData:
@@ -50,45 +51,52 @@ def copy_tensor(tensor: TensorData) -> TensorData:
 
 
 class ImageCache:
-    def __init__(self, blobs: Blobs, config: RendererConfig, in_thread: InThread) -> None:
+    def __init__(self, blobs: Blobs, decoders: MediaDecoders, in_thread: InThread) -> None:
         self.counters = CacheCounters()
         self._blobs = blobs
-        self._config = config
+        self._decoders = decoders
         self._in_thread = in_thread
         self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
 
     async def prepare(
         self,
         processor: Processor,
-        modality: Modality,
+        part: MediaPart,
         data: bytes,
-        field: str,
         tenant: str,
         ttl_s: float,
+        max_tokens: int | None = None,
         *,
         is_item: bool = False,
     ) -> PreparedImage:
         """Prepare a file, or an item that another server has processed.
 
-        The engine may read the result for `ttl_s`. Raises a RequestError naming `field`.
+        The engine may read the result for `ttl_s`. Raises a RequestError naming the field, and
+        ContextTooLong for a video or sound of more than `max_tokens`, before it is decoded.
         """
+        modality, field = part.modality, part.field
         source_hash = await self._in_thread(hash_source, data)
-        hash_of = processor.hash_item if is_item else processor.hash_media
-        mm_hash = hash_of(modality, source_hash, tenant)
+        if is_item:
+            mm_hash = processor.hash_item(modality, source_hash, tenant)
+        else:
+            mm_hash = processor.hash_media(modality, source_hash, tenant, part.sampling)
 
         def process() -> ProcessedImage:
             if is_item:
                 return processor.decode_item(modality, data, mm_hash, field)
-            return processor.process(DECODERS[modality](data, self._config, field), field, tenant)
+            with self._decoders.open(modality, data, field, tenant, part.sampling) as media:
+                return processor.process(media, field, tenant, part.sampling, max_tokens)
 
         self.counters.queries += 1
         if (cached := await self._find(processor, modality, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return cached
-        image = await self._process(mm_hash, process, field, ttl_s)
+        image = await self._process(mm_hash, modality, process, field, ttl_s)
         ref = self._put(mm_hash, image, ttl_s)
         metadata = {name: image.fields[name] for name in processor.metadata(modality)}
-        return PreparedImage(mm_hash, image.num_tokens, ref, image.fields, metadata, modality)
+        return PreparedImage(
+            mm_hash, image.num_tokens, ref, image.fields, metadata, modality, image.placement
+        )
 
     def clear(self) -> None:
         """Remove all images, and reset the counters."""
@@ -113,20 +121,27 @@ class ImageCache:
             if isinstance(error, BlobLost):
                 return None
             raise
-        return PreparedImage(mm_hash, num_tokens, ref, {}, metadata, modality)
+        placement = processor.place(modality, metadata)
+        return PreparedImage(mm_hash, num_tokens, ref, {}, metadata, modality, placement)
 
     def _put(self, mm_hash: str, image: ProcessedImage, ttl_s: float) -> BlobRef | None:
         return mm_items.put_item(self._blobs, mm_hash, image.num_tokens, image.fields, ttl_s)
 
     async def _process(
-        self, mm_hash: str, process: Callable[[], ProcessedImage], field: str, ttl_s: float
+        self,
+        mm_hash: str,
+        modality: Modality,
+        process: Callable[[], ProcessedImage],
+        field: str,
+        ttl_s: float,
     ) -> ProcessedImage:
         """Process an image once for all requests that need it at the same time."""
         task = self._processing.get(mm_hash)
+        is_own = task is None
         if task is None:
 
             async def run() -> ProcessedImage:
-                image = await self._in_thread(process)
+                image = await self._decoders.run(modality, process)
                 # It is stored before the task ends; a request in between would process it again.
                 if (ref := self._put(mm_hash, image, ttl_s)) is not None:
                     self._blobs.discard(ref)
@@ -139,4 +154,7 @@ class ImageCache:
             # A request that gives up does not cancel the task of the others.
             return await asyncio.shield(task)
         except RequestError as error:
+            if isinstance(error, ContextTooLong) and not is_own:
+                # The other request had less room.
+                return await self._process(mm_hash, modality, process, field, ttl_s)
             raise type(error)(error.message, field=field) from None

@@ -144,7 +144,7 @@ class Packer:
         without_room = any(image.ref is None for image in prepared)
         too_large = num_bytes > self._bus.max_payload - HEAD_BYTES
         if without_room and too_large and num_bytes < self._blobs.capacity:
-            raise Unavailable("there is no room for its images at present")
+            raise Unavailable("there is no room for its media at present")
 
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:

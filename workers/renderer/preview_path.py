@@ -4,22 +4,24 @@ It neither reads the render path's caches nor adds to them, so a client can neit
 what other clients have sent nor evict it.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
-from shared.protocol.multimodal import PlaceholderRange
+from shared.models.media import DecodedMedia
+from shared.protocol.multimodal import FrameSampling, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
-from shared.protocol.requests import Prompt
-from workers.renderer.media.decoders import DECODERS
+from shared.protocol.requests import SEQUENCE_HEAD, Prompt
+from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored
 from workers.renderer.processing import prompt
 from workers.renderer.processing.processor import ProcessedImage, Processor, Rendered, join
-from workers.renderer.threads import InThread
+from workers.renderer.threads import InThread, Result
 
 
 @dataclass(eq=False)
@@ -27,6 +29,7 @@ class PreviewPath:
     _bus: Bus
     _loader: MediaLoader
     _config: RendererConfig
+    _decoders: MediaDecoders
     _in_thread: InThread
 
     async def render(
@@ -64,7 +67,11 @@ class PreviewPath:
         encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
         async for part, data, image in self._process_media(processor, asked, tenant):
-            mm_hash = await self._in_thread(vllm_kwargs.mm_hash, part.modality, data, model_id)
+            # vLLM's file of a sequence of JPEG files is what follows the head of its URL.
+            file = data.removeprefix(SEQUENCE_HEAD)
+            mm_hash = await self._in_thread(
+                vllm_kwargs.mm_hash, part.modality, file, model_id, image.video
+            )
             kwargs_data = mm_metadata = None
             if with_data:
                 kwargs_data, mm_metadata = await self._in_thread(processor.encode_item, image)
@@ -84,14 +91,17 @@ class PreviewPath:
         Raises a RequestError.
         """
         token_ids = await self._tokenize(processor, asked)
-        images = [image async for *_, image in self._process_media(processor, asked, tenant)]
+        images = []
+        async for part, data in self._files(asked, tenant):
+            measure = partial(self._open, processor.measure, part, data, tenant)
+            images.append(await self._decoders.run(part.modality, measure))
         if asked.text is None:
             token_ids, _ = await self._in_thread(processor.expand_unchecked, token_ids, images)
         return token_ids
 
     async def _tokenize(self, processor: Processor, asked: Prompt) -> list[int]:
         if asked.features:
-            raise UnsupportedContent("these images are rendered already", field="features")
+            raise UnsupportedContent("these media are rendered already", field="features")
         return await self._in_thread(processor.tokenize, asked)
 
     async def _expand(
@@ -111,17 +121,37 @@ class PreviewPath:
         self, processor: Processor, asked: Prompt, tenant: str
     ) -> AsyncIterator[tuple[prompt.MediaPart, bytes, ProcessedImage]]:
         """Yield the media parts with their files, processed; each is read when its turn comes."""
+
+        def process(media: DecodedMedia, field: str, sampling: FrameSampling) -> ProcessedImage:
+            return processor.process(media, field, "", sampling)
+
+        async for part, data in self._files(asked, tenant):
+            opened = partial(self._open, process, part, data, tenant)
+            yield part, data, await self._decoders.run(part.modality, opened)
+
+    async def _files(
+        self, asked: Prompt, tenant: str
+    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes]]:
         for part in prompt.media_parts(asked.messages):
             if is_stored(part.url):
-                limit = self._config.max_image_bytes
+                limit = self._config.max_bytes[part.modality]
                 data = await read_stored(self._bus, part.url, part.field, limit, tenant)
             else:
-                data = await self._in_thread(self._loader.read, part.url, part.field, None)
-            yield part, data, await self._in_thread(self._process, processor, part, data)
+                data = await self._in_thread(
+                    self._loader.read, part.url, part.field, None, part.modality
+                )
+            yield part, data
 
-    def _process(self, processor: Processor, part: prompt.MediaPart, data: bytes) -> ProcessedImage:
-        decoded = DECODERS[part.modality](data, self._config, part.field)
-        return processor.process(decoded, part.field, "")
+    def _open(
+        self,
+        work: Callable[[DecodedMedia, str, FrameSampling], Result],
+        part: prompt.MediaPart,
+        data: bytes,
+        tenant: str,
+    ) -> Result:
+        opened = self._decoders.open(part.modality, data, part.field, tenant, part.sampling)
+        with opened as media:
+            return work(media, part.field, part.sampling)
 
 
 @dataclass(eq=False)
@@ -136,6 +166,6 @@ class Budget:
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             raise PayloadTooLarge(
-                f"the images' tensors have more than the {self._max_bytes} bytes of a message",
+                f"the media's tensors have more than the {self._max_bytes} bytes of a message",
                 field=field,
             )

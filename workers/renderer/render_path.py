@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import InvalidRequest
-from shared.protocol.multimodal import BlobRef, Modality, PlaceholderRange
+from shared.protocol.multimodal import BlobRef, PlaceholderRange
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import TaskHeader
 from workers.renderer.image_cache import ImageCache, PreparedImage
+from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.request_media import RequestMedia, Source
 from workers.renderer.packing import Packer
 from workers.renderer.processing import prompt
@@ -23,8 +25,10 @@ async def _nothing() -> None:
 
 
 class RenderPath:
-    def __init__(self, bus: Bus, blobs: Blobs, config: Config, in_thread: InThread) -> None:
-        self.images = ImageCache(blobs, config.renderer, in_thread)
+    def __init__(
+        self, bus: Bus, blobs: Blobs, config: Config, decoders: MediaDecoders, in_thread: InThread
+    ) -> None:
+        self.images = ImageCache(blobs, decoders, in_thread)
         self._packer = Packer(bus, blobs, config)
         self._in_thread = in_thread
 
@@ -60,22 +64,20 @@ class RenderPath:
         if asked.token_ids is not None:
             ranges = await self._in_thread(processor.check_features, asked, embeds)
         is_item = asked.token_ids is not None
-        prepared = []
+        # The tokens that the next medium may have, one of them in place of its placeholder.
+        room = processor.max_model_len - (not embeds) - len(token_ids) + 1
+        prepared: list[PreparedImage] = []
         # One image at a time, which is dropped once it is processed: eight rasters of the largest
         # size would be a gigabyte.
-        async for modality, field, source in _sources(asked, media):
-            keeping = asyncio.create_task(media.keep(source))
-            try:
+        async for part, source in _sources(asked, media):
+            async with _keeping(media, source):
                 image = await self.images.prepare(
-                    processor, modality, source.data, field, scope, ttl_s, is_item=is_item
+                    processor, part, source.data, scope, ttl_s, room, is_item=is_item
                 )
                 prepared.append(image)
+                room += 1 - image.num_tokens
                 if image.ref is not None:
                     made.append(image.ref)
-                await keeping
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
             await advanced()
         if asked.token_ids is None:
             await media.pin()
@@ -90,26 +92,39 @@ class RenderPath:
         return Rendered(token_ids, items, tensors)
 
 
+@asynccontextmanager
+async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
+    """Store the file while it is processed."""
+    keeping = asyncio.create_task(media.keep(source))
+    try:
+        yield
+        await keeping
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def _sources(
     asked: Prompt, media: RequestMedia
-) -> AsyncIterator[tuple[Modality, str, Source]]:
-    """Yield the media's files or items with their fields; each is read when its turn comes."""
+) -> AsyncIterator[tuple[prompt.MediaPart, Source]]:
+    """Yield the media's files, or processed items; each is read when its turn comes."""
     for part in prompt.media_parts(asked.messages):
-        yield part.modality, part.field, await media.read(part.url, part.field)
+        yield part, await media.read(part.url, part.field, part.modality)
     fields = prompt.feature_fields(asked.features, "kwargs_data")
     for feature, field in zip(asked.features, fields, strict=True):
-        yield feature.modality, field, await media.read_item(feature, field)
+        part = prompt.MediaPart(feature.modality, field, "")
+        yield part, await media.read_item(feature, field)
 
 
 def _check_counts(
     asked: Prompt, ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]
 ) -> None:
-    """Raise InvalidRequest if an item's placeholder range has another length than its tokens."""
+    """Raise InvalidRequest if an item's range has another number of placeholders than it needs."""
     fields = prompt.feature_fields(asked.features, "mm_placeholders")
     for placeholder, image, field in zip(ranges, prepared, fields, strict=True):
-        if placeholder.length != image.num_tokens:
+        if placeholder.num_embeds != image.num_tokens:
             raise InvalidRequest(
-                f"an {image.modality} of {image.num_tokens} tokens has a placeholder range"
-                f" of length {placeholder.length}",
+                f"{image.modality} of {image.num_tokens} embeddings has a placeholder range"
+                f" for {placeholder.num_embeds}",
                 field=field,
             )

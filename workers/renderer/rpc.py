@@ -1,8 +1,9 @@
 """Renderer RPC: calls that renderers answer directly, such as rendering or tokenizing a prompt.
 
 Calls share the threads with work for engines, but use at most half of them, and calls beyond a
-bound are refused at once, so that no answer waits for a token count. Tenants take turns, and under
-overload the tenant with the most calls is refused.
+bound are refused at once, so that no answer waits for a token count. Recordings are split beside
+these calls, in the processes that decode media. Tenants take turns, and under overload the tenant
+with the most calls is refused.
 """
 
 import asyncio
@@ -27,15 +28,18 @@ from shared.protocol.renderer_rpc import (
     Detokenized,
     ErrorReply,
     RenderedPrompt,
+    SoundPieces,
     Tokenized,
     decode_detokenize_request,
     decode_features_request,
+    decode_split_request,
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
 from shared.validation import invalid_request
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
+from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.threads import InThread
 
 # Calls in flight; at ten milliseconds each, the last of them waits less than a second.
@@ -50,14 +54,16 @@ _log = structlog.get_logger()
 class RendererRpc:
     _bus: Bus
     _path: PreviewPath
+    _splitter: SoundSplitter
     _processors: Mapping[str, Processor]
     _config: Config
     _in_thread: InThread
     _responders: list[GroupResponder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        num_slots = max(1, self._config.renderer.threads // 2)
-        self._slots = FairSlots(num_slots, "calls wait for this renderer")
+        limits, complaint = self._config.renderer, "calls wait for this renderer"
+        self._slots = FairSlots(max(1, limits.threads // 2), complaint)
+        self._splitting = FairSlots(max(1, limits.decoders // 2), complaint)
 
     async def start(self) -> None:
         for model in self._processors:
@@ -66,11 +72,16 @@ class RendererRpc:
                 ("features", self._features),
                 ("tokenize", self._tokenize),
                 ("detokenize", self._detokenize),
+                ("split", self._split),
                 ("card", self._card),
             ):
-                answer = partial(self._answer, partial(work, model))
-                subject, group = subjects.renderer(call, model), subjects.RENDERERS_GROUP
-                self._responders.append(await self._bus.add_group_responder(subject, group, answer))
+                slots = self._splitting if call == "split" else self._slots
+                answer = partial(self._answer, slots, partial(work, model))
+                for of in (subjects.renderer, subjects.renderer_of_tenants):
+                    responder = await self._bus.add_group_responder(
+                        of(call, model), subjects.RENDERERS_GROUP, answer
+                    )
+                    self._responders.append(responder)
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Answer calls until `stop`, and finish those that have arrived by then."""
@@ -78,11 +89,15 @@ class RendererRpc:
         await asyncio.gather(*(responder.stop(drain_s) for responder in self._responders))
 
     async def _answer(
-        self, work: Callable[[bytes, str], Awaitable[bytes]], data: bytes, header: str | None
+        self,
+        slots: FairSlots,
+        work: Callable[[bytes, str], Awaitable[bytes]],
+        data: bytes,
+        named: str | None,
     ) -> bytes:
         try:
-            tenant = tenant_of(header)
-            async with self._slots.turn(tenant, MAX_HELD):
+            tenant = tenant_of(named)
+            async with slots.turn(tenant, MAX_HELD):
                 answer = await work(data, tenant)
             self._bus.check_size(answer, "this answer")
             return answer
@@ -127,6 +142,11 @@ class RendererRpc:
             self._processors[model].detokenize, request.tokens, request.skip_special_tokens
         )
         return to_json(Detokenized(text, token_bytes))
+
+    async def _split(self, model: str, data: bytes, tenant: str) -> bytes:
+        asked = await _decode(decode_split_request, data)
+        urls = await self._splitter.split(self._processors[model], asked.url, tenant)
+        return to_json(SoundPieces(urls))
 
     async def _card(self, model: str, data: bytes, tenant: str) -> bytes:
         return to_json(self._processors[model].card(model))

@@ -7,18 +7,28 @@ plugins, the template's compilation, imports inside libraries. Nothing of it sta
 import asyncio
 import base64
 import io
+import wave
 from collections.abc import Awaitable, Callable, Iterator
 
 from PIL import Image
 
 from shared.codec import envelope
-from shared.protocol.multimodal import IMAGE
+from shared.protocol.multimodal import AUDIO, IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
-from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
+from shared.protocol.requests import (
+    AudioPart,
+    AudioURL,
+    ImagePart,
+    ImageURL,
+    Message,
+    Prompt,
+    TextPart,
+)
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor, Rendered
 
 SIZE = (448, 448)
+HUM_RATE = 24_000
 TTL_S = 60.0
 MAX_BYTES = 2**30
 
@@ -38,16 +48,33 @@ async def warm_up(processor: Processor, render: Callable[[Prompt], Awaitable[Ren
 
 
 def _conversations(processor: Processor) -> Iterator[list[Message]]:
-    """Yield a text, and an image in each of the formats."""
+    """Yield a text, an image in each of the formats, and a sound."""
     text = TextPart("What is it?")
     yield [Message("user", [text])]
     if processor.accepts(IMAGE):
         for name in FORMATS:
             yield [Message("user", [ImagePart(ImageURL(_noise(name))), text])]
+    if processor.accepts(AUDIO):
+        yield [Message("user", [AudioPart(AudioURL(_hum())), text])]
 
 
 def _noise(name: str) -> str:
     """Return the data: URL of an image of noise, which no cache has yet."""
     file = io.BytesIO()
     Image.effect_noise(SIZE, 64).convert("RGB").save(file, name)
+    return _url_of(file)
+
+
+def _hum() -> str:
+    """Return the data: URL of a second of sound, at a rate from which it is resampled."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(HUM_RATE)
+        sound.writeframes(bytes(range(64)) * (2 * HUM_RATE // 64))
+    return _url_of(file)
+
+
+def _url_of(file: io.BytesIO) -> str:
     return "data:;base64," + base64.b64encode(file.getvalue()).decode()

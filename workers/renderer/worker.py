@@ -8,7 +8,9 @@ from functools import partial
 
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
+from shared.models.lazy_module import load_torch
 from shared.protocol import subjects
+from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.pipeline import models_of
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHeader
@@ -16,6 +18,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from workers.renderer.detour import Detours
+from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.loader import MediaLoader, is_remote
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath
@@ -23,6 +26,7 @@ from workers.renderer.processing.processor import Processor, Rendered
 from workers.renderer.processing.prompt import media_parts
 from workers.renderer.render_path import RenderPath
 from workers.renderer.rpc import RendererRpc
+from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.threads import Args, Result
 from workers.renderer.warmup import MAX_BYTES, TTL_S, warm_up
 
@@ -50,10 +54,15 @@ class RendererWorker:
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._loader = MediaLoader(limits)
-        self._render_path = RenderPath(context.bus, blobs, self._config, self._in_thread)
+        self._decoders = MediaDecoders(limits, self._in_thread)
+        self._render_path = RenderPath(
+            context.bus, blobs, self._config, self._decoders, self._in_thread
+        )
         models = models_of(context.pipelines, context.stage.name)
         self._detours = Detours(context, models)
-        self._preview_path = PreviewPath(context.bus, self._loader, limits, self._in_thread)
+        self._preview_path = PreviewPath(
+            context.bus, self._loader, limits, self._decoders, self._in_thread
+        )
 
     async def load(self) -> None:
         for name in models_of(self._context.pipelines, self._context.stage.name):
@@ -61,6 +70,10 @@ class RendererWorker:
             self._context.step(f"loading the processor of {name}")
             processor = self._processors[name] = await self._in_thread(Processor, model)
             self._context.step(f"warming up {name}")
+            if any(map(processor.accepts, (VIDEO, AUDIO))):
+                self._decoders.start()
+            if processor.accepts(AUDIO):
+                await self._in_thread(load_torch)
             await self._warm_up(name, processor)
 
     async def _warm_up(self, model: str, processor: Processor) -> None:
@@ -90,7 +103,12 @@ class RendererWorker:
         )
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._note_ended)
         rpc = RendererRpc(
-            context.bus, self._preview_path, self._processors, config, self._in_thread
+            context.bus,
+            self._preview_path,
+            SoundSplitter(context.bus, self._decoders, config.renderer),
+            self._processors,
+            config,
+            self._in_thread,
         )
         await rpc.start()
         counters = self._render_path.images.counters
@@ -109,6 +127,7 @@ class RendererWorker:
             group.create_task(rpc.run(context.shutdown.asked, config.delivery.drain_s))
             group.create_task(loop.run())
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._decoders.close()
 
     def _note_ended(self, subject: str) -> None:
         request_id = subjects.last_token(subject)

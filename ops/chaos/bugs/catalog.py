@@ -7,7 +7,18 @@ write, with the small scenario that brings it out and the invariants of which on
 from msgspec.structs import replace
 
 # Importing these modules registers their bugs.
-from ops.chaos.bugs import engine, gateway, payloads, resume, scaling, speech, stages, token_log  # noqa: F401
+from ops.chaos.bugs import (  # noqa: F401
+    clips,
+    engine,
+    gateway,
+    images,
+    payloads,
+    resume,
+    scaling,
+    speech,
+    stages,
+    token_log,
+)
 from ops.chaos.bugs.registry import BUGS
 from ops.chaos.bugs.scenarios import SCENARIOS
 from ops.chaos.plan import Settings

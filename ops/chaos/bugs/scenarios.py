@@ -44,6 +44,10 @@ SPEECHES = replace(
     max_codes=64,
     mix=replace(CALM, speech=1.0, http=0.33),
 )
+# Every request is for images.
+PAINTINGS = replace(
+    BASE, requests=60, engines=1, coordinators=1, painters=2, mix=replace(CALM, paints=1.0)
+)
 SCENARIOS = {
     "calm": BASE,
     # Engines die in the middle of answers.
@@ -127,6 +131,16 @@ SCENARIOS = {
         step_ms=20.0,
         timeout_s=60.0,
     ),
+    # Some requests want other frames of the same clip. The fake engine's answers depend on each
+    # byte of them.
+    "clips": replace(
+        BASE,
+        requests=60,
+        rate=10.0,
+        renderer="real",
+        mix=replace(CALM, images=0.9, clips=1.0),
+        timeout_s=60.0,
+    ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
     "speeches": SPEECHES,
@@ -153,6 +167,10 @@ SCENARIOS = {
         step_ms=30.0,
         mix=replace(CALM, speech=1.0),
         timeout_s=60.0,
+    ),
+    "images as answers": PAINTINGS,
+    "dying painters": replace(
+        PAINTINGS, fault_every_s=1.0, faults={"kill:dit": 1.0}, step_ms=40.0, timeout_s=60.0
     ),
     "scaled to zero": replace(
         SCALED,

@@ -12,7 +12,9 @@ from ops.chaos.patching import replace_attribute
 def second_writer_of_output() -> None:
     from shared.bus.bus import Bus
 
-    async def append(self: Bus, subject: str, data: bytes, last_sequence: int) -> int:
+    async def append(
+        self: Bus, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+    ) -> int:
         ack = await self._publish(subject, data, {})
         assert ack is not None
         return ack.seq
@@ -41,9 +43,9 @@ def samples_appended_twice() -> None:
 
     audio = LogWriter.audio
 
-    async def twice(self: LogWriter, first_sample: int, pcm: bytes, sample_rate: int) -> None:
-        await audio(self, first_sample, pcm, sample_rate)
-        await audio(self, first_sample, pcm, sample_rate)
+    async def twice(self: LogWriter, *args: Any) -> None:
+        await audio(self, *args)
+        await audio(self, *args)
 
     replace_attribute(LogWriter, "audio", twice)
 

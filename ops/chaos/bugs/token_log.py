@@ -19,7 +19,9 @@ def unfenced_deadline() -> None:
 def _append_unfenced() -> None:
     from shared.bus.bus import Bus
 
-    async def append(self: Bus, subject: str, data: bytes, last_sequence: int) -> int:
+    async def append(
+        self: Bus, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+    ) -> int:
         ack = await self._publish(subject, data, {})
         assert ack is not None
         return ack.seq

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.lazy_module import LazyModule
-from shared.models.media import DecodedMedia
+from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields, TowerAdapter, check_table, get_field, look_up
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import IMAGE
@@ -63,7 +63,7 @@ class LlavaImageLayout:
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error.message}", field="path") from None
 
-    def process(self, media: DecodedMedia, field: str) -> tuple[dict[str, TensorData], int]:
+    def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
         layout.check_aspect_ratio(media.image, field)
         pixels = self._crop(media.image)
         fields = {"pixels": from_numpy(pixels), "pixel_table": self._table}

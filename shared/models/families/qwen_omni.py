@@ -1,20 +1,33 @@
 """Thinkers of Qwen2.5-Omni and Qwen3-Omni, which write the text.
 
-A model's folder has its talker and its vocoder too. Sound and videos are no inputs here.
+A model's folder has its talker and its vocoder too. Qwen2.5-Omni also hears, and sees videos; the
+sound of a video is not heard with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedConfig
 
-from shared.models.families.qwen_vl import QwenAdapter, QwenImageLayout, QwenTower, sort_by_offset
+from shared.codec.arrays import from_numpy
+from shared.codec.envelope import TensorData
+from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, WireField
+from shared.errors import InvalidRequest
+from shared.models.families.qwen2_audio import AudioTower
+from shared.models.families.qwen_vl import QwenAdapter, QwenTower
 from shared.models.family import MediaInput, ModelFamily, VocoderKind
-from shared.models.language import MediaPrompt, PromptPositions
+from shared.models.language import MediaItem
 from shared.models.lazy_module import LazyModule
-from shared.protocol.multimodal import IMAGE
+from shared.models.mel_layout import MelLayout
+from shared.models.qwen_image import QwenImageLayout
+from shared.models.qwen_video import SECONDS, Qwen25VideoLayout
+from shared.models.tower_adapter import Fields
+from shared.models.wire_pixels import tensors_of, to_numpy
+from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +36,45 @@ else:
     torch = LazyModule("torch")
 
 
+class OmniAudioLayout(MelLayout):
+    """Qwen2.5-Omni's features; its encoder takes sounds of any length."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        super().__init__(folder, getattr(config, "thinker_config", config).audio_config)
+
+    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
+        num_frames = int(to_numpy(fields["audio_frames"]))
+        features = to_numpy(fields["input_features"])[:, :num_frames]
+        mask = (np.arange(self.num_window_frames) < num_frames).astype(np.int32)
+        every_bin: Bounds = [None, None, None]
+        frames: Bounds = [0, num_frames, None]
+        return {
+            "audio_feature_lengths": WireField(fields["audio_frames"], BatchedField()),
+            "feature_attention_mask": WireField(from_numpy(mask), BatchedField()),
+            "input_audio_features": WireField(
+                from_numpy(features), FlatField([[every_bin, frames]], dim=1)
+            ),
+        }
+
+    def from_wire(
+        self, wire: Mapping[str, WireField], field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        names = ("audio_feature_lengths", "feature_attention_mask", "input_audio_features")
+        length, _, features = (to_numpy(tensor) for tensor in tensors_of(wire, names, field))
+        is_number = length.size == 1 and np.issubdtype(length.dtype, np.integer)
+        if not is_number or features.shape[-1:] != (int(length.reshape(())),):
+            raise InvalidRequest(
+                f"audio_feature_lengths is {length.tolist()}, for features {list(features.shape)}",
+                field=field,
+            )
+        return self.shorten(features, features.shape[-1], field)
+
+
 class OmniTower(QwenTower):
     """The vision tower of a thinker."""
 
     modules = ("model.visual", "model.audio_tower")
-    language_modules = ("model.language_model", "model.audio_tower", "lm_head")
+    language_modules: tuple[str, ...] = ("model.language_model", "model.audio_tower", "lm_head")
 
     def __init__(self, config: PreTrainedConfig) -> None:
         # The whole model's config, or that of the thinker alone.
@@ -35,6 +82,53 @@ class OmniTower(QwenTower):
 
     def optimize_layers(self, model: Any) -> None:
         """Nothing is replaced: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
+
+
+class HearingTower(OmniTower):
+    """The vision and the audio tower of Qwen2.5-Omni's thinker."""
+
+    language_modules = ("model.language_model", "lm_head")
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self._audio = OmniAudioTower(self._config)
+
+    def count(self, fields: Fields) -> int:
+        return self._audio.count(fields) if _is_sound(fields) else super().count(fields)
+
+    def check(self, fields: Fields) -> None:
+        return self._audio.check(fields) if _is_sound(fields) else super().check(fields)
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        is_sound = [_is_sound(fields) for fields in batch]
+        sounds = [fields for fields in batch if _is_sound(fields)]
+        others = [fields for fields in batch if not _is_sound(fields)]
+        heard = iter(self._audio.encode(model, sounds) if sounds else [])
+        seen = iter(super().encode(model, others) if others else [])
+        return [next(heard if sound else seen) for sound in is_sound]
+
+    def samples(self) -> list[Fields]:
+        return [*super().samples(), *self._audio.samples()]
+
+
+class OmniAudioTower(AudioTower):
+    """The audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        lengths = torch.stack([fields["audio_frames"] for fields in batch])
+        features = [
+            fields["input_features"][:, :length]
+            for fields, length in zip(batch, lengths.tolist(), strict=True)
+        ]
+        tower = model.model.audio_tower
+        hidden = tower(
+            torch.cat(features, dim=1).to(model.device), feature_lens=lengths.to(model.device)
+        ).last_hidden_state
+        return list(hidden.split([self.count(fields) for fields in batch]))
+
+
+def _is_sound(fields: Fields) -> bool:
+    return "audio_frames" in fields
 
 
 class Qwen3OmniTower(OmniTower):
@@ -52,18 +146,6 @@ class Qwen3OmniTower(OmniTower):
 
 class ThinkerAdapter(QwenAdapter):
     """A thinker: its forward has no choice of rows, so its decoder and its head are run apart."""
-
-    def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
-        if not prompt.items:
-            return None
-        token_ids = torch.tensor([prompt.prompt_token_ids])
-        items = sort_by_offset(prompt.items)
-        grids = torch.stack([item.fields["image_grid_thw"] for item in items])  # [num_items, 3]
-        model: Any = self.model
-        positions, delta = model.get_rope_index(
-            token_ids, image_grid_thw=grids, attention_mask=torch.ones_like(token_ids)
-        )
-        return PromptPositions(positions[:, 0].long(), int(delta))
 
     def forward(
         self,
@@ -88,15 +170,25 @@ class ThinkerAdapter(QwenAdapter):
         model: Any = self.model
         return model.model.language_model
 
+    def _step_of(self, item: MediaItem) -> float:
+        if SECONDS not in item.fields:
+            return 1.0
+        config: Any = self.model.config
+        return float(item.fields[SECONDS]) * float(config.position_id_per_seconds)
+
 
 def _family(
     name: str, model_type: str, kind: str, tower: type[OmniTower], vocoder: VocoderKind
 ) -> ModelFamily:
-    index = "image_token_id" if kind.startswith("Qwen3") else "image_token_index"
+    suffix = "id" if kind.startswith("Qwen3") else "index"
+    media = {IMAGE: MediaInput(QwenImageLayout, placeholder=f"image_token_{suffix}")}
+    if issubclass(tower, HearingTower):
+        media[AUDIO] = MediaInput(OmniAudioLayout, placeholder=f"audio_token_{suffix}")
+        media[VIDEO] = MediaInput(Qwen25VideoLayout.open, placeholder=f"video_token_{suffix}")
     return ModelFamily(
         name,
         frozenset({model_type, f"{model_type}_thinker"}),
-        media={IMAGE: MediaInput(QwenImageLayout, placeholder=index)},
+        media=media,
         tower=tower,
         language=ThinkerAdapter,
         vocoder=vocoder,
@@ -106,6 +198,6 @@ def _family(
 
 
 FAMILIES: Sequence[ModelFamily] = (
-    _family("Qwen2.5-Omni", "qwen2_5_omni", "Qwen2_5Omni", OmniTower, "token2wav"),
+    _family("Qwen2.5-Omni", "qwen2_5_omni", "Qwen2_5Omni", HearingTower, "token2wav"),
     _family("Qwen3-Omni", "qwen3_omni_moe", "Qwen3OmniMoe", Qwen3OmniTower, "code2wav"),
 )

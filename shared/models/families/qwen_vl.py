@@ -1,26 +1,22 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size as patches in a grid, M-RoPE positions."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size as patches, M-RoPE positions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from shared.codec.arrays import from_numpy
-from shared.codec.envelope import TensorData
-from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField
-from shared.errors import InvalidRequest
-from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.language import LanguageAdapter, MediaItem, MediaPrompt, PromptPositions
+from shared.models.layout import MediaLayout
 from shared.models.lazy_module import LazyModule
-from shared.models.media import DecodedMedia
+from shared.models.mrope import GridRun, locate_grids
+from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
+from shared.models.qwen_video import GRID as VIDEO_GRID
+from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
 from shared.models.tower_adapter import (
     Fields,
     TowerAdapter,
@@ -29,8 +25,7 @@ from shared.models.tower_adapter import (
     look_up,
     refuse,
 )
-from shared.models.wire_pixels import to_numpy
-from shared.protocol.multimodal import IMAGE
+from shared.protocol.multimodal import IMAGE, VIDEO, Modality
 
 if TYPE_CHECKING:
     import torch
@@ -39,116 +34,63 @@ else:
     torch = LazyModule("torch")
 
 
-class QwenImageLayout:
-    """Patches of an image and their grid; one temporal frame, because all frames of it are equal.
-
-    pixel_patches  uint8 [num_patches, channels, patch_height * patch_width]
-    pixel_table    float32 [channels, 256], the normalised value of every pixel value
-    image_grid_thw int64 [3], in patches: 1, rows, columns
-
-    The processor's output is `pixel_table[channel, pixel_patches]`, repeated `temporal_patch_size`
-    times.
-    """
-
-    metadata: tuple[str, ...] = ("image_grid_thw",)
-
-    def __init__(self, folder: Path, config: Any) -> None:
-        self._processor = layout.load_image_processor(folder, Qwen2VLImageProcessorPil)
-        self._table = from_numpy(layout.value_table(self._processor))
-        self.fingerprint = layout.fingerprint(self._processor)
-
-    def process(self, media: DecodedMedia, field: str) -> tuple[dict[str, TensorData], int]:
-        layout.check_aspect_ratio(media.image, field)
-        output = self._processor(
-            images=[media.image], do_rescale=False, do_normalize=False, return_tensors="np"
-        )
-        grid = output["image_grid_thw"][0]
-        fields = {
-            "pixel_patches": from_numpy(self._first_frame(output["pixel_values"])),
-            "pixel_table": self._table,
-            "image_grid_thw": from_numpy(grid),
-        }
-        num_tokens = int(grid.prod()) // self._processor.merge_size**2
-        return fields, num_tokens
-
-    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        patches = to_numpy(fields["pixel_patches"])
-        frames = np.repeat(patches[:, :, None], self._processor.temporal_patch_size, axis=2)
-        rows = frames.reshape(len(patches), -1)
-        return {
-            "image_grid_thw": WireField(fields["image_grid_thw"], BatchedField(keep_on_cpu=True)),
-            "pixel_values": WireField(from_numpy(rows), FlatField([[[0, len(rows), None]]])),
-        }
-
-    def from_wire(
-        self, wire: Mapping[str, WireField], field: str
-    ) -> tuple[dict[str, TensorData], int]:
-        """Restore the fields from rows of pixels or of normalised values."""
-        names = ("image_grid_thw", "pixel_values")
-        grid, rows = wire_pixels.tensors_of(wire, names, field)
-        height, width = self._check_grid(grid, field)
-        side, frames = self._processor.patch_size, self._processor.temporal_patch_size
-        channels, num_patches = self._table.shape[0], height * width
-        shape = (num_patches, channels * frames * side**2)
-        wire_pixels.check_shape("pixel_values", rows, shape, field)
-        patches = to_numpy(rows).reshape(num_patches, channels, frames, side**2)
-        first = np.ascontiguousarray(patches[:, :, 0])
-        if not all(np.array_equal(first, patches[:, :, i]) for i in range(1, frames)):
-            raise InvalidRequest("the frames of a still image differ", field=field)
-        pixels, table = wire_pixels.to_pixels(first, self._table, field)
-        fields = {"pixel_patches": from_numpy(pixels), "pixel_table": table, "image_grid_thw": grid}
-        return fields, num_patches // self._processor.merge_size**2
-
-    def _check_grid(self, tensor: TensorData, field: str) -> tuple[int, int]:
-        """Return the number of rows and columns. Raises InvalidRequest."""
-        wire_pixels.check_shape("image_grid_thw", tensor, (3,), field)
-        if tensor.dtype != "int64":
-            raise InvalidRequest("image_grid_thw must be int64", field=field)
-        frames, height, width = map(int, to_numpy(tensor))
-        merge = self._processor.merge_size
-        if frames != 1 or min(height, width) < 1 or height % merge or width % merge:
-            raise InvalidRequest(
-                f"image_grid_thw is {[frames, height, width]}, not 1 and multiples of {merge}",
-                field=field,
-            )
-        return height, width
-
-    def _first_frame(self, pixel_values: NDArray[Any]) -> NDArray[np.uint8]:
-        """float [num_patches, channels * frames * patch_h * patch_w] of whole numbers, as uint8."""
-        frames, patch_len = self._processor.temporal_patch_size, self._processor.patch_size**2
-        rows = pixel_values.reshape(len(pixel_values), -1, frames, patch_len)
-        return rows[:, :, 0].astype(np.uint8)
+_GRIDS: Mapping[str, str] = {IMAGE: IMAGE_GRID, VIDEO: VIDEO_GRID}
+# The positions of a video grow with it, and must stay far from the limits of integers.
+MAX_GRID_SECONDS = 1e6
 
 
 class QwenTower(TowerAdapter):
-    """The vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of `QwenImageLayout`."""
+    """The vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of their layouts."""
 
     modules: tuple[str, ...] = ("model.visual",)
-    metadata = ("image_grid_thw",)
+    metadata = (IMAGE_GRID,)
 
     def count(self, fields: Fields) -> int:
-        frames, height, width = get_field(fields, "image_grid_thw", torch.int64, (3,)).tolist()
+        frames, height, width = get_field(fields, grid_name(fields), torch.int64, (3,)).tolist()
         merge = self._config.vision_config.spatial_merge_size
-        if frames != 1 or height <= 0 or width <= 0 or height % merge or width % merge:
+        is_still = frames == 1 or (frames > 0 and VIDEO_GRID in fields)
+        if not is_still or height <= 0 or width <= 0 or height % merge or width % merge:
             refuse(
-                f"image_grid_thw is {[frames, height, width]}; it must be one frame whose sides"
-                f" are multiples of {merge}"
+                f"{grid_name(fields)} is {[frames, height, width]}; it must be one frame, or those"
+                f" of a video, whose sides are multiples of {merge}"
             )
-        return int(height * width // merge**2)
+        return int(frames * height * width // merge**2)
 
     def check(self, fields: Fields) -> None:
         vision = self._config.vision_config
-        shape = (-1, vision.in_channels, vision.patch_size**2)
-        patches = get_field(fields, "pixel_patches", torch.uint8, shape)
+        if VIDEO_GRID in fields:
+            name, num_pixels = "video_patches", vision.temporal_patch_size * vision.patch_size**2
+        else:
+            name, num_pixels = "pixel_patches", vision.patch_size**2
+        patches = get_field(fields, name, torch.uint8, (-1, vision.in_channels, num_pixels))
         check_table(get_field(fields, "pixel_table", torch.float32, (vision.in_channels, 256)))
         num_patches = self.count(fields) * vision.spatial_merge_size**2
         if num_patches != len(patches):
-            refuse(f"image_grid_thw asks for {num_patches} patches, there are {len(patches)}")
+            refuse(f"{grid_name(fields)} asks for {num_patches} patches, there are {len(patches)}")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         pixel_values = torch.cat([self.restore(fields) for fields in batch])
-        grids = torch.stack([fields["image_grid_thw"] for fields in batch])
+        grids = torch.stack([fields[grid_name(fields)] for fields in batch])
         return self._embed(model, pixel_values.to(model.device), grids.to(model.device))
+
+    def split(self, fields: Fields, max_count: int) -> list[Fields]:
+        """Split a video between its pairs of frames, because none attends to another."""
+        if VIDEO_GRID not in fields:
+            return [fields]
+        frames, height, width = fields[VIDEO_GRID].tolist()
+        per_frame = height * width // self._config.vision_config.spatial_merge_size**2
+        num = max(1, max_count // per_frame)
+        if num >= frames:
+            return [fields]
+        patches = torch.split(fields["video_patches"], num * height * width)
+        return [
+            {
+                "video_patches": part,
+                "pixel_table": fields["pixel_table"],
+                VIDEO_GRID: torch.tensor([len(part) // (height * width), height, width]),
+            }
+            for part in patches
+        ]
 
     def optimize_layers(self, model: Any) -> None:
         from shared.vision.layers import optimize_qwen_vision
@@ -170,6 +112,8 @@ class QwenTower(TowerAdapter):
 
         [num_patches, channels * frames * patch_height * patch_width]
         """
+        if VIDEO_GRID in fields:
+            return look_up(fields["video_patches"], fields["pixel_table"]).flatten(1)
         patches = fields["pixel_patches"]
         num_patches, channels, num_pixels = patches.shape
         frame = look_up(patches, fields["pixel_table"])
@@ -195,35 +139,79 @@ class Qwen3Tower(QwenTower):
 
 
 class QwenAdapter(LanguageAdapter):
-    """Positions in time, height and width (M-RoPE): the tokens of an image stand in a grid."""
+    """Positions in time, height and width (M-RoPE): the tokens of an item stand in a grid."""
 
     num_position_rows = 3
 
     def check(self, prompt: MediaPrompt) -> None:
         super().check(prompt)
-        if any(item.placeholder.is_embed is not None for item in prompt.items):
-            refuse("an image's placeholder is one run of tokens in this model")
+        for item in prompt.items:
+            grid = _GRIDS.get(item.modality)
+            if grid is not None and grid_name(item.fields) != grid:
+                refuse(f"an item of modality {item.modality!r} has {grid_name(item.fields)}")
+            self._check_placement(item)
         _check_apart(sort_by_offset(prompt.items))
 
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
-        if not prompt.items:
+        # The tokens of a sound stand one behind the other, as those of text do.
+        items = [item for item in sort_by_offset(prompt.items) if item.modality in _GRIDS]
+        if not items:
             return None
-        token_ids = torch.tensor([prompt.prompt_token_ids])
-        is_image = torch.zeros_like(token_ids)
-        items = sort_by_offset(prompt.items)
-        for item in items:
-            start = item.placeholder.offset
-            is_image[0, start : start + item.placeholder.length] = 1
-        grids = torch.stack([item.fields["image_grid_thw"] for item in items])  # [num_items, 3]
-        model: Any = self.model
-        positions, delta = model.model.get_rope_index(
-            token_ids, mm_token_type_ids=is_image, image_grid_thw=grids
-        )
-        return PromptPositions(positions[:, 0], int(delta))
+        runs = (run for item in items for run in self._runs_of(item))
+        return locate_grids(len(prompt.prompt_token_ids), runs)
+
+    def _runs_of(self, item: MediaItem) -> list[GridRun]:
+        """Return the item's tokens, which are one run, in their grid."""
+        frames, rows, columns = self._grid_of(item)
+        return [GridRun(item.placeholder.offset, frames, rows, columns, self._step_of(item))]
+
+    def _grid_of(self, item: MediaItem) -> tuple[int, int, int]:
+        """Return the frames, rows and columns of the item's tokens."""
+        config: Any = self.model.config
+        merge = config.vision_config.spatial_merge_size
+        frames, height, width = item.fields[grid_name(item.fields)].tolist()
+        return frames, height // merge, width // merge
+
+    def _step_of(self, item: MediaItem) -> float:
+        """Return the number of positions from a pair of frames to the next one."""
+        if SECONDS not in item.fields:
+            return 1.0
+        config: Any = self.model.config
+        return float(item.fields[SECONDS]) * float(config.vision_config.tokens_per_second)
+
+    def _check_placement(self, item: MediaItem) -> None:
+        """Check the form of the item's placeholder, and what the item says about time.
+
+        Raises InvalidRequest.
+        """
+        if item.placeholder.is_embed is not None:
+            refuse(f"the placeholder of {item.modality}s is one run of tokens in this model")
+        if SECONDS in item.fields:
+            seconds = float(get_field(item.fields, SECONDS, torch.float32, ()))
+            if not 0 <= seconds <= MAX_GRID_SECONDS:
+                refuse(f"{SECONDS} is {seconds}, not between 0 and {MAX_GRID_SECONDS:g}")
 
 
 class Qwen3VLAdapter(QwenAdapter):
-    """Qwen3-VL's decoder adds further features of the images to its first hidden states."""
+    """Qwen3-VL's decoder adds further features of the images to its first hidden states.
+
+    Between the pairs of frames of a video there is text, so that each stands as an image does.
+    """
+
+    def _runs_of(self, item: MediaItem) -> list[GridRun]:
+        _, rows, columns = self._grid_of(item)
+        indexes = item.placeholder.embed_indexes()[:: rows * columns]
+        return [GridRun(item.placeholder.offset + index, 1, rows, columns) for index in indexes]
+
+    def _check_placement(self, item: MediaItem) -> None:
+        if item.modality != VIDEO:
+            super()._check_placement(item)
+            return
+        _, rows, columns = self._grid_of(item)
+        indexes = item.placeholder.embed_indexes()
+        starts = indexes[:: rows * columns]
+        if indexes != [start + i for start in starts for i in range(rows * columns)]:
+            refuse("a pair of frames is not one run of tokens")
 
     def forward(
         self,
@@ -249,18 +237,35 @@ class Qwen3VLAdapter(QwenAdapter):
         return logits
 
 
+def grid_name(fields: Mapping[str, Any]) -> str:
+    """Return the name of the field with the grid of an item, which tells videos from images."""
+    return VIDEO_GRID if VIDEO_GRID in fields else IMAGE_GRID
+
+
 def sort_by_offset(items: Sequence[MediaItem]) -> list[MediaItem]:
     return sorted(items, key=lambda item: item.placeholder.offset)
 
 
 def _check_apart(items: Sequence[MediaItem]) -> None:
-    """Check that there is text between images, because transformers tells them apart by it."""
     for left, right in itertools.pairwise(items):
-        if left.placeholder.offset + left.placeholder.length >= right.placeholder.offset:
-            refuse("the placeholders of two images touch")
+        if left.placeholder.offset + left.placeholder.length > right.placeholder.offset:
+            refuse("the placeholders of two items overlap")
 
 
-_MEDIA = {IMAGE: MediaInput(QwenImageLayout, placeholder="image_token_id")}
+def _media(
+    open_video: Callable[[Path, Any], MediaLayout | None],
+) -> Mapping[Modality, MediaInput]:
+    return {
+        IMAGE: MediaInput(QwenImageLayout, placeholder="image_token_id"),
+        VIDEO: MediaInput(open_video, placeholder="video_token_id"),
+    }
+
+
+def _open_video(folder: Path, config: Any) -> QwenVideoLayout | None:
+    """Open the layout of Qwen2-VL or Qwen2.5-VL, which alone has positions per second."""
+    is_timed = hasattr(config.vision_config, "tokens_per_second")
+    return (Qwen25VideoLayout if is_timed else QwenVideoLayout).open(folder, config)
+
 
 FAMILIES = (
     ModelFamily(
@@ -270,7 +275,7 @@ FAMILIES = (
             "qwen2_vl_text": frozenset({"llama_like"}),
             "qwen2_5_vl_text": frozenset({"llama_like"}),
         },
-        media=_MEDIA,
+        media=_media(_open_video),
         tower=QwenTower,
         language=QwenAdapter,
     ),
@@ -278,7 +283,7 @@ FAMILIES = (
         "Qwen3-VL",
         frozenset({"qwen3_vl", "qwen3_vl_moe"}),
         decoders={"qwen3_vl_text": frozenset({"llama_like"})},
-        media=_MEDIA,
+        media=_media(Qwen3VideoLayout.open),
         tower=Qwen3Tower,
         language=Qwen3VLAdapter,
     ),

@@ -1,5 +1,6 @@
 """The parts of omni models on the engine against transformers, token for token, in float64."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from shared.config import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
+from shared.stage.graphs import graph_of
 from tests import omni
 from tests.engine.model.test_parity import (
     PROCESSOR,
@@ -24,6 +26,7 @@ from tests.engine.model.test_parity import (
 from workers.engine.core.sequence import EngineRequest, FrameDelta, LoggedChoice, SpokenText
 from workers.engine.loader import LoadedModel, load
 from workers.engine.main import build_core
+from workers.engine.model.talker import Talker
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -126,8 +129,14 @@ def speak(
     logged: Spoken,
     sampling: SamplingParams = GREEDY,
     engine: EngineConfig = ROOMY,
+    arrivals: random.Random | None = None,
+    typing: random.Random | None = None,
 ) -> Spoken:
-    """All frames of some answers, from one engine. Those of `logged` are in the log already."""
+    """All frames of some answers, from one engine. Those of `logged` are in the log already.
+
+    With `arrivals`, the requests come one by one, between random steps. With `typing`, their texts
+    come bit by bit.
+    """
     talker = model.talker.talker
     assert talker is not None
     sized = replace(
@@ -139,10 +148,11 @@ def speak(
     core = build_core(sized, engine)
     allowed = [*talker.codes, *talker.end_token_ids]
     found = {question: [*frames] for question, frames in logged.items()}
+    waiting = []
+    unread = {question: model.answers[question].token_ids for question in logged}
     for question, frames in logged.items():
-        answer = model.answers[question].token_ids
-        speech = SpokenText(omni.user_prompt(question), answer, omni.VOICES[0])
-        core.add(
+        speech = known_text(talker, question, unread[question], 0 if typing else None)
+        waiting.append(
             EngineRequest(
                 question,
                 talker.prompt_tokens(speech),
@@ -152,7 +162,19 @@ def speak(
                 speech=speech,
             )
         )
-    while core.has_work:
+    num_typed = dict.fromkeys(unread, 0)
+    while waiting or core.has_work or (typing and num_typed):
+        while waiting and (arrivals is None or not core.has_work or arrivals.random() < 0.15):
+            core.add(waiting.pop(0))
+        if typing and num_typed and typing.random() < 0.3:
+            question = typing.choice([*num_typed])
+            num_typed[question] += typing.randint(1, 3)
+            if num_typed[question] >= len(unread[question]):
+                del num_typed[question]
+            number = num_typed.get(question)
+            core.extend_speech(question, known_text(talker, question, unread[question], number))
+        if not core.has_work:
+            continue
         for output in core.step():
             assert output.error is None
             for delta in output.choices:
@@ -161,6 +183,19 @@ def speak(
                     found[output.request_id] += [[code, *residual]] * (code in talker.codes)
     assert engine is ROOMY or sampling is not GREEDY or core.stats().num_preemptions > 0
     return found
+
+
+def known_text(
+    talker: Talker, question: str, answer: list[int], num_known: int | None
+) -> SpokenText:
+    """An answer, whole or its beginning."""
+    prompt = omni.user_prompt(question)
+    if num_known is None:
+        return SpokenText(prompt, answer, omni.VOICES[0])
+    num_inputs = talker.num_inputs(prompt)
+    assert num_inputs is not None
+    num_inputs += max(0, num_known - 1)
+    return SpokenText(prompt, answer[:num_known], omni.VOICES[0], num_inputs)
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
@@ -173,8 +208,24 @@ def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: s
     assert speak(model, nothing) == wanted
     # Chunks of seven tokens, and too few blocks for all.
     assert speak(model, nothing, engine=SMALL) == wanted
+    assert speak(model, nothing, engine=SMALL, arrivals=random.Random(4)) == wanted
     resumed = {question: frames[:5] for question, frames in wanted.items()}
     assert speak(model, resumed) == wanted
+
+
+def test_a_talker_that_reads_while_it_speaks_says_the_same(models: dict[str, Omni]) -> None:
+    """However the text comes, in small chunks, with preemption, and behind logged frames."""
+    model = models["3"]
+    wanted = {question: answer.frames for question, answer in model.answers.items()}
+    nothing: Spoken = {question: [] for question in QUESTIONS}
+    resumed = {question: frames[:5] for question, frames in wanted.items()}
+    for seed, (logged, engine) in enumerate([(nothing, ROOMY), (nothing, SMALL), (resumed, ROOMY)]):
+        assert speak(model, logged, engine=engine, typing=random.Random(seed)) == wanted
+    together = speak(model, nothing, SAMPLED)
+    assert speak(model, nothing, SAMPLED, SMALL, typing=random.Random(3)) == together
+    other = models["2.5"].talker.talker
+    assert other is not None
+    assert other.num_inputs(omni.user_prompt("Hi")) is None
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
@@ -186,3 +237,10 @@ def test_a_sampled_speech_depends_on_its_seed_alone(models: dict[str, Omni], nam
     assert speak(model, {key: [] for key in QUESTIONS}, SAMPLED, SMALL) == together
     other = msgspec.structs.replace(SAMPLED, seed=4)
     assert speak(model, {key: [] for key in QUESTIONS}, other) != together
+
+
+@pytest.mark.parametrize(("name", "graph"), [("3", "qwen3-omni"), ("2.5", "qwen2.5-omni")])
+def test_the_folder_of_a_model_with_a_talker_has_its_graph(
+    models: dict[str, Omni], name: str, graph: str
+) -> None:
+    assert graph_of(json.loads((models[name].folder / "config.json").read_bytes())) == graph

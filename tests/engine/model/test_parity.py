@@ -365,8 +365,12 @@ def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
-    [(100, 0.0, 16), (7, 0.0, 4), (13, 0.05, 5), (5, 0.1, 1)],
-    ids=["whole prompts", "chunks of 7", "chunks of 13, preempted", "chunks of 5, blocks of 1"],
+    [
+        pytest.param(100, 0.0, 16, id="whole prompts"),
+        pytest.param(7, 0.0, 4, id="chunks of 7", marks=pytest.mark.long),
+        pytest.param(13, 0.05, 5, id="chunks of 13, preempted"),
+        pytest.param(5, 0.1, 1, id="chunks of 5, blocks of 1"),
+    ],
 )
 def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int
@@ -431,6 +435,7 @@ def run_core(
     budget: int,
     steps_between: int,
     eos_token_ids: frozenset[int] = frozenset(),
+    max_model_len: int = 64,
 ) -> tuple[dict[str, list[int]], CountingRunner]:
     block_size = 4
     runner = CountingRunner(twins, num_blocks, block_size)
@@ -442,7 +447,7 @@ def run_core(
         pool=BlockPool(num_blocks, block_size, order),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
-        max_model_len=64,
+        max_model_len=max_model_len,
         vocab_size=twins.served.vocab_size,
     )
     waiting = [case.request for case in cases]
@@ -749,7 +754,7 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins) -> None:
         moved = [replace(first, placeholder=placeholder), second]
         with pytest.raises(InvalidRequest):
             runner.prepare(replace(case.request, items=moved))
-    with pytest.raises(InvalidRequest, match="touch"):
+    with pytest.raises(InvalidRequest, match="overlap"):
         runner.prepare(replace(case.request, items=[first, first, second]))
 
 

@@ -111,6 +111,16 @@ def test_a_timed_transcript_comes_with_the_samples_that_speak_it(turns: list[int
     assert pieces == ["three ", "red ", "", "circles ", "and more"]
 
 
+def test_a_record_with_several_words_is_transcribed_word_by_word() -> None:
+    made = assembler("pcm16", timed=True)
+    text = " three red\ncircles "
+    made.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 2, [7] * 5, text)]))
+    told = [made.add_audio(AudioChunk(n, 1, n, 1, 24_000, "AAA=", 3 + n))[0] for n in range(5)]
+    pieces = [chunk.choices[0].delta.audio.transcript or "" for chunk in told]
+    # Four pieces of text, and five tokens from the third on.
+    assert pieces == ["", " three", " red", "\ncircles", " "]
+
+
 def test_the_whole_answer_has_the_sound_as_a_file() -> None:
     for form, timed in (("wav", False), ("pcm16", True)):
         made = assembler(form, timed=timed)
@@ -169,12 +179,12 @@ def test_a_speech_reserves_memory_as_it_grows() -> None:
     most = 2**20
     scopes: list[dict[str, int]] = [{} for _ in range(MAX_LARGEST)]
     for scope in scopes:
-        budget.extend(scope, most // 2)
-        budget.extend(scope, most // 2)
+        budget.extend(scope, most // 2, "chat")
+        budget.extend(scope, most // 2, "chat")
     with pytest.raises(AnswerTooLarge, match="a stream has no limit") as refused:
-        budget.extend(scopes[0], 2)
+        budget.extend(scopes[0], 2, "chat")
     assert refused.value.field == "stream"
     with pytest.raises(Overloaded):
-        budget.extend({}, 10)
+        budget.extend({}, 10, "chat")
     budget.release(scopes[0])
-    budget.extend({}, 10)
+    budget.extend({}, 10, "chat")

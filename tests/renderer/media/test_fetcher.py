@@ -7,8 +7,9 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge, RequestError
+from shared.protocol.multimodal import IMAGE, VIDEO
 from tests.renderer.canary import LOOPBACK, Answer, Canary, config, fetcher, resolve_as, send
 from workers.renderer.media import fetcher as fetch
 from workers.renderer.media.fetcher import Fetcher, parse_url
@@ -251,6 +252,17 @@ def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
     for name in "aabbba":
         media.read(canary.url(f"/{name}"), FIELD, "")
     assert canary.paths == ["/a", "/b", "/a"]
+
+
+def test_a_video_evicts_no_image(canary: Canary) -> None:
+    """A file is found for its modality alone, because the limits on sizes differ."""
+    for name in ("image", "video"):
+        canary.answers[f"/{name}"] = send(bytes(2**20))
+    limits = config(LOOPBACK, url_cache_mib=1, max_image_bytes=2**20, max_video_bytes=2**21)
+    media = MediaLoader(limits)
+    for name, modality in (("image", IMAGE), ("video", VIDEO), ("image", IMAGE), ("image", VIDEO)):
+        media.read(canary.url(f"/{name}"), FIELD, "", modality)
+    assert canary.paths == ["/image", "/video", "/image"]
 
 
 def test_each_tenant_fetches_for_itself(canary: Canary) -> None:

@@ -15,17 +15,19 @@ import pytest
 from PIL import Image
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig, RendererConfig
+from shared.config import EngineConfig, ModelConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, TextPart
 from tests.request_path import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.loader import load
 from workers.engine.main import build_core
-from workers.renderer.media.image_decoder import MAX_SCANS, decode_image
+from workers.renderer.decoding.pictures import MAX_SCANS
+from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
 
 ROOT = Path(__file__).parents[3]
@@ -272,7 +274,7 @@ def test_an_image_of_any_size_is_answered_or_refused(
     demo: tuple[Processor, EngineCore], size: tuple[int, int]
 ) -> None:
     processor, core = demo
-    parts: list[TextPart | ImagePart] = [
+    parts: list[ContentPart] = [
         ImagePart(ImageURL("data:,")),
         TextPart("What color is this image?"),
     ]
@@ -306,7 +308,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:
-        around: list[list[TextPart | ImagePart]] = [
+        around: list[list[ContentPart]] = [
             [TextPart(token), picture],
             [picture, TextPart(f"a{token}b")],
         ]
@@ -314,7 +316,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
             with pytest.raises(InvalidRequest, match="control token"):
                 render(processor, [Message("user", parts)], [image])
         for cut in range(1, len(token)):
-            halves: list[TextPart | ImagePart] = [TextPart(token[:cut]), TextPart(token[cut:])]
+            halves: list[ContentPart] = [TextPart(token[:cut]), TextPart(token[cut:])]
             with pytest.raises(InvalidRequest, match="control token"):
                 render(processor, [Message("user", [*halves, picture])], [image])
 
@@ -325,7 +327,7 @@ def test_lookalikes_leave_the_image_where_it_is(
 ) -> None:
     processor, core = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
-    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")), TextPart(text)]
+    parts: list[ContentPart] = [ImagePart(ImageURL("data:,")), TextPart(text)]
     rendered = render(processor, [Message("user", parts)], [image])
     plain = render(processor, [Message("user", [parts[0], TextPart("x")])], [image])
     assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]

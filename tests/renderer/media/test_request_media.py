@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,10 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
 from shared.errors import Fenced
 from shared.protocol import subjects
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import Failure
 from shared.state import media_store
+from tests import preloaded
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
     Sink,
@@ -79,7 +80,7 @@ async def test_a_renderer_killed_between_fetch_and_hand_over(
     file = tmp_path / "pagemill.yaml"
     file.write_text(yaml.safe_dump(msgspec.to_builtins(config)))
     dying = await asyncio.create_subprocess_exec(
-        sys.executable,
+        *preloaded.PYTHON,
         "-m",
         "tests.renderer.dying",
         str(file),
@@ -187,6 +188,25 @@ async def test_the_store_is_each_tenants_own(
         assert worker._render_path.images.counters.processed == 2
 
 
+async def test_a_removed_file_is_neither_read_from_memory_nor_stored_again(
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str
+) -> None:
+    url = await client.pin_media(bus, png(63))
+    name = media_store.parse_media_url(url) or ""
+    async with renderer(broker.url, config_for(model)):
+        await publish(bus, task_for(bus, model, messages_with([url])))
+        await sink.next()
+        file = await media_store.look_up(bus, name)
+        assert file is not None
+        await media_store.remove(bus, file)
+        task = task_for(bus, model, messages_with([url]))
+        await publish(bus, task)
+        (record,) = [record async for record in client.follow(bus, task.header.request_id)]
+    assert isinstance(record, Failure)
+    assert record.error.code == "media_not_found"
+    assert await media_store.look_up(bus, name) is None
+
+
 async def test_one_stored_image_in_many_requests(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str
 ) -> None:
@@ -238,7 +258,7 @@ async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], RequestM
 
 
 async def read_all(job: RequestMedia, canary: Canary) -> bytes:
-    source = await job.read(canary.url("/a.png"), "field")
+    source = await job.read(canary.url("/a.png"), "field", IMAGE)
     await job.keep(source)
     return source.data
 

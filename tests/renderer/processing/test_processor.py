@@ -22,7 +22,8 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from ops.rendering import render
 from shared.codec.envelope import TensorData, decode, encode
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig, RendererConfig
+from shared.config import ModelConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import (
     ConfigError,
     ContextTooLong,
@@ -33,7 +34,7 @@ from shared.errors import (
 )
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, Task
 from tests.tasks import engine_task
 from workers.renderer.media.image_decoder import decode_image, hash_source
@@ -466,7 +467,7 @@ def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
     rng = random.Random(5)
     for num_images in (0, 1, 2, 3):
         pictures = [loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_images)]
-        parts: list[TextPart | ImagePart] = [TextPart("Look:"), *[image() for _ in pictures]]
+        parts: list[ContentPart] = [TextPart("Look:"), *[image() for _ in pictures]]
         parts.append(TextPart("What is it?"))
         rendered = render(ours, [Message("user", parts)], pictures)
         kinds = [{"type": "text", "text": "Look:"}, *[{"type": "image"} for _ in pictures]]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
+from shared.protocol.multimodal import IMAGE, VIDEO, Modality, PlaceholderRange, Placement
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from workers.renderer.processing.prompt import expand, media_parts, template_messages
 
@@ -19,6 +19,7 @@ IDS = {IMAGE: PAD}
 class Sized:
     num_tokens: int
     modality: Modality = IMAGE
+    placement: Placement | None = None
 
 
 def sized(counts: list[int]) -> list[Sized]:
@@ -89,15 +90,38 @@ class Counted(list[int]):
 
 
 def test_each_modality_has_its_own_placeholder() -> None:
-    video: Any = "video"  # a modality that does not exist yet
-    media = [Sized(2, video), Sized(3)]
-    ids = {IMAGE: PAD, video: 8}
+    media = [Sized(2, VIDEO), Sized(3)]
+    ids = {IMAGE: PAD, VIDEO: 8}
     assert expand([8, 1, PAD], media, ids) == (
         [8, 8, 1, PAD, PAD, PAD],
         [PlaceholderRange(0, 2), PlaceholderRange(3, 3)],
     )
     with pytest.raises(InvalidRequest, match="not those of the request"):
         expand([PAD, 1, 8], media, ids)
+
+
+def test_a_placement_puts_text_between_its_placeholders() -> None:
+    times = Placement([5, PAD, PAD, 6, PAD, 7, 7, 7, PAD])
+    media = [Sized(4, placement=times), Sized(1)]
+    expanded, ranges = expand([1, PAD, 2, PAD], media, IDS)
+    assert expanded == [1, *times.token_ids, 2, PAD]
+    assert ranges == [PlaceholderRange(1, 9, bytes([0b00010110, 1])), PlaceholderRange(11, 1)]
+    assert ranges[0].embed_indexes() == [1, 2, 4, 8]
+    assert ranges[0].num_embeds == 4
+
+
+def test_a_placement_replaces_the_marks_around_its_placeholder_if_they_are_there() -> None:
+    video = [Sized(2, placement=Placement([5, PAD, PAD], marks=(3, 4)))]
+    for prompt, expected, offset in (
+        ([1, 3, PAD, 4, 2], [1, 5, PAD, PAD, 2], 1),
+        ([3, PAD, 4], [5, PAD, PAD], 0),
+        ([1, 3, PAD, 2], [1, 3, 5, PAD, PAD, 2], 2),
+        ([PAD, 4], [5, PAD, PAD, 4], 0),
+        ([3, PAD], [3, 5, PAD, PAD], 1),
+    ):
+        expanded, ranges = expand(prompt, video, IDS)
+        assert expanded == expected
+        assert (ranges[0].offset, ranges[0].length) == (offset, 3)
 
 
 def test_expansion_takes_linear_time() -> None:

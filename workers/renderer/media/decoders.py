@@ -1,17 +1,92 @@
 """Media decoders: one function per modality, from a file's bytes to decoded media."""
 
+import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.models.media import DecodedMedia
-from shared.protocol.multimodal import IMAGE, Modality
-from workers.renderer.media.image_decoder import decode_image
+from shared.protocol.multimodal import (
+    AUDIO,
+    DEFAULT_SAMPLING,
+    IMAGE,
+    VIDEO,
+    FrameSampling,
+    Modality,
+)
+from workers.renderer.decoding.messages import DecodingLimits
+from workers.renderer.decoding.pool import DecoderPool
+from workers.renderer.media.audio_decoder import decode_audio
+from workers.renderer.media.image_decoder import open_image
+from workers.renderer.media.tools import MediaTools
+from workers.renderer.media.video_decoder import decode_video
+from workers.renderer.threads import InThread, Result
 
-MediaDecoder = Callable[[bytes, RendererConfig, str], DecodedMedia]
+MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
 """Decodes one file, within limits; errors name the field that is the last argument.
 
-The decoder of a modality with frames or samples also chooses those that it keeps, because the
-others need not be decoded. Blocks. Raises MediaTooLarge or InvalidMedia.
+A video or a sound is only probed at first; the layout's plan says what its `read` decodes, while
+the context is open. Blocks. Raises a RequestError: MediaTooLarge, UnsupportedContent or
+InvalidMedia.
 """
 
-DECODERS: Mapping[Modality, MediaDecoder] = {IMAGE: decode_image}
+DECODERS: Mapping[Modality, MediaDecoder] = {
+    IMAGE: open_image,
+    VIDEO: decode_video,
+    AUDIO: decode_audio,
+}
+
+
+class MediaDecoders:
+    """The decoders of a renderer, and the threads that wait for them.
+
+    Videos and sounds have threads of their own, so that images do not wait behind them.
+    """
+
+    def __init__(self, config: RendererConfig, in_thread: InThread) -> None:
+        self._in_thread = in_thread
+        self._threads = ThreadPoolExecutor(config.decoders, "decode")
+        self._tools = MediaTools(config, DecoderPool(_limits_of(config), config.decoders))
+
+    def start(self) -> None:
+        """Start the process that decoders of videos and sounds are forked from."""
+        self._tools.pool.start()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._tools.pool.close()
+
+    def open(
+        self,
+        modality: Modality,
+        data: bytes,
+        field: str,
+        tenant: str = "",
+        sampling: FrameSampling = DEFAULT_SAMPLING,
+    ) -> AbstractContextManager[DecodedMedia]:
+        """Decode one file. Blocks, and raises what a MediaDecoder raises.
+
+        A file that a tenant's sampling has ended a decoder with is refused to this tenant and
+        sampling alone.
+        """
+        return DECODERS[modality](data, replace(self._tools, use=(tenant, sampling)), field)
+
+    async def run(self, modality: Modality, function: Callable[[], Result]) -> Result:
+        """Run a function that decodes media of this modality in a thread."""
+        if modality == IMAGE:
+            return await self._in_thread(function)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _limits_of(config: RendererConfig) -> DecodingLimits:
+    return DecodingLimits(
+        config.max_video_frames,
+        config.max_video_pixels,
+        config.max_image_side,
+        config.max_video_seconds,
+        config.max_audio_seconds,
+        config.decoder_cpu_s,
+        config.decoder_memory_mib,
+    )

@@ -1,4 +1,4 @@
-"""Fetcher: downloads images from other servers without giving them a path into our network.
+"""Fetcher: downloads media from other servers without giving them a path into our network.
 
 A URL is parsed once, strictly, and the connection uses the parsed parts only. A host name is
 resolved once; all of its addresses must be allowed, and the connection is made to one of these
@@ -6,7 +6,6 @@ addresses, not to the name. Each redirect is treated in the same way. One deadli
 fetch, from the first name to the last byte. All functions block.
 """
 
-import re
 import socket
 import ssl
 import time
@@ -14,57 +13,40 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from ipaddress import ip_network
-from typing import Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
+from typing import Any
+from urllib.parse import urljoin
 
 import httpcore2
 
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
+from shared.dialing import AddressBlocked, check_addresses, url_of
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
-from workers.renderer.media.ip_policy import Network, may_dial, parse_address
+from shared.ip_policy import Network
+from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
+from shared.targets import Target, parse_target
 
 MAX_REDIRECTS = 3
-MAX_URL_LEN = 8192
 MAX_CONNECTIONS = 16
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = [
-    ("Accept", "image/jpeg, image/png, image/webp"),
     # An uncompressed body cannot grow when it is read.
     ("Accept-Encoding", "identity"),
     ("User-Agent", "pagemill"),
 ]
-_PRINTABLE = re.compile(r"[!-~]+")
-_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?\.?|\[[0-9a-f:.]+\]")
-
-
-class Target(NamedTuple):
-    scheme: str
-    host: str
-    """Lower case; an IPv6 address without its brackets."""
-    port: int
-    path: str
-    """Path with the query."""
+_ACCEPTED = {
+    IMAGE: "image/jpeg, image/png, image/webp",
+    VIDEO: "video/*, image/gif, image/webp, image/png",
+    AUDIO: "audio/*",
+}
 
 
 def parse_url(url: str, field: str) -> Target:
     """Raises InvalidMedia for a URL that two parsers could read in two ways."""
-    refused = InvalidMedia("the image's URL is not a plain http or https URL", field=field)
-    if len(url) > MAX_URL_LEN or not _PRINTABLE.fullmatch(url) or "\\" in url:
-        raise refused
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise refused from None
-    authority = parts.netloc.lower()
-    host = authority if port is None else authority.rpartition(":")[0]
-    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
-        raise refused
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Target(
-        parts.scheme, host.strip("[]"), port or {"http": 80, "https": 443}[parts.scheme], path
-    )
+    target = parse_target(url)
+    if target is None:
+        raise InvalidMedia("the URL is not a plain http or https URL", field=field)
+    return target
 
 
 class Fetcher:
@@ -83,8 +65,8 @@ class Fetcher:
             network_backend=_GuardedBackend(networks),
         )
 
-    def fetch(self, url: str, field: str) -> bytes:
-        """Return the body of the answer, which is not longer than the limit.
+    def fetch(self, url: str, field: str, modality: Modality = IMAGE) -> bytes:
+        """Return the body of the answer, which is not longer than the limit of the modality.
 
         Raises MediaBlocked for a host or address that is not allowed, MediaTooLarge, or
         InvalidMedia.
@@ -94,36 +76,40 @@ class Fetcher:
             target = parse_url(url, field)
             if not any(fnmatchcase(target.host, host) for host in self._config.media_hosts):
                 raise MediaBlocked(
-                    "images are not fetched from this host (renderer.media_hosts)", field=field
+                    "media are not fetched from this host (renderer.media_hosts)", field=field
                 )
-            body_or_location = self._get(target, deadline, field)
+            body_or_location = self._get(target, deadline, field, modality)
             if isinstance(body_or_location, bytes):
                 return body_or_location
             url = urljoin(url, body_or_location)
         raise InvalidMedia(f"more than {MAX_REDIRECTS} redirects", field=field)
 
-    def _get(self, target: Target, deadline: float, field: str) -> bytes | str:
+    def _get(self, target: Target, deadline: float, field: str, modality: Modality) -> bytes | str:
         """Return the body, or the location of a redirect."""
         # Deadlines for `_GuardedBackend`; the pool's own timeout is a duration.
         deadlines = dict.fromkeys(("connect", "read", "write"), deadline)
         try:
             with self._pool.stream(
                 "GET",
-                httpcore2.URL(
-                    scheme=target.scheme, host=target.host, port=target.port, target=target.path
-                ),
-                headers=[("Host", _host_header(target)), *_HEADERS],
+                url_of(target),
+                headers=[
+                    ("Host", target.host_header),
+                    ("Accept", _ACCEPTED[modality]),
+                    *_HEADERS,
+                ],
                 extensions={"timeout": {**deadlines, "pool": _left_s(deadline)}},
             ) as response:
                 if response.status in _REDIRECTS:
                     return _location(response.headers)
                 if response.status != 200:
                     raise InvalidMedia(
-                        f"the image's server answered {response.status}", field=field
+                        f"the {modality}'s server answered {response.status}", field=field
                     )
-                return self._read(response.iter_stream(), field)
-        except _Blocked:
-            raise MediaBlocked("the image's host is not on the internet", field=field) from None
+                return self._read(response.iter_stream(), field, modality)
+        except AddressBlocked:
+            raise MediaBlocked(
+                f"the {modality}'s host is not on the internet", field=field
+            ) from None
         except (
             OSError,
             ValueError,
@@ -132,22 +118,20 @@ class Fetcher:
             httpcore2.ProtocolError,
             httpcore2.TimeoutException,
         ):
-            raise InvalidMedia("the image could not be fetched in time", field=field) from None
+            raise InvalidMedia(
+                f"the {modality} could not be fetched in time", field=field
+            ) from None
 
-    def _read(self, chunks: Iterable[bytes], field: str) -> bytes:
-        limit = self._config.max_image_bytes
+    def _read(self, chunks: Iterable[bytes], field: str, modality: Modality) -> bytes:
+        limit = self._config.max_bytes[modality]
         body = bytearray()
         for chunk in chunks:
             body += chunk
             if len(body) > limit:
                 raise MediaTooLarge(
-                    f"the image has more than the limit of {limit} bytes", field=field
+                    f"the {modality} has more than the limit of {limit} bytes", field=field
                 )
         return bytes(body)
-
-
-class _Blocked(Exception):
-    """The address is not allowed."""
 
 
 class _GuardedBackend(httpcore2.NetworkBackend):
@@ -173,13 +157,9 @@ class _GuardedBackend(httpcore2.NetworkBackend):
     ) -> httpcore2.NetworkStream:
         resolving = self._resolvers.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in resolving.result(_left_s(timeout))]
-        # An attacker mixes a private address with public ones, so one bad address refuses all.
-        if not all(may_dial(parse_address(address), self._allowed) for address in addresses):
-            raise _Blocked
+        address = check_addresses(addresses, self._allowed)
         return _DeadlineStream(
-            self._dial.connect_tcp(
-                addresses[0], port, _left_s(timeout), local_address, socket_options
-            )
+            self._dial.connect_tcp(address, port, _left_s(timeout), local_address, socket_options)
         )
 
 
@@ -216,12 +196,6 @@ def _left_s(deadline: float | None) -> float:
     if left_s <= 0:
         raise TimeoutError
     return left_s
-
-
-def _host_header(target: Target) -> str:
-    host = f"[{target.host}]" if ":" in target.host else target.host
-    default = {"http": 80, "https": 443}[target.scheme]
-    return host if target.port == default else f"{host}:{target.port}"
 
 
 def _location(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -8,25 +8,21 @@ All functions block; the worker calls them in its thread pool.
 import base64
 import binascii
 import io
-import re
 import warnings
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
 from shared.models.media import DecodedImage
-from shared.protocol.multimodal import content_hash
+from shared.protocol.multimodal import IMAGE, VIDEO, Modality, content_hash
+from shared.protocol.requests import SEQUENCE_HEAD
+from workers.renderer.decoding.pictures import MAX_SCANS, has_too_many_scans, to_upright_rgb
+from workers.renderer.media.tools import MediaTools
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-# A decoder goes over all pixels of a progressive JPEG in every scan, and a scan may be 31 bytes
-# long: 172 KB of scans took 11 seconds. Encoders write about ten.
-MAX_SCANS = 100
-# The beginning of every scan that libjpeg takes: 1 to 4 components, and the length for so many.
-_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
-
 # Magic numbers name the format in an error; Pillow's own three readers decide what is read.
 _MAGIC = (
     (b"GIF8", "GIF"),
@@ -63,19 +59,30 @@ def hash_source(data: bytes) -> str:
     return content_hash(data)
 
 
-def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
+def decode_data_url(
+    url: str, limits: RendererConfig, field: str, modality: Modality = IMAGE
+) -> bytes:
     """Return the bytes of `data:[<type>];base64,<base64>`; the declared type is ignored.
 
-    Raises InvalidMedia, and MediaTooLarge before anything is decoded.
+    A sequence of JPEG files stays as it is, because only the URL tells the files apart. Raises
+    InvalidMedia, and MediaTooLarge before anything is decoded.
     """
     header, comma, payload = url.partition(",")
     if not comma or not header[:5].lower() == "data:" or not header.lower().endswith(";base64"):
         raise InvalidMedia("expected data:<type>;base64,<data>", field=field)
-    _check_num_bytes(len(payload) // 4 * 3 - 2, limits, field)
+    check_num_bytes(len(payload) // 4 * 3 - 2, limits, field, modality)
+    if modality == VIDEO and header.lower().encode() + b"," == SEQUENCE_HEAD:
+        return SEQUENCE_HEAD + payload.encode()
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidMedia("the data: URL's base64 is not valid", field=field) from None
+
+
+@contextmanager
+def open_image(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedImage]:
+    """Decode an image as `decode_image` does."""
+    yield decode_image(data, tools.config, field)
 
 
 def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImage:
@@ -85,16 +92,15 @@ def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImag
     and 16-bit grey keeps its upper 8 bits. Raises MediaTooLarge from the header alone, and
     InvalidMedia for any other fault.
     """
-    _check_num_bytes(len(data), limits, field)
+    check_num_bytes(len(data), limits, field)
     image = _open(data, field)
-    _check_size(image.size, limits, field)
+    check_size(image.size, limits, field)
     _check_scans(image, data, field)
     try:
         # Cameras store previews as further images in a JPEG; the first is the image itself.
         if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
             raise InvalidMedia("animated images are not accepted; send a single frame", field=field)
-        ImageOps.exif_transpose(image, in_place=True)
-        return DecodedImage(_to_rgb(image), hash_source(data))
+        return DecodedImage(to_upright_rgb(image), hash_source(data))
     except InvalidMedia:
         raise
     except Exception:  # the decoders raise nearly every type on hostile bytes
@@ -117,15 +123,20 @@ def _name_format(data: bytes) -> str | None:
     return next((name for magic, name in _MAGIC if data.startswith(magic)), None)
 
 
-def _check_num_bytes(num_bytes: int, limits: RendererConfig, field: str) -> None:
-    if num_bytes > limits.max_image_bytes:
+def check_num_bytes(
+    num_bytes: int, limits: RendererConfig, field: str, modality: Modality = IMAGE
+) -> None:
+    """Raises MediaTooLarge for a file of more bytes than one of this modality may have."""
+    limit = limits.max_bytes[modality]
+    if num_bytes > limit:
         raise MediaTooLarge(
-            f"an image of {num_bytes} bytes is over the limit of {limits.max_image_bytes} bytes",
+            f"the {modality}'s {num_bytes} bytes are over the limit of {limit} bytes",
             field=field,
         )
 
 
-def _check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
+def check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
+    """Raises InvalidMedia or MediaTooLarge for an image or a frame of this width and height."""
     width, height = size
     if width < 1 or height < 1:
         raise InvalidMedia(f"an image of {width} x {height} pixels shows nothing", field=field)
@@ -144,16 +155,5 @@ def _check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> No
 
 
 def _check_scans(image: Image.Image, data: bytes, field: str) -> None:
-    if image.format in ("JPEG", "MPO") and any(islice(_SCAN.finditer(data), MAX_SCANS, None)):
+    if image.format in ("JPEG", "MPO") and has_too_many_scans(data):
         raise InvalidMedia(f"a JPEG of more than {MAX_SCANS} scans is not accepted", field=field)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to white instead of scaling it
-        grey = np.asarray(image) >> 8
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB")

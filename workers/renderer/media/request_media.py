@@ -14,11 +14,12 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
 from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import MediaPin, PinnedPart
+from shared.protocol.multimodal import Modality
 from shared.protocol.requests import Feature
 from shared.state import media_store
 from workers.renderer.media.item_registry import ItemRegistry
@@ -55,7 +56,6 @@ class RequestMedia:
     def __post_init__(self, request_sequence: int, model: str) -> None:
         self._subject = subjects.pin(self._request_id, request_sequence)
         self._items = ItemRegistry(self._bus, self._scope, model)
-        self._max_bytes = self._config.max_image_bytes
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Sequence of the pin in its subject; 0 if there is none."""
@@ -68,26 +68,26 @@ class RequestMedia:
             self._pinned = _pin.decode(stored.data).parts
             self._sequence = stored.sequence
 
-    async def read(self, url: str, field: str) -> Source:
+    async def read(self, url: str, field: str, modality: Modality) -> Source:
         """Return the file behind the URL of the next part.
 
         Raises a RequestError that names `field`, or Unavailable.
         """
         if is_stored(url):
-            return await self._read_stored(url, field)
+            return await self._read_stored(url, field, modality)
         if is_remote(url):
-            return await self._read_remote(url, field)
-        return Source(await self._in_thread(self._loader.read, url, field, self._scope))
+            return await self._read_remote(url, field, modality)
+        return Source(await self._in_thread(self._loader.read, url, field, self._scope, modality))
 
     async def read_item(self, feature: Feature, field: str) -> Source:
         """Return the bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
         if feature.data is not None:
-            return await self._read_stored(feature.data, field)
+            return await self._read_stored(feature.data, field, feature.modality)
         name = await self._items.find(feature.mm_hash)
         if name is None:
             raise _miss(field)
         try:
-            return await self._read_stored(media_store.media_url(name), field)
+            return await self._read_stored(media_store.media_url(name), field, feature.modality)
         except MediaNotFound:
             raise _miss(field) from None
 
@@ -119,15 +119,16 @@ class RequestMedia:
             if stored is None or stored.data != data:
                 raise
 
-    async def _read_remote(self, url: str, field: str) -> Source:
+    async def _read_remote(self, url: str, field: str, modality: Modality) -> Source:
         url_hash = hashlib.sha256(url.encode()).hexdigest()
         if (pinned := self._pinned_part(url_hash)) is not None:
-            data = await media_store.find(self._bus, pinned.media, self._max_bytes, self._tenant)
+            limit = self._config.max_bytes[modality]
+            data = await media_store.find(self._bus, pinned.media, limit, self._tenant)
             if data is not None:
                 self._fetched.append(pinned)
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
-        data = await self._in_thread(self._loader.read, url, field, self._scope)
+        data = await self._in_thread(self._loader.read, url, field, self._scope, modality)
         name = await media_store.hash_media(data)
         self._fetched.append(PinnedPart(url_hash, name))
         return Source(data, name)
@@ -137,11 +138,18 @@ class RequestMedia:
         part = self._pinned[number] if number < len(self._pinned) else None
         return part if part is not None and part.url_hash == url_hash else None
 
-    async def _read_stored(self, url: str, field: str) -> Source:
-        if (data := self._loader.recall(url, self._scope)) is None:
-            data = await read_stored(self._bus, url, field, self._max_bytes, self._tenant)
-            self._loader.remember(url, data, self._scope)
-        return Source(data, media_store.parse_media_url(url))
+    async def _read_stored(self, url: str, field: str, modality: Modality) -> Source:
+        name = media_store.parse_media_url(url)
+        data = self._loader.recall(url, self._scope, modality)
+        # A file may have been removed since it was read.
+        if data is None or name is None or not await self._is_stored(name):
+            limit = self._config.max_bytes[modality]
+            data = await read_stored(self._bus, url, field, limit, self._tenant)
+            self._loader.remember(url, data, self._scope, modality)
+        return Source(data, name)
+
+    async def _is_stored(self, name: str) -> bool:
+        return await media_store.look_up(self._bus, name, self._tenant) is not None
 
 
 def _miss(field: str) -> MMCacheMiss:
@@ -158,5 +166,5 @@ async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: st
     except MediaTooLarge as error:
         raise MediaTooLarge(error.message, field=field) from None
     if data is None:
-        raise MediaNotFound("no image of this name is stored here", field=field)
+        raise MediaNotFound("no file of this name is stored here", field=field)
     return data

@@ -4,7 +4,8 @@ The layouts of the model's family know how its media become fields; see `shared.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from shared.codec import vllm_kwargs
 from shared.codec.envelope import TensorData
+from shared.codec.vllm_kwargs import VideoFacts
 from shared.config import ModelConfig
 from shared.errors import (
     ConfigError,
@@ -21,20 +23,23 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.models.family import ModelFamily
-from shared.models.layout import MediaLayout
+from shared.models.layout import PlannedLayout
 from shared.models.media import DecodedMedia
 from shared.models.registry import find_family
 from shared.protocol.multimodal import (
+    DEFAULT_SAMPLING,
     IMAGE,
+    FrameSampling,
     Modality,
     MultiModalKwargsItem,
     PlaceholderRange,
+    Placement,
     content_hash,
 )
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Message, Prompt
 from workers.renderer.processing import prompt
+from workers.renderer.processing.inputs import open_inputs
 from workers.renderer.processing.tokenizer import PromptTokenizer
 
 # English text has 4 to 5 bytes a token, other scripts fewer. Text of more than 16 is long runs of
@@ -57,18 +62,20 @@ class ProcessedImage:
 
     mm_hash: str
     num_tokens: int
+    """Number of its embeddings."""
     fields: dict[str, TensorData]
     modality: Modality = IMAGE
+    placement: Placement | None = None
+    video: VideoFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """One modality that the model reads."""
+class MeasuredMedia:
+    """A medium whose tokens are known, and nothing else."""
 
-    layout: MediaLayout
-    placeholder_id: int
-    limit: int
-    """Largest number of such media in a request."""
+    modality: Modality
+    num_tokens: int
+    placement: Placement | None
 
 
 class Processor:
@@ -89,7 +96,7 @@ class Processor:
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
         family = find_family(config)
-        self._inputs = _open_inputs(family, folder, config, limits={IMAGE: model.max_images})
+        self._inputs = open_inputs(family, folder, config, model)
         self._placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
         self._tokenizer = PromptTokenizer(tokenizer, self._placeholder_ids.values())
         default = None if family is None else family.tool_format
@@ -102,6 +109,11 @@ class Processor:
 
     def accepts(self, modality: Modality) -> bool:
         return modality in self._inputs and self._inputs[modality].limit > 0
+
+    def window_s(self, modality: Modality) -> float:
+        """Return how many seconds of a medium the model takes at once."""
+        layout = self._inputs[modality].layout
+        return layout.window_s if isinstance(layout, PlannedLayout) else math.inf
 
     def card(self, name: str) -> ModelCard:
         """Return a description of the model for clients; `name` is the model's name here."""
@@ -129,18 +141,54 @@ class Processor:
         """Return the names of the fields that the language model needs besides embeddings."""
         return self._inputs[modality].layout.metadata
 
-    def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
+    def hash_media(
+        self,
+        modality: Modality,
+        source_hash: str,
+        tenant: str,
+        sampling: FrameSampling = DEFAULT_SAMPLING,
+    ) -> str:
         """Return the mm_hash of what `process` makes of the file with this hash.
 
         It differs between tenants, and so do the cache keys that are made from it.
         """
-        return content_hash(tenant, source_hash, self._inputs[modality].layout.fingerprint)
+        return self._inputs[modality].hash(source_hash, tenant, sampling)
 
-    def process(self, media: DecodedMedia, field: str, tenant: str) -> ProcessedImage:
-        """Raises InvalidMedia for media that the model cannot take."""
-        fields, num_tokens = self._inputs[media.modality].layout.process(media, field)
-        mm_hash = self.hash_media(media.modality, media.source_hash, tenant)
-        return ProcessedImage(mm_hash, num_tokens, fields, media.modality)
+    def process(
+        self,
+        media: DecodedMedia,
+        field: str,
+        tenant: str,
+        sampling: FrameSampling = DEFAULT_SAMPLING,
+        max_tokens: int | None = None,
+    ) -> ProcessedImage:
+        """Return what the model takes of a medium.
+
+        Raises InvalidMedia for media that the model cannot take, and ContextTooLong, before a video
+        or a sound is decoded, for one that would have more than `max_tokens`.
+        """
+        source = self._inputs[media.modality]
+        limit = self.max_model_len if max_tokens is None else max_tokens
+        fields, num_tokens, video = source.process(media, sampling, limit, field)
+        mm_hash = source.hash(media.source_hash, tenant, sampling)
+        placement = self.place(media.modality, fields)
+        return ProcessedImage(mm_hash, num_tokens, fields, media.modality, placement, video)
+
+    def measure(
+        self, media: DecodedMedia, field: str, sampling: FrameSampling = DEFAULT_SAMPLING
+    ) -> MeasuredMedia:
+        """Return how many tokens `process` makes of a medium. Raises what `process` raises."""
+        source = self._inputs[media.modality]
+        metadata, num_tokens = source.outline(media, sampling, self.max_model_len, field)
+        placement = self.place(media.modality, metadata)
+        return MeasuredMedia(media.modality, num_tokens, placement)
+
+    def place(self, modality: Modality, metadata: Mapping[str, TensorData]) -> Placement | None:
+        """Return the tokens of an item with these metadata; None for a run of placeholders."""
+        layout = self._inputs[modality].layout
+        if not isinstance(layout, PlannedLayout):
+            return None
+        return layout.place(metadata, lambda text: self._tokenizer.encode(text, False))
 
     def hash_item(self, modality: Modality, source_hash: str, tenant: str) -> str:
         """Return the mm_hash of what `decode_item` makes of the bytes with this hash."""
@@ -152,7 +200,8 @@ class Processor:
         """Decode an item that another server has processed. Raises InvalidRequest."""
         wire = vllm_kwargs.decode_item(data, field)
         fields, num_tokens = self._inputs[modality].layout.from_wire(wire, field)
-        return ProcessedImage(mm_hash, num_tokens, fields, modality)
+        placement = self.place(modality, fields)
+        return ProcessedImage(mm_hash, num_tokens, fields, modality, placement)
 
     def encode_item(self, image: ProcessedImage) -> tuple[bytes, bytes]:
         """Return the bytes of an item for another server, and those of its metadata."""
@@ -168,7 +217,8 @@ class Processor:
         token_ids = asked.token_ids or []
         self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in asked.features)
-        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids)
+        with_text = [name for name, media in self._inputs.items() if media.has_text]
+        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, with_text)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}
@@ -277,23 +327,6 @@ def join(
         items.append(MultiModalKwargsItem(medium.modality, medium.mm_hash, placeholder, indexes))
         tensors += medium.fields.values()
     return Rendered(token_ids, items, tensors)
-
-
-def _open_inputs(
-    family: ModelFamily | None, folder: Path, config: Any, limits: dict[Modality, int]
-) -> dict[Modality, _Input]:
-    """Open the layouts of a model's modalities. Raises ConfigError."""
-    if family is None and getattr(config, "image_token_id", None) is not None:
-        raise ConfigError(
-            f"{folder}: images are not supported in models of type {config.model_type!r}",
-            field="path",
-        )
-    media = {} if family is None else family.media
-    inputs = {}
-    for modality, source in media.items():
-        layout = source.open_layout(folder, config)
-        inputs[modality] = _Input(layout, source.placeholder_id(config), limits[modality])
-    return inputs
 
 
 def _legacy_chat_template(folder: Path) -> str | None:

@@ -3,14 +3,20 @@
 This module is pure: it sees neither a tokenizer nor an image.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from shared.errors import InvalidRequest
-from shared.protocol.multimodal import Modality, PlaceholderRange
-from shared.protocol.requests import Feature, Message, Prompt, TextPart, Tool, ToolCall
+from shared.protocol.multimodal import (
+    DEFAULT_SAMPLING,
+    FrameSampling,
+    Modality,
+    PlaceholderRange,
+    Placement,
+)
+from shared.protocol.requests import Feature, ImagePart, Message, Prompt, TextPart, Tool, ToolCall
 from shared.protocol.value_limits import check_json
 
 Transform = Callable[[Any], Any]
@@ -23,15 +29,19 @@ class MediaPart(NamedTuple):
     field: str
     """Name of the request's field that holds the URL."""
     url: str
+    sampling: FrameSampling = DEFAULT_SAMPLING
+    """The frames that the request wants of a video."""
 
 
 class SizedMedia(Protocol):
-    """A medium whose number of tokens is known."""
+    """A medium whose tokens are known."""
 
     @property
     def modality(self) -> Modality: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def placement(self) -> Placement | None: ...
 
 
 def same(value: Any) -> Any:
@@ -47,10 +57,11 @@ def expand(
     placeholder_ids: Mapping[Modality, int],
     field: str = "messages",
 ) -> tuple[list[int], list[PlaceholderRange]]:
-    """Repeat the placeholder of each medium `num_tokens` times; other tokens stay as they are.
+    """Put the tokens of each medium in place of its placeholder; other tokens stay as they are.
 
-    Returns the expanded ids and the range that each placeholder became. Raises InvalidRequest when
-    the placeholders are not those of the media, in their order. Takes time linear in its output.
+    They are the placeholder `num_tokens` times if the medium has no placement of its own. Returns
+    the expanded ids and the range that each placeholder became. Raises InvalidRequest when the
+    placeholders are not those of the media, in their order. Takes time linear in its output.
     """
     known = frozenset(placeholder_ids.values())
     positions = [i for i, token_id in enumerate(token_ids) if token_id in known]
@@ -65,12 +76,35 @@ def expand(
     ranges = []
     start = 0
     for position, medium in zip(positions, media, strict=True):
-        expanded += token_ids[start:position]
-        ranges.append(PlaceholderRange(len(expanded), medium.num_tokens))
-        expanded += [token_ids[position]] * medium.num_tokens
-        start = position + 1
+        stop, follows = _replaced(token_ids, position, medium.placement)
+        expanded += token_ids[start:stop]
+        ranges.append(_range_of(medium, len(expanded), token_ids[position]))
+        if medium.placement is None:
+            expanded += [token_ids[position]] * medium.num_tokens
+        else:
+            expanded += medium.placement.token_ids
+        start = follows
     expanded += token_ids[start:]
     return expanded, ranges
+
+
+def _replaced(
+    token_ids: Sequence[int], position: int, placement: Placement | None
+) -> tuple[int, int]:
+    """Return the start and the end of the tokens that a placement replaces."""
+    marks = None if placement is None else placement.marks
+    if marks is None or position == 0 or position + 1 == len(token_ids):
+        return position, position + 1
+    if marks == (token_ids[position - 1], token_ids[position + 1]):
+        return position - 1, position + 2
+    return position, position + 1
+
+
+def _range_of(medium: SizedMedia, offset: int, placeholder_id: int) -> PlaceholderRange:
+    placement = medium.placement
+    if placement is None:
+        return PlaceholderRange(offset, medium.num_tokens)
+    return PlaceholderRange(offset, len(placement.token_ids), placement.is_embed(placeholder_id))
 
 
 def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
@@ -85,12 +119,17 @@ def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
 
 
 def check_ranges(
-    token_ids: Sequence[int], features: Sequence[Feature], placeholder_ids: Mapping[Modality, int]
+    token_ids: Sequence[int],
+    features: Sequence[Feature],
+    placeholder_ids: Mapping[Modality, int],
+    with_text: Collection[Modality] = (),
 ) -> list[PlaceholderRange]:
     """Return the placeholder ranges of the features.
 
-    Raises InvalidRequest unless each range begins behind the one before it, ends within the prompt
-    and holds placeholders of its modality only.
+    Other servers name the beginning and the end of a range; where the items of a modality are
+    `with_text`, its placeholders are those tokens that embeddings replace. Raises InvalidRequest
+    unless each range begins behind the one before it, ends within the prompt and holds placeholders
+    of its modality, and no other tokens where there is no text.
     """
     fields = feature_fields(features, "mm_placeholders")
     ranges = []
@@ -107,13 +146,16 @@ def check_ranges(
             raise InvalidRequest(
                 f"[{start}, {stop}) is outside the prompt's {len(token_ids)} tokens", field=field
             )
-        if any(token_ids[at] != placeholder_id for at in range(start, stop)):
+        run = list(token_ids[start:stop])
+        is_whole = run.count(placeholder_id) == len(run)
+        if not is_whole and feature.modality not in with_text:
             raise InvalidRequest(
                 f"[{start}, {stop}) has tokens other than {placeholder_id}, the placeholder of"
                 f" {feature.modality}s",
                 field=field,
             )
-        ranges.append(PlaceholderRange(start, feature.length))
+        mask = None if is_whole else Placement(run).is_embed(placeholder_id)
+        ranges.append(PlaceholderRange(start, feature.length, mask))
         free_from = stop
     return ranges
 
@@ -136,7 +178,8 @@ def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
         for j, part in enumerate(message.content):
             if not isinstance(part, TextPart):
                 field = f"messages[{i}].content[{j}].{part.url_field}"
-                yield MediaPart(part.modality, field, part.url)
+                sampling = DEFAULT_SAMPLING if isinstance(part, ImagePart) else part.sampling
+                yield MediaPart(part.modality, field, part.url, sampling)
 
 
 def texts_of(message: Message) -> list[str]:

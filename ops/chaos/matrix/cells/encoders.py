@@ -1,4 +1,7 @@
-"""Cells about encoders: all of them stop, or die with embeddings that no engine has read."""
+"""Cells about encoders: all of them stop, or die with embeddings that no engine has read.
+
+The requests have images and clips in turn.
+"""
 
 import asyncio
 import base64
@@ -16,7 +19,17 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import (
+    SEQUENCE_HEAD,
+    ContentPart,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+    VideoPart,
+    VideoURL,
+)
 from shared.protocol.sampling import SamplingParams
 
 AWAY_S = 4.0
@@ -65,10 +78,13 @@ def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
 
 async def _ask(bus: Bus, number: int) -> list[LogRecord]:
     file = io.BytesIO()
-    Image.new("RGB", (100 + number, 90), "red").save(file, "PNG")
+    form = "JPEG" if number % 2 else "PNG"
+    Image.new("RGB", (100 + number, 90), "red").save(file, form)
     # Bytes after the end of an image file make another file, which no worker has seen.
     data = base64.b64encode(file.getvalue() + secrets.token_bytes(8)).decode()
-    url = f"data:image/png;base64,{data}"
-    message = Message("user", [ImagePart(ImageURL(url)), TextPart("What color is it?")])
+    part: ContentPart = ImagePart(ImageURL(f"data:image/png;base64,{data}"))
+    if number % 2:
+        part = VideoPart(VideoURL(f"{SEQUENCE_HEAD.decode()}{data},{data}"))
+    message = Message("user", [part, TextPart("What color is it?")])
     request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
     return [record async for record in client.ask(bus, request, new_id(f"shown-{number}"))]

@@ -33,7 +33,14 @@ from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import (
+    ContentPart,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+)
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 
@@ -207,7 +214,7 @@ def _send_large(
     """Send requests with large images; the tasks have the request ids as names."""
     asked = []
     for number in range(requests):
-        parts: list[TextPart | ImagePart] = [
+        parts: list[ContentPart] = [
             ImagePart(ImageURL(url)) for url in _large_images()[:num_images]
         ]
         message = Message("user", [*parts, TextPart("?")])

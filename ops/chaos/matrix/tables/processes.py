@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ops.chaos.matrix.cell import Cell
-from ops.chaos.matrix.cells import common, encoders, memory, networks, processes
+from ops.chaos.matrix.cells import common, decoders, encoders, memory, networks, processes
 from ops.chaos.processes import network
 from ops.chaos.processes.pool import LOAD
 
@@ -25,6 +25,14 @@ def process_cells() -> Iterator[Cell]:
         "kill -9 of all when it is published, before an engine has read it",
         "computed again",
         encoders.embedding_lost,
+        on="encoders",
+        load_s=14,
+    )
+    yield Cell(
+        "renderer: decoders killed",
+        "kill -9 of half of the decoders of videos, or of what they are forked from",
+        "the same tokens",
+        decoders.decoders_killed,
         on="encoders",
         load_s=14,
     )

@@ -1,0 +1,191 @@
+"""Measure videos and sounds: bytes to fields, requests a second, images beside hostile videos.
+
+Our decoders and layouts take turns with PyAV, soundfile and transformers' own processors, in one
+process with one thread. transformers' video processor needs torchvision. PyPI has builds of it for
+torch with CUDA alone, which do not load beside torch for CPUs; there that line is left out, and the
+output says so.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from ops.bench.media import fields
+from ops.bench.media.clips import SIZE, make_bombs, make_clip, make_speech, renamed
+from ops.bench.media.fields import Timing, measure
+from ops.bench.media.serving import measure_images, measure_rates, serving, under_attack
+from shared.telemetry import logs
+from workers.cli.settings import DEMO_MODEL
+
+NUM_FRAMES = 20
+MAX_PIXELS = 644 * 364
+MAX_MODEL_LEN = 32_768
+MAX_FIELDS_MS, MAX_FEATURES_MS, MAX_DECODER_KIB = 1500.0, 60.0, 100 * 1024
+MIN_REPEATED, MAX_P95 = 20.0, 1.5
+
+
+def write_video_model(folder: Path) -> Path:
+    """Write the demo model's folder with the frames, and the context, of a larger model."""
+    shutil.copytree(DEMO_MODEL, folder)
+    _change(
+        folder / "preprocessor_config.json",
+        max_pixels=MAX_PIXELS,
+        size={"shortest_edge": 3136, "longest_edge": MAX_PIXELS * NUM_FRAMES},
+    )
+    config = folder / "config.json"
+    text = json.loads(config.read_text()).get("text_config", {})
+    _change(config, max_position_embeddings=MAX_MODEL_LEN)
+    if text:
+        _change(config, text_config=text | {"max_position_embeddings": MAX_MODEL_LEN})
+    return folder
+
+
+def _change(file: Path, **settings: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def table_of_fields(folder: Path, count: int) -> tuple[Table, list[str]]:
+    """Return a table of times, and the targets that were missed."""
+    table = Table(title="bytes to fields, one file after the other", title_justify="left")
+    for name in ("what", "by", "p50 ms", "p99 ms", "processor ms", "output"):
+        table.add_column(name, justify="left" if name in ("what", "by", "output") else "right")
+    missed: list[str] = []
+
+    def add(what: str, by: str, timing: Timing) -> None:
+        numbers = (timing.p50_ms, timing.p99_ms, timing.cpu_ms)
+        table.add_row(what, by, *(f"{number:.0f}" for number in numbers), timing.output)
+
+    clip = make_clip()
+    clips = [renamed(clip) for _ in range(count + 1)]
+    what = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
+    video_model = write_video_model(folder / "video")
+    with fields.ours(video_model, fields.MODALITIES["video"]) as (process, decoders):
+        process(clips[0])
+        spawner = fields.spawner_pid(decoders)
+        before_kib = fields.peak_kib()
+        decoder_kib, stop = _watching(spawner)
+        add(what, "Pagemill", ours := measure(process, clips, spawner))
+        stop()
+    memory = f"{fields.peak_kib() - before_kib} KiB here, {decoder_kib()} KiB in a decoder"
+    table.add_row("its memory", "Pagemill", "", "", "", memory)
+    if ours.p50_ms > MAX_FIELDS_MS:
+        missed.append(f"a clip took {ours.p50_ms:.0f} ms")
+    if decoder_kib() > MAX_DECODER_KIB:
+        missed.append(f"a decoder had {decoder_kib()} KiB")
+    if (other := _video_processor(video_model)) is not None:
+        add(what, "PyAV, transformers", measure(other, clips, None))
+    return table, missed
+
+
+def _video_processor(folder: Path) -> fields.Process | None:
+    try:
+        return fields.transformers_video(folder, NUM_FRAMES)
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        Console().print(
+            "no line of transformers for videos: its processor needs torchvision, which does not"
+            f" load beside torch {torch.__version__}: {reason}",
+            markup=False,
+        )
+        return None
+
+
+def _watching(spawner: int) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Watch the memory of decoders; return functions for the peak, and to stop."""
+    peaks = [0]
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=lambda: peaks.append(fields.watch_decoder(spawner, ended.is_set))
+    )
+    thread.start()
+
+    def stop() -> None:
+        ended.set()
+        thread.join()
+
+    return lambda: max(peaks), stop
+
+
+def table_of_features(folder: Path, count: int) -> tuple[Table, list[str]]:
+    table = Table(title="10 s of speech to features", title_justify="left")
+    for name in ("by", "p50 ms", "p99 ms", "processor ms", "output"):
+        table.add_column(name, justify="left" if name in ("by", "output") else "right")
+    folder.mkdir()
+    kind: Any = transformers
+    extractor = kind.WhisperFeatureExtractor(feature_size=128)
+    extractor.save_pretrained(folder)
+    sounds = [make_speech() + bytes([number]) for number in range(count + 1)]
+    with fields.our_features(folder) as (process, decoders):
+        process(sounds[0])
+        ours = measure(process, sounds, fields.spawner_pid(decoders))
+    other = measure(fields.transformers_audio(folder), sounds, None)
+    for by, timing in (("Pagemill", ours), ("soundfile, soxr, transformers", other)):
+        numbers = (timing.p50_ms, timing.p99_ms, timing.cpu_ms)
+        table.add_row(by, *(f"{number:.1f}" for number in numbers), timing.output)
+    missed = [] if ours.p50_ms < MAX_FEATURES_MS else [f"features took {ours.p50_ms:.0f} ms"]
+    return table, missed
+
+
+async def table_of_serving(count: int, images: int) -> tuple[Table, list[str]]:
+    table = Table(title="a renderer of the demo model", title_justify="left")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    missed = []
+    numbers = itertools.count()
+    async with serving() as (bus, sink):
+        fresh, again = await measure_rates(bus, sink, make_clip(), count)
+        table.add_row("requests a second, a new clip each", f"{fresh:.1f}")
+        table.add_row("requests a second, one clip", f"{again:.1f}")
+        if again < MIN_REPEATED * fresh:
+            missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
+        await measure_images(sink, 10, numbers)
+        p50_ms, p95_ms = await measure_images(sink, images, numbers)
+        table.add_row("an image alone, p50 and p95", f"{p50_ms:.1f} ms, {p95_ms:.1f} ms")
+        for name, bomb in make_bombs().items():
+            async with under_attack(sink, bus, bomb) as refused:
+                beside_ms = await measure_images(sink, images, numbers)
+                count_refused = refused()
+            table.add_row(
+                f"beside {name}, {len(bomb)} bytes, {count_refused} refused",
+                f"{beside_ms[0]:.1f} ms, {beside_ms[1]:.1f} ms",
+            )
+            if beside_ms[1] > MAX_P95 * p95_ms:
+                missed.append(f"beside {name} the p95 of images is {beside_ms[1] / p95_ms:.1f} x")
+    return table, missed
+
+
+def main(args: argparse.Namespace) -> int:
+    logs.configure_logging("warning", role="bench")
+    torch.set_num_threads(1)
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        for measured in (
+            table_of_fields(Path(name), args.count),
+            table_of_features(Path(name) / "sound", 10 * args.count),
+        ):
+            Console().print(measured[0])
+            missed += measured[1]
+    serving_table, serving_missed = uvloop.run(table_of_serving(args.count, args.images))
+    Console().print(serving_table)
+    for target in [*missed, *serving_missed]:
+        Console().print(f"missed: {target}")
+    return 1 if missed or serving_missed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--images", type=int, default=200)
+    raise SystemExit(main(parser.parse_args()))

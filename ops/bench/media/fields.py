@@ -1,0 +1,185 @@
+"""From bytes to fields in one process: our decoders and layouts, and those of transformers."""
+
+import asyncio
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shared.config import ModelConfig
+from shared.config_renderer import RendererConfig
+from shared.models.families.qwen2_audio import Qwen2AudioLayout
+from shared.models.media import DecodedAudio
+from shared.protocol.multimodal import AUDIO, DEFAULT_SAMPLING, VIDEO, Modality
+from workers.renderer.media.decoders import MediaDecoders
+from workers.renderer.processing.processor import Processor
+from workers.renderer.threads import Args, Result
+
+Process = Callable[[bytes], str]
+"""From a file to what is made of it, in words."""
+FIELD = "content"
+POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float
+    """Mean processor time of this process and, of ours, of the decoders."""
+    output: str
+
+
+async def _in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
+    return await asyncio.to_thread(function, *args)
+
+
+@contextmanager
+def ours(folder: Path, modality: Modality) -> Iterator[tuple[Process, MediaDecoders]]:
+    """Yield a function from a file to what the engine would get, and the decoders behind it."""
+    processor = Processor(ModelConfig(str(folder)))
+    decoders = MediaDecoders(RendererConfig(), _in_thread)
+    decoders.start()
+
+    def process(data: bytes) -> str:
+        with decoders.open(modality, data, FIELD) as media:
+            made = processor.process(media, FIELD, "")
+        return f"{made.num_tokens} tokens"
+
+    try:
+        yield process, decoders
+    finally:
+        decoders.close()
+
+
+@contextmanager
+def our_features(folder: Path) -> Iterator[tuple[Process, MediaDecoders]]:
+    """Yield the same for a feature extractor alone, as Qwen2-Audio has it."""
+    tower = SimpleNamespace(num_mel_bins=128, max_source_positions=1500)
+    layout = Qwen2AudioLayout(folder, SimpleNamespace(audio_config=tower))
+    decoders = MediaDecoders(RendererConfig(), _in_thread)
+    decoders.start()
+
+    def process(data: bytes) -> str:
+        with decoders.open(AUDIO, data, FIELD) as media:
+            assert isinstance(media, DecodedAudio)
+            plan = layout.plan(media.probe, DEFAULT_SAMPLING, FIELD)
+            _, num_tokens = layout.pack(media.read(plan), plan, FIELD)
+        return f"{num_tokens} tokens"
+
+    try:
+        yield process, decoders
+    finally:
+        decoders.close()
+
+
+def spawner_pid(decoders: MediaDecoders) -> int:
+    pid = decoders._tools.pool.spawning.pid
+    assert pid is not None
+    return pid
+
+
+def measure(process: Process, files: list[bytes], spawner: int | None) -> Timing:
+    """Process each file once; the first is not counted."""
+    output = process(files[0])
+    took_ms = []
+    before_s = _cpu_s(spawner)
+    for file in files[1:]:
+        began = time.perf_counter()
+        process(file)
+        took_ms.append(1000 * (time.perf_counter() - began))
+    time.sleep(0.05)  # the last decoder has been waited for
+    cpu_ms = 1000 * (_cpu_s(spawner) - before_s) / len(took_ms)
+    p50_ms, p99_ms = np.percentile(took_ms, [50, 99])
+    return Timing(p50_ms, p99_ms, cpu_ms, output)
+
+
+def _cpu_s(spawner: int | None) -> float:
+    own = time.process_time()
+    if spawner is None:
+        return own
+    fields = Path(f"/proc/{spawner}/stat").read_text().rpartition(")")[2].split()
+    return own + sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def watch_decoder(spawner: int, stop: Callable[[], bool]) -> int:
+    """Return the most KiB of its own that any decoder has had, until `stop`."""
+    peak = 0
+    while not stop():
+        with suppress(OSError):
+            children = Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split()
+            for child in children:
+                rollup = Path(f"/proc/{child}/smaps_rollup").read_text()
+                private = [line for line in rollup.splitlines() if line.startswith("Private_")]
+                peak = max(peak, sum(int(line.split()[1]) for line in private))
+        time.sleep(POLL_S)
+    return peak
+
+
+def peak_kib() -> int:
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+def transformers_video(folder: Path, num_frames: int) -> Process:
+    """Return PyAV and transformers' video processor as a function; needs torchvision."""
+    from transformers import AutoVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    processor: Any = AutoVideoProcessor.from_pretrained(folder, local_files_only=True)
+
+    def process(data: bytes) -> str:
+        import av
+
+        with av.open(io.BytesIO(data), "r") as opened:
+            total = opened.streams.video[0].frames
+            wanted = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
+            frames = [
+                frame.to_ndarray(format="rgb24")
+                for number, frame in enumerate(opened.decode(video=0))
+                if number in wanted
+            ]
+        metadata = VideoMetadata(total_num_frames=total, fps=30.0)
+        output = processor(
+            videos=[np.stack(frames)],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        return f"{int(output['video_grid_thw'].prod()) // processor.merge_size**2} tokens"
+
+    return process
+
+
+def transformers_audio(folder: Path) -> Process:
+    """Return soundfile, soxr and transformers' feature extractor as a function."""
+    import soundfile
+    import soxr
+    from transformers import AutoFeatureExtractor
+
+    load: Any = AutoFeatureExtractor.from_pretrained
+    extractor = load(folder, local_files_only=True)
+
+    def process(data: bytes) -> str:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+        mono = soxr.resample(samples.mean(axis=1), rate, extractor.sampling_rate, quality="HQ")
+        output = extractor(
+            mono,
+            sampling_rate=extractor.sampling_rate,
+            return_attention_mask=True,
+            padding="max_length",
+            return_tensors="pt",
+        )
+        num_frames = int(output["attention_mask"].sum())
+        return f"{((num_frames - 1) // 2 - 1) // 2 + 1} tokens"
+
+    return process
+
+
+MODALITIES = {"video": VIDEO, "sound": AUDIO}

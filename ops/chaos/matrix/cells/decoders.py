@@ -1,0 +1,126 @@
+"""Cells about decoders: the processes in which a renderer decodes videos are killed."""
+
+import asyncio
+import base64
+import io
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from PIL import Image
+
+from ops.chaos.matrix.cells.common import WORKER_S, new_id, slots_of
+from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.plan import MODEL
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol.records import Finish, TokenChunk
+from shared.protocol.requests import (
+    SEQUENCE_HEAD,
+    ContentPart,
+    GenerateRequest,
+    Message,
+    TextPart,
+    VideoPart,
+    VideoURL,
+)
+from shared.protocol.sampling import SamplingParams
+from workers.renderer.decoding.spawning import SPAWNER
+
+NUM_VIDEOS = 12
+NUM_FRAMES = 6
+# Decoding one takes tens of milliseconds, so that there is time to kill its decoder.
+SIZE = (1600, 1200)
+POLL_S = 0.001
+KILLED_SHARE = 0.5
+KILL_SPAWNER_EACH = 4
+
+
+async def decoders_killed(deployment: Deployment) -> None:
+    """Kill many decoders, and now and then what they are forked from.
+
+    The answers must be those of the same videos, under other hashes, without kills.
+    """
+    async with deployment.bus("decoders") as bus:
+        expected = await _ask(bus, "calm")
+        killing = asyncio.create_task(_kill_decoders(deployment))
+        try:
+            found = await _ask(bus, "killed")
+        finally:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if one is None or other is None:
+            deployment.note(f"I10: the request with video {number} failed")
+        elif one != other:
+            deployment.note(f"I3: with killed decoders, the answer to video {number} differs")
+    if not deployment.outcome.figures.get("killed"):
+        deployment.note("no decoder was killed")
+    await deployment.probe("after_kills", WORKER_S)
+
+
+async def _ask(bus: Bus, nonce: str) -> Sequence[list[int] | None]:
+    """Return the tokens of the answers about all videos, None for one that failed."""
+    return await asyncio.gather(*(_answer(bus, number, nonce) for number in range(NUM_VIDEOS)))
+
+
+async def _answer(bus: Bus, number: int, nonce: str) -> list[int] | None:
+    url = await client.pin_media(bus, _make_video(number, nonce.encode()))
+    content: list[ContentPart] = [VideoPart(VideoURL(url)), TextPart("What color is it?")]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    request = GenerateRequest(MODEL, [Message("user", content)], sampling, timeout_s=60.0)
+    token_ids: list[int] = []
+    async for record in client.ask(bus, request, new_id(f"{nonce}-{number}")):
+        if isinstance(record, TokenChunk):
+            for choice in record.choices:
+                token_ids += choice.token_ids
+        last = record
+    return token_ids if isinstance(last, Finish) else None
+
+
+def _make_video(number: int, nonce: bytes) -> bytes:
+    """Return a sequence of JPEG files; the nonce changes its hash and not its pixels."""
+    files = []
+    for frame in range(NUM_FRAMES):
+        file = io.BytesIO()
+        color = (30 * number % 256, 40 * frame % 256, 60 + 20 * number % 190)
+        Image.new("RGB", SIZE, color).save(file, "JPEG")
+        files.append(base64.b64encode(file.getvalue() + nonce))
+    return SEQUENCE_HEAD + b",".join(files)
+
+
+async def _kill_decoders(deployment: Deployment) -> None:
+    """Kill some of the decoders that are seen, and at times their spawner."""
+    figures = deployment.outcome.figures
+    seen: set[int] = set()
+    while True:
+        for slot in slots_of(deployment, "renderer"):
+            for spawner in filter(_is_spawner, _children(slot.pid)):
+                for decoder in _children(spawner):
+                    if decoder in seen:
+                        continue
+                    seen.add(decoder)
+                    if deployment.rng.random() > KILLED_SHARE:
+                        continue
+                    each = int(figures.get("killed", 0)) % KILL_SPAWNER_EACH
+                    with suppress(ProcessLookupError):
+                        os.kill(spawner if not each else decoder, signal.SIGKILL)
+                        figures["killed"] = figures.get("killed", 0) + 1
+        await asyncio.sleep(POLL_S)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _is_spawner(pid: int) -> bool:
+    with suppress(OSError):
+        return SPAWNER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

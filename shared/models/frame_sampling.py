@@ -1,0 +1,144 @@
+"""Frame sampling: which frames of a video a model is given, by the rule of its family.
+
+The rules are those of transformers' video processors, whose own results run over the last frame, or
+are an error, for short videos. Here an index behind the last frame is the last frame's, and a video
+always gives at least one frame.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge
+from shared.models.media import VideoProbe
+from shared.protocol.multimodal import FrameSampling
+
+# transformers assumes this rate where it knows none.
+ASSUMED_FPS = 24.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFrames:
+    indexes: tuple[int, ...]
+    """Ascending; the last one may repeat."""
+    fps: float
+    """Rate of the frames in the file, so that index / fps is a frame's time."""
+    sampled_fps: float
+    """Rate of the sampled frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """The numbers of a processor that decide how many frames are sampled."""
+
+    fps: float = 2.0
+    num_frames: int | None = None
+    """Number of frames in place of a rate, for requests that ask for neither."""
+    min_frames: int = 4
+    max_frames: int = 768
+
+
+def sample_by_step(
+    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, multiple: int, field: str
+) -> SampledFrames:
+    """Sample at equal steps from the first frame on, as Qwen2-VL and Qwen2.5-VL do.
+
+    The number of frames is a multiple of `multiple`, if rounding does not add one. Raises a
+    RequestError naming `field`.
+    """
+    check_sampling(probe, asked, field)
+    if probe.is_sequence:
+        return _take_all(probe, asked, rule, field)
+    total, limit = probe.num_frames, _limit(asked, rule)
+    num = _num_asked(asked, rule)
+    if num is not None:
+        wanted = min(round(num / multiple) * multiple, _floor(min(limit, total), multiple))
+    elif probe.fps is None:
+        raise InvalidMedia("a video without times needs num_frames", field=field)
+    else:
+        by_rate = max(total / probe.fps * _fps_asked(asked, rule), rule.min_frames)
+        wanted = _floor(min(by_rate, _floor(min(limit, total), multiple)), multiple)
+    step = total / max(wanted, 1)
+    # In float64, rounded to float32: torch.arange depends on the width of the CPU's registers
+    # where a video has some ten thousand frames.
+    indexes = (np.arange(int(np.ceil(total / step))) * step).astype(np.float32).astype(np.int64)
+    return _sampled(probe, np.minimum(indexes, total - 1), probe.fps)
+
+
+def sample_evenly(
+    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+) -> SampledFrames:
+    """Sample from the first to the last frame at equal distances, rounded, as Qwen3-VL does.
+
+    Raises a RequestError naming `field`.
+    """
+    check_sampling(probe, asked, field)
+    if probe.is_sequence:
+        return _take_all(probe, asked, rule, field)
+    total = probe.num_frames
+    num = _num_asked(asked, rule)
+    if num is None:
+        by_rate = int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule))
+        num = max(by_rate, rule.min_frames)
+    num = min(num, _limit(asked, rule), total)
+    return _sampled(probe, np.linspace(0, total - 1, num).round(), probe.fps)
+
+
+def sample_evenly_cut(
+    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+) -> SampledFrames:
+    """Sample as `sample_evenly`, but cut fractions off, as LLaVA-NeXT-Video's examples do.
+
+    Raises a RequestError naming `field`.
+    """
+    check_sampling(probe, asked, field)
+    if probe.is_sequence:
+        return _take_all(probe, asked, rule, field)
+    total = probe.num_frames
+    num = _num_asked(asked, rule)
+    if num is None:
+        num = max(int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule)), 1)
+    num = min(num, _limit(asked, rule), total)
+    return _sampled(probe, np.linspace(0, total - 1, num), probe.fps)
+
+
+def check_sampling(probe: VideoProbe, asked: FrameSampling, field: str) -> None:
+    """Raises InvalidRequest for sampling parameters that contradict each other or the video."""
+    if asked.num_frames is not None and asked.fps is not None:
+        raise InvalidRequest("a video takes fps or num_frames, not both", field=field)
+    if probe.is_sequence and asked.num_frames is not None:
+        raise InvalidRequest("all frames of a video/jpeg sequence are taken", field=field)
+
+
+def _take_all(
+    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+) -> SampledFrames:
+    """Take all frames of a sequence, whose rate only the request knows."""
+    limit = _limit(asked, rule)
+    if probe.num_frames > limit:
+        raise MediaTooLarge(
+            f"a sequence of {probe.num_frames} frames is over the limit of {limit}", field=field
+        )
+    return _sampled(probe, np.arange(probe.num_frames), asked.fps or probe.fps)
+
+
+def _sampled(probe: VideoProbe, indexes: "np.ndarray", fps: float | None) -> SampledFrames:
+    rate = fps or ASSUMED_FPS
+    sampled_fps = rate if fps is None else len(indexes) / probe.num_frames * rate
+    return SampledFrames(tuple(int(index) for index in indexes), rate, sampled_fps)
+
+
+def _limit(asked: FrameSampling, rule: SamplingRule) -> int:
+    return min(asked.max_frames or rule.max_frames, rule.max_frames)
+
+
+def _num_asked(asked: FrameSampling, rule: SamplingRule) -> int | None:
+    return asked.num_frames or (rule.num_frames if asked.fps is None else None)
+
+
+def _fps_asked(asked: FrameSampling, rule: SamplingRule) -> float:
+    return rule.fps if asked.fps is None else asked.fps
+
+
+def _floor(number: float, multiple: int) -> int:
+    return int(number // multiple) * multiple

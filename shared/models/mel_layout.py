@@ -1,0 +1,220 @@
+"""Mel layout: the log-mel features of a sound, bit for bit those of transformers on torch.
+
+A sound is padded no further than its last frames need, instead of to the model's window of 30 or
+300 seconds. All frames behind a sound are equal, so one of them stands for the rest. transformers'
+class has the settings. The arithmetic is here, because that class has the one of numpy, whose
+results differ, in a renderer, which starts without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoFeatureExtractor
+
+from shared.codec.arrays import from_numpy
+from shared.codec.envelope import TensorData
+from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
+from shared.models.layout import PlannedLayout, fingerprint
+from shared.models.lazy_module import LazyModule
+from shared.models.media import AudioProbe, SamplePlan
+from shared.models.wire_pixels import to_numpy
+from shared.protocol.multimodal import FrameSampling
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
+
+SAMPLE_RATE = 16_000
+"""Samples per second of every feature extractor that is supported."""
+NUM_FRAMES_BEHIND = 3
+"""Frames that are kept behind a sound: two may hold some of it, and one is silent."""
+MIN_PADDED_LEN = SAMPLE_RATE
+"""Fewest samples that features are computed of: products of few frames are rounded otherwise."""
+
+Samples = NDArray[np.float32]
+
+# transformers leaves this function without types.
+_load_feature_extractor: Any = AutoFeatureExtractor.from_pretrained
+
+
+def count_tokens(num_frames: int) -> int:
+    """Return the number of embeddings of so many frames: a convolution and a mean halve each."""
+    return ((num_frames - 1) // 2 + 1) // 2
+
+
+class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
+    """The features of one sound.
+
+    input_features float32 [num_bins, num_frames and up to NUM_FRAMES_BEHIND more]
+    audio_frames   int64 [], the number of frames of the sound itself
+
+    The extractor's own output is as long as its window, and repeats the last of these frames.
+    """
+
+    metadata: tuple[str, ...] = ("audio_frames",)
+
+    def __init__(self, folder: Path, audio_config: Any) -> None:
+        """Open the feature extractor of a model folder for an audio tower. Raises ConfigError."""
+        self._extractor = _load_extractor(folder)
+        self._hop_len: int = self._extractor.hop_length
+        self._window_len: int = self._extractor.n_samples
+        self._num_bins: int = audio_config.num_mel_bins
+        self.window_s = self._window_len / SAMPLE_RATE
+        self.num_window_frames: int = self._extractor.nb_max_frames
+        """Number of frames of the extractor's own output."""
+        self.fingerprint = fingerprint(self._extractor)
+        _check_settings(self._extractor, self._num_bins, folder)
+
+    def plan(self, probe: AudioProbe, sampling: FrameSampling, field: str) -> SamplePlan:
+        num_samples = int(np.ceil(probe.seconds * SAMPLE_RATE))
+        cuts = sampling.overflow == "cut"
+        if num_samples > self._window_len and not cuts:
+            raise self._too_long(probe.seconds, field)
+        num_frames = -(-min(num_samples, self._window_len) // self._hop_len)
+        limit = self._window_len if cuts else None
+        return SamplePlan(SAMPLE_RATE, count_tokens(num_frames), limit)
+
+    def pack(
+        self, parts: Iterator[Samples], plan: SamplePlan, field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        samples = self._collect(parts, plan, field)
+        num_frames, num_tokens = self._count(samples, field)
+        features = self._extract(samples, num_frames)
+        return self._fields_of(features, num_frames), num_tokens
+
+    def outline(
+        self, parts: Iterator[Samples], plan: SamplePlan, field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        # The header of a sound may be wrong, and some formats have more samples than are heard.
+        num_frames, num_tokens = self._count(self._collect(parts, plan, field), field)
+        return {"audio_frames": from_numpy(np.array(num_frames, np.int64))}, num_tokens
+
+    def _count(self, samples: Samples, field: str) -> tuple[int, int]:
+        """Return the numbers of frames and of embeddings. Raises InvalidMedia."""
+        num_frames = -(-len(samples) // self._hop_len)
+        if (num_tokens := count_tokens(num_frames)) < 1:
+            raise InvalidMedia(
+                f"a sound of {len(samples)} samples at {SAMPLE_RATE} Hz is too short: the model"
+                f" hears no less than {2 * self._hop_len + 1}",
+                field=field,
+            )
+        return num_frames, num_tokens
+
+    # -- for the wire of each family --------------------------------------------------------------
+
+    def restore(self, fields: Mapping[str, TensorData]) -> tuple[NDArray[np.float32], int]:
+        """Return the features of the extractor's whole window, and the sound's number of frames."""
+        features = to_numpy(fields["input_features"])
+        num_behind = self.num_window_frames - features.shape[1]
+        whole = np.pad(features, ((0, 0), (0, num_behind)), mode="edge")
+        return whole, int(to_numpy(fields["audio_frames"]))
+
+    def shorten(
+        self, features: NDArray[Any], num_frames: int, field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        """Return what `pack` returns, of features that are as long as the sound or the window.
+
+        Raises InvalidRequest for features that are not those of a sound.
+        """
+        num_tokens = count_tokens(num_frames)
+        if features.ndim != 2 or features.shape[0] != self._num_bins or num_tokens < 1:
+            raise InvalidRequest(
+                f"features {list(features.shape)} of {num_frames} frames are not those of a sound"
+                f" in {self._num_bins} bins",
+                field=field,
+            )
+        if not num_frames <= features.shape[1] <= self.num_window_frames:
+            raise InvalidRequest(
+                f"features of {features.shape[1]} frames for a sound of {num_frames}, and a window"
+                f" of {self.num_window_frames}",
+                field=field,
+            )
+        # A float64 may be infinite as a float32.
+        with np.errstate(over="ignore"):
+            values = features.astype(np.float32)
+        if not np.issubdtype(features.dtype, np.floating) or not np.isfinite(values).all():
+            raise InvalidRequest("the features are not finite floats", field=field)
+        return self._fields_of(values, num_frames), num_tokens
+
+    # -- details ----------------------------------------------------------------------------------
+
+    def _fields_of(self, features: NDArray[np.float32], num_frames: int) -> dict[str, TensorData]:
+        kept = features[:, : num_frames + NUM_FRAMES_BEHIND]
+        return {
+            "input_features": from_numpy(np.ascontiguousarray(kept)),
+            "audio_frames": from_numpy(np.array(num_frames, np.int64)),
+        }
+
+    def _collect(self, parts: Iterator[Samples], plan: SamplePlan, field: str) -> Samples:
+        """Return all samples up to the window's length; a header may have promised fewer."""
+        pieces, num_samples = [], 0
+        for piece in parts:
+            pieces.append(piece)
+            num_samples += len(piece)
+            if num_samples > self._window_len:
+                if plan.max_samples is None:
+                    raise self._too_long(num_samples / SAMPLE_RATE, field)
+                break
+        samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+        return samples[: self._window_len]
+
+    def _extract(self, samples: Samples, num_frames: int) -> NDArray[np.float32]:
+        """Return the features [num_bins, at least num_frames and those behind]."""
+        # The last frame that is kept reaches over the beginning of the one behind it.
+        needed = (num_frames + NUM_FRAMES_BEHIND + 1) * self._hop_len
+        padded = torch.zeros(1, min(max(needed, MIN_PADDED_LEN), self._window_len))
+        padded[0, : len(samples)] = torch.from_numpy(samples)
+        num_points: int = self._extractor.n_fft
+        window = torch.hann_window(num_points)
+        spectrum = torch.stft(padded, num_points, self._hop_len, window=window, return_complex=True)
+        power = (spectrum[..., :-1].abs() ** 2).contiguous()  # [1, num_points / 2 + 1, frames]
+        filters = torch.from_numpy(self._extractor.mel_filters.astype(np.float32))
+        levels = (filters.T @ power).clamp(min=1e-10).log10()
+        levels = (torch.maximum(levels, levels.max() - 8.0) + 4.0) / 4.0
+        features: NDArray[np.float32] = levels[0].numpy()
+        return features
+
+    def _too_long(self, seconds: float, field: str) -> MediaTooLarge:
+        return MediaTooLarge(
+            f"a sound of {seconds:.2f} seconds is over the {self.window_s:g}"
+            " seconds that this model hears; with overflow 'cut', it hears its beginning",
+            field=field,
+        )
+
+
+def _load_extractor(folder: Path) -> Any:
+    try:
+        # The extractor is untyped; its output is checked by shape.
+        extractor: Any = _load_feature_extractor(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no feature extractor: {error}", field="path") from error
+    if (name := type(extractor).__name__) != "WhisperFeatureExtractor":
+        raise ConfigError(
+            f"{folder}: the feature extractor is a {name}; this model family takes a"
+            " WhisperFeatureExtractor",
+            field="path",
+        )
+    return extractor
+
+
+def _check_settings(extractor: Any, num_bins: int, folder: Path) -> None:
+    wanted = {
+        "sampling_rate": SAMPLE_RATE,
+        "feature_size": num_bins,
+        "padding_value": 0.0,
+        "padding_side": "right",
+        # Noise would give one sound different features each time.
+        "dither": 0.0,
+    }
+    for name, value in wanted.items():
+        if (given := getattr(extractor, name)) != value:
+            raise ConfigError(
+                f"{folder}: the feature extractor has {name} {given!r}, not {value!r}",
+                field="path",
+            )

@@ -1,0 +1,191 @@
+"""Questions about sounds and transcripts, by the demo's model that hears, over HTTP and NATS.
+
+Its answers are those of transformers for the same samples, whatever they are.
+"""
+
+import asyncio
+import base64
+import io
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from openai import APIStatusError, AsyncOpenAI
+
+from ops.browser import ENTER, MISSING, browsing
+from ops.demo_hearing.training.evaluation import Listener
+from ops.demo_hearing.training.sounds import RATE, Wave, beeps
+from shared.bus.bus import Bus
+from tests import preloaded
+from tests.cluster.conftest import Cluster, start_cluster, stop_cluster
+from workers.renderer.media.splitter import split_sound
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = ROOT / "ops" / "demo_hearing"
+CONFIG = f"""
+models:
+  hearing:
+    path: {MODEL}
+    max_images: 0
+    tower: encoder
+    sampling_defaults: {{temperature: 0.0, max_tokens: 16}}
+delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
+"""
+QUESTION = "What do you hear?"
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("hearing"), CONFIG)
+    yield running
+    assert stop_cluster(running) == 0
+
+
+@pytest.fixture
+async def api(hearing: Cluster) -> AsyncIterator[AsyncOpenAI]:
+    bus = await Bus.connect(hearing.url, "test")
+    beats = await bus.read_heartbeats()
+    await bus.close()
+    (url,) = (beat.url for beat in beats if beat.role == "gateway" and beat.url)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def listener() -> Listener:
+    return Listener(MODEL)
+
+
+def sound(number: int = 3) -> Wave:
+    return beeps(np.random.default_rng(number), number, high=True)
+
+
+def file_of(samples: Wave, form: str = "WAV", subtype: str = "FLOAT") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, subtype, format=form)
+    return file.getvalue()
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+async def ask(api: AsyncOpenAI, *parts: dict[str, Any]) -> str | None:
+    content: Any = [*parts, {"type": "text", "text": QUESTION}]
+    answer = await api.chat.completions.create(
+        model="hearing", messages=[{"role": "user", "content": content}]
+    )
+    return answer.choices[0].message.content
+
+
+async def test_a_sound_is_heard_as_transformers_hears_it(
+    api: AsyncOpenAI, listener: Listener
+) -> None:
+    data = file_of(sound())
+    told = listener.listen(sound(), QUESTION)
+    # The format is the file's, not what the client says.
+    part = {"type": "input_audio", "input_audio": {"data": encoded(data), "format": "mp3"}}
+    assert await ask(api, part) == told
+    url = "data:audio/x-unknown;base64," + encoded(data)
+    assert await ask(api, {"type": "audio_url", "audio_url": {"url": url}}) == told
+
+
+async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None:
+    long = file_of(np.zeros(31 * RATE, np.float32), "FLAC", "PCM_16")
+    cases = [
+        (b"RIFF....WAVEnothing", "invalid_media", ""),
+        (file_of(np.zeros(200, np.float32)), "invalid_media", "200 samples"),
+        (long, "media_too_large", "31.00 seconds is over the 30 seconds"),
+    ]
+    for data, code, message in cases:
+        part = {"type": "audio_url", "audio_url": {"url": "data:;base64," + encoded(data)}}
+        with pytest.raises(APIStatusError) as caught:
+            await ask(api, part)
+        told: Any = caught.value.body
+        assert (told["code"], told["param"]) == (code, "messages[0].content[0].audio_url.url")
+        assert message in told["message"]
+    url = "data:;base64," + encoded(long)
+    assert await ask(api, {"type": "audio_url", "audio_url": {"url": url, "overflow": "cut"}})
+
+
+async def test_a_recording_is_written_down(api: AsyncOpenAI, listener: Listener) -> None:
+    transcribe: Any = api.audio.transcriptions.create
+    data, told = file_of(sound()), listener.listen(sound(), "Transcribe the speech into text.")
+    answer = await transcribe(model="hearing", file=("a.wav", data))
+    assert answer.text == told
+    assert answer.usage.type == "tokens"
+    text = await transcribe(model="hearing", file=("a.wav", data), response_format="text")
+    assert text == f"{told}\n"
+    for name in ("srt", "vtt", "verbose_json"):
+        with pytest.raises(APIStatusError, match="the model tells no times") as caught:
+            await transcribe(model="hearing", file=("a.wav", data), response_format=name)
+        assert caught.value.status_code == 400
+    with pytest.raises(APIStatusError, match="not a readable sound") as caught:
+        await transcribe(model="hearing", file=("a.wav", b"no sound"))
+    told_error: Any = caught.value.body
+    assert told_error["param"] == "file"
+
+
+async def test_a_long_recording_is_written_down_in_pieces(
+    api: AsyncOpenAI, listener: Listener
+) -> None:
+    whole = np.zeros(70 * RATE, np.float32)
+    for number, at_s in ((1, 10), (2, 35), (4, 60)):
+        heard = sound(number)
+        whole[at_s * RATE :][: len(heard)] = heard
+    # What is stored of a piece is rounded to 16 bits.
+    rounded = np.asarray(np.rint(whole * 2**15).clip(max=2**15 - 1) / 2**15, np.float32)
+    pieces = list(split_sound(iter([rounded])))
+    assert len(pieces) == 3
+    instruction = "Transcribe the English speech into text."
+    told = " ".join(listener.listen(piece, instruction) for piece in pieces)
+    file = ("long.flac", file_of(rounded, "FLAC", "PCM_16"))
+    transcribe: Any = api.audio.transcriptions.create
+    stream = await transcribe(model="hearing", file=file, language="en", stream=True)
+    *deltas, done = [event async for event in stream]
+    assert "".join(event.delta for event in deltas) == done.text == told
+
+
+async def test_clients_without_http_ask_about_sounds(
+    hearing: Cluster, listener: Listener, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.flac"
+    file.write_bytes(file_of(sound(), "FLAC", "PCM_16"))
+    told = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
+    command = ("ask", QUESTION, "--audio", str(file), "--nats", hearing.url)
+    asked = await asyncio.to_thread(preloaded.run, *command, "--config", str(hearing.config))
+    assert asked.stdout.strip() == told
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(ROOT / "ops" / "examples" / "hear.py"), QUESTION, str(file)),
+        env=os.environ | {"NATS_URL": hearing.url, "NATS_NKEY": str(hearing.client_key)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert output.decode().strip() == told
+
+
+@pytest.mark.skipif(
+    MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+)
+@pytest.mark.timeout(180)
+def test_the_page_plays_what_it_sends(api: AsyncOpenAI, listener: Listener, tmp_path: Path) -> None:
+    file = tmp_path / "three.bin"
+    file.write_bytes(file_of(sound(), "FLAC", "PCM_16"))
+    told = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
+    with browsing(tmp_path) as page:
+        page.open(str(api.base_url).removesuffix("v1/"))
+        page.wait("!document.querySelector('#send').disabled")
+        page.type("#file", str(file))
+        # The browser has decoded as much of the sound as it needs to play it.
+        page.wait("document.querySelector('#images audio')?.readyState >= 3")
+        page.type("#question", QUESTION + ENTER)
+        page.wait("document.querySelector('.turn .status')?.textContent.startsWith('Done')")
+        assert page.text(".turn .text").strip() == told
+        duration_s = page.run("return document.querySelector('.thumbs audio').duration")
+        assert duration_s == pytest.approx(len(sound()) / RATE, abs=0.01)
+        assert page.console_errors() == []

@@ -1,0 +1,55 @@
+"""A spawner whose decoders do what the file says, in place of decoding it."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from workers.renderer.decoding import formats, spawner
+from workers.renderer.decoding.containers import Bytes
+from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
+from workers.renderer.decoding.video_file import Pixels, VideoFile
+
+open_video = formats.open_video
+
+
+class CostlyVideo:
+    """A video of which no more than one frame can be read."""
+
+    probe = VideoProbe(8, 8, 9, 1.0, "costly")
+
+    def frames(self, indexes: Sequence[int]) -> Iterator[Pixels]:
+        if len(indexes) > 1:
+            os.abort()
+        yield np.zeros((8, 8, 3), np.uint8)
+
+
+def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
+    match bytes(data[:]).partition(b":"):
+        case b"abort", _, _:
+            os.abort()
+        case b"spin", _, _:
+            while True:
+                pass
+        case b"sleep", _, _:
+            time.sleep(60)
+        case b"memory", _, _:
+            sys.stdout.write(str(len(bytearray(2**33))))
+        case b"crash", _, _:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case b"killed", _, _:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case b"costly", _, _:
+            return CostlyVideo()
+        case b"open", _, path:
+            Path(path.decode()).open("rb").close()
+    return open_video(data, limits)
+
+
+def main(descriptor: int) -> None:
+    vars(formats)["open_video"] = die
+    spawner.main(descriptor)

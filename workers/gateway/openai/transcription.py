@@ -1,0 +1,168 @@
+"""`/v1/audio/transcriptions`: the plan of a request, and the assembler of its text. Pure.
+
+Each piece of a long recording is a request of its own on the bus.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import RequestRecord
+from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
+from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.choices import check_choice
+from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.http.errors import UnsupportedParameter
+from workers.gateway.schemas.transcription import (
+    UNSUPPORTED_FORMATS,
+    TranscriptDelta,
+    TranscriptDone,
+    Transcription,
+    TranscriptionForm,
+    TranscriptionUsage,
+)
+
+JSON, TEXT = "json", "text"
+
+LANGUAGES = {
+    "ar": "Arabic",
+    "bg": "Bulgarian",
+    "bn": "Bengali",
+    "cs": "Czech",
+    "da": "Danish",
+    "de": "German",
+    "el": "Greek",
+    "en": "English",
+    "es": "Spanish",
+    "fa": "Persian",
+    "fi": "Finnish",
+    "fr": "French",
+    "he": "Hebrew",
+    "hi": "Hindi",
+    "hu": "Hungarian",
+    "id": "Indonesian",
+    "it": "Italian",
+    "ja": "Japanese",
+    "ko": "Korean",
+    "ms": "Malay",
+    "nl": "Dutch",
+    "no": "Norwegian",
+    "pl": "Polish",
+    "pt": "Portuguese",
+    "ro": "Romanian",
+    "ru": "Russian",
+    "sv": "Swedish",
+    "sw": "Swahili",
+    "ta": "Tamil",
+    "th": "Thai",
+    "tl": "Tagalog",
+    "tr": "Turkish",
+    "uk": "Ukrainian",
+    "ur": "Urdu",
+    "vi": "Vietnamese",
+    "yue": "Cantonese",
+    "zh": "Chinese",
+}
+"""Names of languages for the instruction, by their codes."""
+WITHOUT_SPACES = frozenset({"ja", "th", "yue", "zh"})
+"""Languages that write words without spaces between them."""
+
+
+class TranscriptionOptions(Struct, frozen=True, kw_only=True):
+    """Options of a transcription, stored in the RequestRecord."""
+
+    parts: int = 1
+    in_order: bool = True
+    """The records of a part come behind those of the parts before it."""
+    separator: str = " "
+    """What joins the texts of two pieces."""
+
+
+def check_transcription(form: TranscriptionForm) -> None:
+    """Raises InvalidRequest or UnsupportedParameter with the field."""
+    if (reason := UNSUPPORTED_FORMATS.get(form.response_format)) is not None:
+        raise UnsupportedParameter(
+            f"response_format {form.response_format} is not supported: {reason}",
+            field="response_format",
+        )
+    check_choice("response_format", form.response_format, [JSON, TEXT])
+    if form.stream and form.response_format == TEXT:
+        raise InvalidRequest("a stream has events, not text", field="response_format")
+    if form.language is not None:
+        check_choice("language", form.language, LANGUAGES)
+
+
+def plan_transcription(form: TranscriptionForm, pieces: Sequence[str]) -> SubmitPlan:
+    """Return the plan for the pieces of a recording, each a URL."""
+    content = TextPart(instruction_of(form))
+    requests = [
+        GenerateRequest(
+            form.model,
+            messages=[Message("user", [AudioPart(AudioURL(piece)), content])],
+            timeout_s=form.timeout_s,
+        )
+        for piece in pieces
+    ]
+    # A transcript is the most probable text unless the client asks for others.
+    sampling = {"temperature": form.temperature or 0.0}
+    separator = "" if form.language in WITHOUT_SPACES else " "
+    options = TranscriptionOptions(parts=len(pieces), separator=separator)
+    return SubmitPlan(
+        requests,
+        sampling,
+        msgspec.to_builtins(options),
+        stream=bool(form.stream),
+        durable=bool(form.durable),
+    )
+
+
+def instruction_of(form: TranscriptionForm) -> str:
+    language = "" if form.language is None else f"{LANGUAGES[form.language]} "
+    instruction = f"Transcribe the {language}speech into text."
+    return instruction if not form.prompt else f"{instruction}\n{form.prompt}"
+
+
+@dataclass(eq=False)
+class TranscriptionAssembler(Assembler):
+    """Assembler of a transcript: the texts of all pieces, one behind the other."""
+
+    options: TranscriptionOptions
+    max_events = 2
+    texts: list[str] = field(default_factory=list)
+    usages: list[Usage] = field(default_factory=list)
+
+    @classmethod
+    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
+        return cls(msgspec.convert(record.options, TranscriptionOptions))
+
+    def add(self, part: int, record: TokenChunk) -> list[Any]:
+        text = "".join(delta.text for delta in record.choices)
+        if not text:
+            return []
+        if part == len(self.texts):
+            self.texts.append("")
+            # Some models begin a text with a space.
+            if any(self.texts) and not text[0].isspace():
+                text = self.options.separator + text
+        self.texts[-1] += text
+        return [TranscriptDelta(text)]
+
+    def finish(self, part: int, usage: Usage) -> list[Any]:
+        if part == len(self.texts):
+            self.texts.append("")
+        self.usages.append(usage)
+        if len(self.usages) < self.options.parts:
+            return []
+        whole = self.answer()
+        return [TranscriptDone(whole.text, whole.usage)]
+
+    def answer(self) -> Transcription:
+        num_in = sum(usage.prompt_tokens for usage in self.usages)
+        num_out = sum(usage.completion_tokens for usage in self.usages)
+        usage = TranscriptionUsage(num_in, num_out, num_in + num_out)
+        return Transcription("".join(self.texts).strip(), usage)

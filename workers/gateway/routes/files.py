@@ -1,0 +1,160 @@
+"""`/v1/files`: media that requests name, stored while they arrive."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from shared.bus.streams import MEDIA_REUSE_S
+from shared.errors import InvalidRequest, NotFound, Unavailable
+from shared.state import media_store
+from shared.state.media_store import MediaUpload, StoredFile
+from workers.gateway.app import AppContext, Json
+from workers.gateway.core.multipart import FileHead, FormEvent, FormStream, FormValue
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.body import check_form
+from workers.gateway.http.errors import BodyTooLarge, RequestTimeout, validation_error
+from workers.gateway.route_table import RouteTable
+from workers.gateway.schemas.files import ID_PREFIX, DeletedFile, FileForm, FileObject
+
+ROUTES = RouteTable("Files")
+FILE = "file"
+MAX_FILENAME_LEN = 255
+
+
+@ROUTES.endpoint(
+    "POST",
+    "/v1/files",
+    "Store an image, a video or a sound that requests can name",
+    answer=FileObject,
+    body=FileForm,
+    file=FILE,
+    refuses=(Unavailable,),
+    counted=True,
+)
+async def upload_file(context: AppContext, request: Request, caller: Caller) -> Response:
+    form_stream = FormStream(check_form(request))
+    upload = MediaUpload(context.bus, caller.tenant)
+    stored: StoredFile | None = None
+    try:
+        async with _in_time(context):
+            events = _receive(context, request, form_stream)
+            filename, form = await _store(context, events, upload)
+        stored = await upload.finish(filename, form.purpose)
+    finally:
+        if stored is None:
+            # The client may be gone, and must not wait for this.
+            context.background.start(upload.abort())
+    return Json(_describe(context, stored))
+
+
+@ROUTES.endpoint(
+    "GET",
+    "/v1/files/{file_id}",
+    "What is known of a stored file",
+    answer=FileObject,
+    refuses=(NotFound, Unavailable),
+)
+async def show_file(context: AppContext, request: Request, caller: Caller) -> Response:
+    return Json(_describe(context, await _find(context, request, caller)))
+
+
+@ROUTES.endpoint(
+    "DELETE",
+    "/v1/files/{file_id}",
+    "Remove a stored file, also from requests that have not read it yet",
+    answer=DeletedFile,
+    refuses=(NotFound, Unavailable),
+)
+async def delete_file(context: AppContext, request: Request, caller: Caller) -> Response:
+    file = await _find(context, request, caller)
+    await media_store.remove(context.bus, file, caller.tenant)
+    return Json(DeletedFile(id=ID_PREFIX + file.name))
+
+
+@contextlib.asynccontextmanager
+async def _in_time(context: AppContext) -> AsyncIterator[None]:
+    """Limit the time in which a whole body arrives and is stored. Raises RequestTimeout."""
+    timeout_s = context.limits.upload_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+
+
+async def _receive(
+    context: AppContext, request: Request, form: FormStream
+) -> AsyncIterator[FormEvent]:
+    """Yield the parts of the body as they arrive, each piece of which must come in time."""
+    timeout_s = context.limits.body_timeout_s
+    pieces = aiter(request.stream())
+    while not form.is_complete:
+        try:
+            async with asyncio.timeout(timeout_s):
+                piece = await anext(pieces, None)
+        except TimeoutError:
+            raise RequestTimeout(f"nothing of the body came within {timeout_s:g} s") from None
+        except ClientDisconnect:
+            piece = None
+        if piece is None:
+            raise InvalidRequest("the body ends before its last boundary")
+        for event in form.feed(piece):
+            yield event
+
+
+async def _store(
+    context: AppContext, events: AsyncIterator[FormEvent], upload: MediaUpload
+) -> tuple[str, FileForm]:
+    """Store the file of a form, and return its name and the form's fields."""
+    limit = max(context.config.renderer.max_bytes.values())
+    values: dict[str, str] = {}
+    filename: str | None = None
+    async for event in events:
+        match event:
+            case FileHead(field, name):
+                if field != FILE or filename is not None:
+                    reason = "is given twice" if field == FILE else "is no file"
+                    raise InvalidRequest(f"{field} {reason}", field=field)
+                filename = name
+            case FormValue(field, value):
+                if field in values:
+                    raise InvalidRequest(f"{field} is given twice", field=field)
+                values[field] = value
+            case bytes():
+                if upload.num_bytes + len(event) > limit:
+                    raise BodyTooLarge(f"a file may have {limit} bytes")
+                await upload.write(event)
+    if filename is None:
+        raise InvalidRequest("file is missing", field=FILE)
+    try:
+        return filename[:MAX_FILENAME_LEN], msgspec.convert(values, FileForm)
+    except msgspec.ValidationError as error:
+        raise validation_error(error, frozenset()) from error
+
+
+async def _find(context: AppContext, request: Request, caller: Caller) -> StoredFile:
+    name = media_store.parse_media_url(media_store.URL_SCHEME + request.path_params["file_id"])
+    file = None
+    if name is not None:
+        file = await media_store.look_up(context.bus, name, caller.tenant)
+    if file is None:
+        raise NotFound("there is no file of this id")
+    return file
+
+
+def _describe(context: AppContext, file: StoredFile) -> FileObject:
+    stored_s = int(file.stored_ms / 1000)
+    # A request that names the file may be accepted until its time would outlast the file.
+    age_s = MEDIA_REUSE_S + context.config.delivery.max_timeout_s
+    return FileObject(
+        id=ID_PREFIX + file.name,
+        bytes=file.head.num_bytes,
+        created_at=stored_s,
+        expires_at=stored_s + int(age_s),
+        filename=file.head.filename or file.name,
+        purpose=file.head.purpose or FileForm().purpose,
+    )

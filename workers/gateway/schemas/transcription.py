@@ -1,0 +1,59 @@
+"""Form, answer and events of OpenAI's transcriptions. Pure."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+UNSUPPORTED = frozenset(
+    {"chunking_strategy", "include", "timestamp_granularities", "known_speaker_names"}
+    | {"known_speaker_references", "translate"}
+)
+UNSUPPORTED_FORMATS = {
+    "verbose_json": "the model tells no times",
+    "srt": "the model tells no times",
+    "vtt": "the model tells no times",
+    "diarized_json": "the model does not tell speakers apart",
+}
+
+
+class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of the form beside `file`, the recording."""
+
+    model: str
+    language: Annotated[str, Meta(pattern="^[a-z]{2,3}$")] | None = None
+    """ISO 639 code of the language that is spoken, such as `en`; by default the model finds out."""
+    prompt: Annotated[str, Meta(max_length=4096)] | None = None
+    """Further instructions to the model, such as the spelling of names."""
+    response_format: str = "json"
+    """`json`, or `text` for the text alone."""
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    stream: bool | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """Time from acceptance to the end. The configured value is the default and maximum."""
+    durable: bool | None = None
+    """Continue the transcription when the connection closes."""
+    user: str | None = None
+    """No effect."""
+
+
+class TranscriptionUsage(Struct, frozen=True):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    type: Literal["tokens"] = "tokens"
+
+
+class Transcription(Struct, frozen=True):
+    text: str
+    usage: TranscriptionUsage
+
+
+class TranscriptDelta(Struct, frozen=True):
+    delta: str
+    type: str = "transcript.text.delta"
+
+
+class TranscriptDone(Struct, frozen=True):
+    text: str
+    usage: TranscriptionUsage
+    type: str = "transcript.text.done"

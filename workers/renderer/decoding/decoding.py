@@ -1,0 +1,247 @@
+"""The decoding of one file, seen from the renderer: a probe, then frames or samples in pieces."""
+
+import contextlib
+import math
+import mmap
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import (
+    InvalidMedia,
+    MediaTooLarge,
+    RequestError,
+    UnsupportedContent,
+    WorkerFailure,
+)
+from workers.renderer.decoding.messages import (
+    MAX_MESSAGE_BYTES,
+    MEDIA,
+    NUM_SLOTS,
+    PIECE_SAMPLES,
+    AudioProbe,
+    Done,
+    Ended,
+    Job,
+    Order,
+    Piece,
+    Probe,
+    Proceed,
+    ReadFrames,
+    ReadSamples,
+    Refused,
+    Reply,
+    VideoProbe,
+    decode_reply,
+    encode,
+)
+from workers.renderer.decoding.shared_memory import make_source, make_target
+from workers.renderer.decoding.spawning import Spawning
+
+MAX_WAIT_S = 60.0
+"""A decoder that is silent for longer is given up; its processor time is limited by the kernel."""
+MAX_KILLED = 3
+"""Decoders of one file that may be killed from outside before its request fails."""
+_NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class ExceedsLimits(InvalidMedia):
+    """A file whose decoder has died of it, or was ended by a limit on its process."""
+
+
+Value = TypeVar("Value", np.uint8, np.float32)
+_ERRORS: dict[str, type[RequestError]] = {
+    "invalid": InvalidMedia,
+    "exceeded": ExceedsLimits,
+    "too_large": MediaTooLarge,
+    "unsupported": UnsupportedContent,
+}
+
+
+class _Killed(Exception):
+    """The decoder has ended, and not by itself."""
+
+
+class Decoding:
+    """A file and its decoder. Blocks; one thread uses it, as a context.
+
+    All methods raise a RequestError for a file that is refused, and WorkerFailure.
+    """
+
+    def __init__(self, spawning: Spawning, job: Job, data: bytes, field: str) -> None:
+        self._spawning = spawning
+        self._job = job
+        self._field = field
+        self._medium = MEDIA[job.kind]
+        self._num_killed = 0
+        self._channel: socket.socket | None = None
+        self._probe: Probe | None = None
+        slot_bytes = PIECE_SAMPLES * 4 if job.kind == "samples" else job.limits.max_pixels * 3
+        with contextlib.ExitStack() as undo:
+            self._source = make_source(data)
+            undo.callback(os.close, self._source)
+            self._target = make_target(NUM_SLOTS * slot_bytes)
+            undo.callback(os.close, self._target)
+            # Nobody writes to it here, but torch warns of memory that it could not write to.
+            self._memory = mmap.mmap(self._target, 0)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> "Decoding":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hang_up()
+        self._undo.close()
+
+    @property
+    def is_probed(self) -> bool:
+        return self._probe is not None
+
+    def probe_video(self) -> VideoProbe:
+        probe = self._get_probe()
+        assert isinstance(probe, VideoProbe)
+        return probe
+
+    def probe_audio(self) -> AudioProbe:
+        probe = self._get_probe()
+        assert isinstance(probe, AudioProbe)
+        return probe
+
+    def read_frames(self, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        """Yield the frame of each index, [height, width, 3], valid until the next is taken.
+
+        The indexes ascend, and one may repeat.
+        """
+        probe = self.probe_video()
+        shape = (probe.height, probe.width, 3)
+        distinct = list(dict.fromkeys(indexes))
+        pieces = self._read(lambda num_read: ReadFrames(distinct[num_read:]), np.uint8)
+        frame: NDArray[np.uint8] | None = None
+        read = -1
+        for index in indexes:
+            if index != read:
+                frame, read = next(pieces, None), index
+            if frame is None or frame.size != math.prod(shape):
+                raise self._incomplete()
+            yield frame.reshape(shape)
+
+    def read_samples(self, rate: int) -> Iterator[NDArray[np.float32]]:
+        """Yield the samples in pieces: the mean of all channels at `rate` samples a second."""
+        for piece in self._read(lambda num_read: ReadSamples(rate, num_read), np.float32):
+            yield piece.copy()
+
+    def _get_probe(self) -> Probe:
+        while self._probe is None:
+            with self._replacing():
+                self._start()
+        return self._probe
+
+    def _read(
+        self, order: Callable[[int], ReadFrames | ReadSamples], dtype: type[Value]
+    ) -> Iterator[NDArray[Value]]:
+        """Yield all pieces of an order, which takes the number of pieces that were read before."""
+        self._get_probe()
+        num_read, is_done = 0, False
+        while not is_done:
+            with self._replacing():
+                if self._channel is None:
+                    self._start()
+                self._send(order(num_read))
+                slot = 0
+                while isinstance(reply := self._receive(), Piece):
+                    yield self._view(slot, reply.num_values, dtype)
+                    num_read += 1
+                    slot = (slot + 1) % NUM_SLOTS
+                    self._send(Proceed())
+                is_done = True
+        if not isinstance(reply, Done):
+            raise self._incomplete()
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Let the caller try again with another decoder if this one is killed."""
+        try:
+            yield
+        except _Killed:
+            self._hang_up()
+            self._num_killed += 1
+            if self._num_killed == MAX_KILLED:
+                raise WorkerFailure(
+                    f"{MAX_KILLED} processes that decoded the {self._medium} were killed"
+                ) from None
+
+    def _start(self) -> None:
+        """Start a decoder, and receive its probe."""
+        self._channel = self._spawning.give(self._job, self._source, self._target)
+        self._channel.settimeout(MAX_WAIT_S)
+        reply = self._receive()
+        kind = VideoProbe if self._job.kind == "frames" else AudioProbe
+        if not isinstance(reply, kind) or self._probe not in (None, reply):
+            raise self._incomplete()
+        self._probe = reply
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _view(self, slot: int, num_values: int, dtype: type[Value]) -> NDArray[Value]:
+        slot_bytes = len(self._memory) // NUM_SLOTS
+        if num_values * np.dtype(dtype).itemsize > slot_bytes:
+            raise self._incomplete()
+        return np.frombuffer(self._memory, dtype, num_values, slot * slot_bytes)
+
+    def _send(self, order: Order) -> None:
+        assert self._channel is not None
+        # A decoder that has ended has said why, or its end is received next.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.send(encode(order))
+
+    def _receive(self) -> Reply:
+        """Return the next reply, which is no refusal. Raises _Killed."""
+        assert self._channel is not None
+        try:
+            message = self._channel.recv(MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            raise WorkerFailure(
+                f"a process that decodes the {self._medium} was silent for {MAX_WAIT_S:g} s"
+            ) from None
+        except ConnectionResetError:
+            message = b""
+        if not message:
+            raise _Killed  # With it, the spawner.
+        try:
+            reply = decode_reply(message)
+        except msgspec.DecodeError:
+            raise self._incomplete() from None
+        if isinstance(reply, Refused):
+            raise _ERRORS[reply.fault](reply.message, field=self._field)
+        if isinstance(reply, Ended):
+            self._explain(reply)
+        return reply
+
+    def _explain(self, ended: Ended) -> NoReturn:
+        """Raise the error of a decoder that has ended without a reply."""
+        limits, number = self._job.limits, -ended.code
+        is_over = number == signal.SIGXCPU or ended.cpu_s >= limits.max_cpu_s
+        if not is_over and (number <= 0 or number in _NOT_BY_ITSELF):
+            raise _Killed
+        cause = (
+            f"{limits.max_cpu_s} s of processor time"
+            if is_over
+            else f"it ends its decoder by signal {number}, within {limits.max_memory_mib} MiB and"
+            f" {limits.max_cpu_s} s"
+        )
+        raise ExceedsLimits(
+            f"the {self._medium} could not be decoded within its limits: {cause}",
+            field=self._field,
+        )
+
+    def _incomplete(self) -> InvalidMedia:
+        return InvalidMedia(f"the {self._medium} is damaged or incomplete", field=self._field)

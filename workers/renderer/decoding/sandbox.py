@@ -1,0 +1,62 @@
+"""What a decoder process may do: compute, within limits, and answer on the socket that it has.
+
+Linux alone has most of these means; what a kernel does not allow is left out, because the limits on
+time and memory hold by themselves.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+
+from workers.renderer.decoding.messages import DecodingLimits
+
+NOBODY = 65534
+# A decoder that does not end by SIGXCPU is killed a second later.
+GRACE_S = 1
+NICENESS = 10
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWIPC = 0x08000000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def isolate() -> None:
+    """Take this process, and all that it forks, off the network; root becomes nobody."""
+    is_root = os.geteuid() == 0
+    # Another user may do so only in a user namespace, if the machine allows these.
+    user = 0 if is_root else _CLONE_NEWUSER
+    _libc.unshare(user | _CLONE_NEWNET | _CLONE_NEWIPC)
+    if is_root:
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def confine(limits: DecodingLimits, parent: int) -> None:
+    """Limit this process, which ends with its `parent`; it can open no file from now on."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    # The renderer's other requests come first.
+    os.nice(NICENESS)
+    # Other processes of this user cannot read its memory.
+    _libc.prctl(_PR_SET_DUMPABLE, 0)
+    memory = limits.max_memory_mib * 2**20
+    for kind, soft, hard in (
+        (resource.RLIMIT_CPU, limits.max_cpu_s, limits.max_cpu_s + GRACE_S),
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_FSIZE, 0, 0),
+        (resource.RLIMIT_NOFILE, 0, 0),
+        (resource.RLIMIT_NPROC, 0, 0),
+    ):
+        resource.setrlimit(kind, (soft, hard))

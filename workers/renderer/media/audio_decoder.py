@@ -1,0 +1,20 @@
+"""Audio decoder: from a file's bytes to samples of one channel."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.models.media import AudioProbe, DecodedAudio
+from shared.protocol.multimodal import AUDIO, content_hash
+from workers.renderer.media.image_decoder import check_num_bytes
+from workers.renderer.media.tools import MediaTools
+
+
+@contextmanager
+def decode_audio(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedAudio]:
+    """Probe a sound. Raises UnsupportedContent, InvalidMedia or MediaTooLarge."""
+    check_num_bytes(len(data), tools.config, field, AUDIO)
+    source_hash = content_hash(data)
+    with tools.pool.open("samples", data, source_hash, field, tools.use) as decoding:
+        found = decoding.probe_audio()
+        probe = AudioProbe(found.num_samples / found.rate, found.rate, found.num_channels)
+        yield DecodedAudio(probe, lambda plan: decoding.read_samples(plan.rate), source_hash)

@@ -1,0 +1,32 @@
+"""Video decoder: from a file's bytes to frames of the planned size.
+
+A decoder process yields whole frames one at a time, in memory that it shares with the renderer.
+They are resized here, by the arithmetic that the model's family prescribes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.models.frames import resize_frame
+from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
+from shared.protocol.multimodal import VIDEO, content_hash
+from workers.renderer.media.image_decoder import check_num_bytes
+from workers.renderer.media.tools import MediaTools
+
+SEQUENCE_FPS = 1.0
+
+
+@contextmanager
+def decode_video(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedVideo]:
+    """Probe a video. Raises UnsupportedContent, InvalidMedia or MediaTooLarge."""
+    check_num_bytes(len(data), tools.config, field, VIDEO)
+    source_hash = content_hash(data)
+    with tools.pool.open("frames", data, source_hash, field, tools.use) as decoding:
+        found = decoding.probe_video()
+        fps = SEQUENCE_FPS if found.is_sequence else found.fps
+        probe = VideoProbe(found.num_frames, fps, found.width, found.height, found.is_sequence)
+
+        def read(plan: FramePlan) -> Iterator[Frame]:
+            return (resize_frame(frame, plan) for frame in decoding.read_frames(plan.indexes))
+
+        yield DecodedVideo(probe, read, source_hash)

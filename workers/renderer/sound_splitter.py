@@ -1,0 +1,65 @@
+"""Sound splitter: a stored recording, cut into pieces that a model hears at once.
+
+The pieces are stored as files of their own, whose names depend on the recording alone. Each is then
+a request like any other, which can be computed and repeated by itself.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import soundfile
+
+from shared.bus.bus import Bus
+from shared.config_renderer import RendererConfig
+from shared.errors import UnsupportedContent
+from shared.models.media import DecodedAudio, SamplePlan
+from shared.models.mel_layout import SAMPLE_RATE
+from shared.protocol.multimodal import AUDIO
+from shared.state import media_store
+from workers.renderer.media.decoders import MediaDecoders
+from workers.renderer.media.request_media import read_stored
+from workers.renderer.media.splitter import MAX_PIECE_S, Samples, split_sound
+from workers.renderer.processing.processor import Processor
+
+FIELD = "url"
+
+
+@dataclass(eq=False)
+class SoundSplitter:
+    _bus: Bus
+    _decoders: MediaDecoders
+    _config: RendererConfig
+
+    async def split(self, processor: Processor, url: str, tenant: str) -> list[str]:
+        """Return the URLs of the pieces. Raises a RequestError, or Unavailable."""
+        if not processor.accepts(AUDIO):
+            raise UnsupportedContent("this model takes no audios", field=FIELD)
+        limit = self._config.max_bytes[AUDIO]
+        data = await read_stored(self._bus, url, FIELD, limit, tenant)
+        window_s = processor.window_s(AUDIO)
+        pieces = await self._decoders.run(AUDIO, lambda: self._cut(data, window_s, tenant))
+        if len(pieces) <= 1:
+            return [url]
+        urls = []
+        for piece in pieces:
+            name = await media_store.hash_media(piece)
+            await media_store.store(self._bus, name, piece, tenant)
+            urls.append(media_store.media_url(name))
+        return urls
+
+    def _cut(self, data: bytes, window_s: float, tenant: str) -> list[bytes]:
+        """Return the pieces as files; none for a recording that is short enough as it is."""
+        with self._decoders.open(AUDIO, data, FIELD, tenant) as media:
+            assert isinstance(media, DecodedAudio)
+            if media.probe.seconds <= min(window_s, MAX_PIECE_S):
+                return []
+            samples = media.read(SamplePlan(SAMPLE_RATE, num_tokens=0))
+            return [_to_flac(piece) for piece in split_sound(samples, window_s)]
+
+
+def _to_flac(samples: Samples) -> bytes:
+    file = io.BytesIO()
+    # A louder sample than full scale would turn into the opposite.
+    soundfile.write(file, np.clip(samples, -1.0, 1.0), SAMPLE_RATE, "PCM_16", format="FLAC")
+    return file.getvalue()
