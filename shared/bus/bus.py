@@ -20,19 +20,22 @@ from nats.js.errors import NotFoundError
 from shared.bus import streams
 from shared.bus.connection import (
     BROKER_DEADLINE_S,
+    FIRST_RETRY_S,
     MAX_RETRY_S,
     REPLY_TIMEOUT_S,
     connect,
     local_address,
     retry_until,
-    without_credentials,
 )
 from shared.bus.consumer import Consumer, Puller
+from shared.bus.login import Login
 from shared.bus.messaging import Messenger
+from shared.bus.metering import StreamMeter
 from shared.bus.publishing import Publisher
 from shared.bus.reading import StreamReader
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.config import DeliveryConfig, NatsConfig
+from shared.config_agent import AgentConfig
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
@@ -59,7 +62,7 @@ _log = structlog.get_logger()
 AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
 
-class Bus(Publisher, StreamReader, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:
@@ -69,15 +72,17 @@ class Bus(Publisher, StreamReader, Messenger):
         self._restoring: asyncio.Task[None] | None = None
         self._clock_offset_ms = 0.0
         self._closing = False
+        self._creates_streams = True
 
     @classmethod
-    async def connect(cls, url: str, name: str, timeout_s: float = 10.0) -> "Bus":
-        """Connect to `url`, which may list several servers of one cluster separated by commas.
+    async def connect(cls, server: Login | str, name: str, timeout_s: float = 10.0) -> "Bus":
+        """Connect to a server; a URL alone stands for `Login.of_operator`.
 
-        Raises Unavailable when no server answers within `timeout_s`.
+        Raises Unavailable when no server answers within `timeout_s`, or it refuses the login.
         """
         bus: Bus | None = None
-        shown = without_credentials(url)
+        login = server if isinstance(server, Login) else Login.of_operator(server)
+        shown = str(login)
 
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
@@ -88,7 +93,8 @@ class Bus(Publisher, StreamReader, Messenger):
                 _log.info("broker_reconnected", url=shown)
                 bus._restore()
 
-        bus = cls(await connect(url, name, timeout_s, on_disconnect, on_reconnect))
+        bus = cls(await connect(login, name, timeout_s, on_disconnect, on_reconnect))
+        bus._creates_streams = login.creates_streams
         try:
             await bus.sync_clock()
         except Unavailable:
@@ -109,7 +115,7 @@ class Bus(Publisher, StreamReader, Messenger):
         # A single broker restarts without its in-memory streams.
         while not self._closing:
             try:
-                await streams.ensure_streams(self._nc, self._volatile_streams)
+                await self._ensure_streams(self._volatile_streams)
                 return
             except (NatsError, PagemillError) as error:
                 _log.warning("streams_not_restored", error=str(error) or type(error).__name__)
@@ -166,18 +172,21 @@ class Bus(Publisher, StreamReader, Messenger):
 
     # -- streams and consumers ------------------------------------------------------------------
 
-    async def prepare(self, nats: NatsConfig, delivery: DeliveryConfig) -> None:
+    async def prepare(
+        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig | None = None
+    ) -> None:
         """Check the server's settings, and create or update its streams.
 
         Raises ConfigError when this server cannot give the delivery guarantees, Unavailable when it
         does not answer until PREPARE_DEADLINE_S.
         """
         self._volatile_streams = streams.volatile_streams(delivery, nats.replicas)
-        configs = streams.durable_streams(delivery, nats.replicas) + self._volatile_streams
+        durable = streams.durable_streams(delivery, agent or AgentConfig(), nats.replicas)
+        configs = durable + self._volatile_streams
 
         async def attempt() -> None:
-            await streams.check_server(self._nc, nats)
-            await streams.ensure_streams(self._nc, configs)
+            await streams.check_server(self._nc, self._replies, nats)
+            await self._ensure_streams(configs)
 
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
         await retry_until(
@@ -185,7 +194,14 @@ class Bus(Publisher, StreamReader, Messenger):
             attempt,
             (NatsError, Unavailable),
             "the broker did not create the streams",
+            FIRST_RETRY_S,
         )
+
+    async def _ensure_streams(self, configs: list[api.StreamConfig]) -> None:
+        if self._creates_streams:
+            await streams.ensure_streams(self._nc, configs)
+        else:
+            await streams.check_streams(self._nc, configs)
 
     async def create_consumer(
         self,

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -13,18 +12,18 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 
+from shared.bus.login import Login
+from shared.bus.replies import ReplyInbox
 from shared.errors import Unavailable
 
 T = TypeVar("T")
-
-# The scheme may be left out. A password may have an "@", which urllib takes for a part of it.
-_CREDENTIALS = re.compile(r"(^|,|://)\s*[^/,]*@")
 
 # Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
 # default of six minutes.
 PING_INTERVAL_S = 2
 MAX_OUTSTANDING_PINGS = 2
 RECONNECT_WAIT_S = 0.1
+CLOSE_S = 2.0
 
 REPLY_TIMEOUT_S = 2.0
 # A leader election of a replicated stream takes 4 to 7 seconds, in which requests are refused.
@@ -41,15 +40,39 @@ class BusPart:
     def __init__(self, nc: NatsClient) -> None:
         self._nc = nc
         self._js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+        self._replies = ReplyInbox(nc)
 
 
 class _CorrectedClient(NatsClient):
+    def _connect_command(self) -> bytes:
+        # A key that was replaced is in the file, and nats-py has kept the public half of the old.
+        if self._nkeys_seed is None:
+            return super()._connect_command()
+        import nkeys
+
+        try:
+            self._setup_nkeys_connect()
+            return super()._connect_command()
+        except (nkeys.NkeysError, ValueError) as error:
+            # Other errors than its own would end nats-py's attempts to reconnect.
+            raise NatsError("nats: the file of the key holds no seed") from error
+
     async def _process_pong(self) -> None:
         # The caller that waited for this pong may have given up. nats-py's reader task would fail
         # on its cancelled future, and the connection would receive nothing until it misses pings.
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
+
+    @staticmethod
+    def _parse_header_lines(raw: bytes) -> dict[str, str]:
+        # nats-py looks at each character of each name, which takes three times as long.
+        lines = (line.partition(":") for line in raw.decode("utf-8", "replace").split("\r\n"))
+        return {
+            name.strip(): value.strip()
+            for name, colon, value in lines
+            if colon and name.isascii() and len(name.split()) == 1
+        }
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         # When its writer task has ended because the connection was lost, nats-py writes within the
@@ -58,6 +81,14 @@ class _CorrectedClient(NatsClient):
         # lost publish lacks its ack.
         with contextlib.suppress(OSError, RuntimeError):
             return await _keep_cancellation(super()._flush_pending(force_flush))
+
+    async def _connect_to_server(self, *args: Any, **kwargs: Any) -> None:
+        # `close` cancels the task that reconnects. Without its cancellation that task would go on
+        # for ever, with a client that is closed.
+        await _keep_cancellation(super()._connect_to_server(*args, **kwargs))
+
+    async def _process_connect_init(self) -> None:
+        await _keep_cancellation(super()._process_connect_init())
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         return await _keep_cancellation(super().request(*args, **kwargs))
@@ -72,8 +103,11 @@ async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
 
 
 @contextlib.asynccontextmanager
-async def request_replies(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subscription]:
-    """Publish a request, and yield the subscription that receives all replies to it."""
+async def pull(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subscription]:
+    """Publish a pull request, and yield the subscription that receives the messages.
+
+    They have subjects of their own, so a ReplyInbox does not know whose they are.
+    """
     inbox = nc.new_inbox()
     subscription = await nc.subscribe(inbox)
     try:
@@ -101,6 +135,23 @@ async def _keep_cancellation(work: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
+async def _complete_within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raise TimeoutError if `work` takes longer.
+
+    It is cancelled until it ends: while nats-py shakes hands for TLS, it loses cancellations.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=RECONNECT_WAIT_S)
+    if task.cancelled():
+        raise TimeoutError
+    task.result()
+
+
 async def retry_until(
     deadline_s: float,
     attempt: Callable[[], Awaitable[T]],
@@ -126,42 +177,54 @@ async def retry_until(
 
 
 async def connect(
-    url: str,
+    login: Login,
     name: str,
     timeout_s: float,
     on_disconnect: Callable[[], Awaitable[None]],
     on_reconnect: Callable[[], Awaitable[None]],
 ) -> NatsClient:
-    """Open a connection that reconnects for ever. `url` may list servers separated by commas.
+    """Open a connection that reconnects for ever.
 
-    Raises Unavailable when no server answers.
+    Raises Unavailable when no server answers or accepts the login, ConfigError for a key or a
+    certificate that cannot be used.
     """
     nc = _CorrectedClient()
+    refused = False
+
+    async def on_error(error: Exception) -> None:
+        nonlocal refused
+        refused |= "authorization" in str(error).lower()
+        await _log_error(error)
+
+    options: dict[str, Any] = {}
+    if login.seed_file is not None:
+        login.check_seed()
+        options |= {"nkeys_seed": str(login.seed_file), "inbox_prefix": login.inbox}
+    if login.tls is not None:
+        options["tls"] = login.tls.context()
     try:
-        async with asyncio.timeout(timeout_s):
-            connecting = nc.connect(
-                [part.strip() for part in url.split(",")],
-                name=name,
-                disconnected_cb=on_disconnect,
-                reconnected_cb=on_reconnect,
-                error_cb=_log_error,
-                ping_interval=PING_INTERVAL_S,
-                max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-                # nats-py declares whole seconds but uses the value as a delay.
-                reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
-                max_reconnect_attempts=-1,
-                pending_size=64 * 2**20,
-            )
-            await _keep_cancellation(connecting)
+        connecting = nc.connect(
+            [part.strip() for part in login.url.split(",")],
+            name=name,
+            disconnected_cb=on_disconnect,
+            reconnected_cb=on_reconnect,
+            error_cb=on_error,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+            # nats-py declares whole seconds but uses the value as a delay.
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
+            max_reconnect_attempts=-1,
+            pending_size=64 * 2**20,
+            **options,
+        )
+        await _complete_within(timeout_s, connecting)
     except (TimeoutError, OSError, NatsError) as error:
-        await nc.close()
-        raise Unavailable(f"no nats-server answers at {without_credentials(url)}") from error
+        with contextlib.suppress(TimeoutError):
+            await _complete_within(CLOSE_S, nc.close())
+        if refused:
+            raise Unavailable(f"the nats-server at {login} refuses this login") from error
+        raise Unavailable(f"no nats-server answers at {login}") from error
     return nc
-
-
-def without_credentials(url: str) -> str:
-    """Return a URL, or a list of them, without users and passwords, for logs and messages."""
-    return _CREDENTIALS.sub(r"\1", url)
 
 
 def local_address(nc: NatsClient) -> str:

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
 
 ACK = b"+ACK"
@@ -46,8 +47,8 @@ class Delivery:
         self.data = msg.data
         headers = msg.headers or {}
         self.msg_id = headers.get("Nats-Msg-Id")
-        self.tenant = headers.get(TENANT_HEADER)
-        """Tenant header of a client's request, unchecked."""
+        self.tenant = subjects.tenant_of(msg.subject) or headers.get(TENANT_HEADER)
+        """Tenant of a client's request: that of its subject, or else its unchecked header."""
         self.attempt = msg.metadata.num_delivered
         """Number of this delivery, counted from 1."""
         self.sequence = msg.metadata.sequence.stream

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import shared
+from shared.bus.accounts import OPEN_ACCOUNTS
+from shared.bus.local_keys import forget_keys
 from shared.errors import ConfigError, Unavailable
 
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
@@ -31,6 +33,8 @@ class EmbeddedServer:
     config_file: Path = CONFIG_DIR / "nats.conf"
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables of `config_file` besides the port and the folder."""
+    accounts_file: Path | None = None
+    """Who may log in, see `accounts_config`; without a file, whoever connects may do everything."""
     _process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class EmbeddedServer:
                 field="nats.port",
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
+        config_file = self._write_config()
         log_file = self.store_dir / "nats-server.log"
         # The server parses a variable like the rest of its configuration, so a path needs quotes.
         variables = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
@@ -58,7 +63,7 @@ class EmbeddedServer:
             # The server gets its own session, because Ctrl-C in the terminal must not stop it
             # before the workers have drained.
             self._process = subprocess.Popen(
-                [find_binary(), "-c", str(self.config_file), "-P", str(self.pid_file)],
+                [find_binary(), "-c", str(config_file), "-P", str(self.pid_file)],
                 env=os.environ | variables | dict(self.variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -73,6 +78,28 @@ class EmbeddedServer:
                 self._process.wait()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
+
+    def _write_config(self) -> Path:
+        """Write the settings and the accounts into one file.
+
+        The server takes the name of a file to include as relative to the folder of this one.
+        """
+        accounts = OPEN_ACCOUNTS
+        if self.accounts_file is None:
+            forget_keys(self.port)  # A server that was killed has left them.
+        else:
+            accounts = f"include {self._relative(self.accounts_file)}\n"
+        file = self.store_dir / "nats-server.conf"
+        file.write_text(f"include {self._relative(self.config_file)}\n{accounts}")
+        return file
+
+    def _relative(self, file: Path) -> str:
+        return f"'{os.path.relpath(file.resolve(), self.store_dir.resolve())}'"
+
+    def reload(self) -> None:
+        """Make the server read its configuration again; who has lost a key is disconnected."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
 
     @property
     def has_exited(self) -> bool:

@@ -10,15 +10,10 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from shared.bus.connection import (
-    BROKER_DEADLINE_S,
-    FIRST_RETRY_S,
-    BusPart,
-    next_message,
-    request_replies,
-)
+from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart
 from shared.bus.reading import StoredMessage, to_stored_message
 from shared.errors import Unavailable
+from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER, tenant_header
 from shared.task_set import TaskSet
 
@@ -28,7 +23,7 @@ FLUSH_TIMEOUT_S = 1
 MAX_UNREAD_MESSAGES = 4096
 
 Responder = Callable[[bytes, str | None], Awaitable[bytes]]
-"""Maps a request and its tenant header, if there is one, to the reply."""
+"""Maps a request and its tenant, if one is named, to the reply."""
 
 
 class LiveSubscription:
@@ -90,7 +85,8 @@ class GroupResponder:
     async def _reply(self, msg: Msg) -> None:
         # A client without a reply repeats its request.
         with contextlib.suppress(NatsError):
-            tenant = (msg.headers or {}).get(TENANT_HEADER)
+            # A tenant's client may write any header, and no other subject.
+            tenant = subjects.tenant_of(msg.subject) or (msg.headers or {}).get(TENANT_HEADER)
             await msg.respond(await self._respond(bytes(msg.data), tenant))
 
 
@@ -172,11 +168,11 @@ class Messenger(BusPart):
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                request_replies(self._nc, subject, b"") as replies,
+                self._replies.request(subject, b"") as replies,
             ):
                 done = False
                 while not done:
-                    msg = await next_message(replies, timeout_s)
+                    msg = await replies.next(timeout_s)
                     no_responders = (msg.headers or {}).get("Status") == "503"
                     done = no_responders or accept(bytes(msg.data))
         except TimeoutError:

@@ -33,7 +33,7 @@ class Publisher(BusPart):
         if len(data) > limit:
             raise PayloadTooLarge(
                 f"the message for {subject} has {len(data)} bytes, the limit is {limit}:"
-                " send fewer or smaller images",
+                " send fewer or smaller media",
                 field="messages",
             )
 
@@ -55,13 +55,18 @@ class Publisher(BusPart):
         self.check_size(data, subject)
         await self._publish(subject, data, headers or {})
 
-    async def append(self, subject: str, data: bytes, last_sequence: int) -> int:
+    async def append(
+        self, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+    ) -> int:
         """Store `data` if `last_sequence` is still the last one of its subject.
 
-        Return the sequence of `data`. Raises Fenced when another writer was faster.
+        Return the sequence of `data`. It expires after `ttl_s`, or with its stream's maximal age.
+        Raises Fenced when another writer was faster.
         """
         self.check_size(data, subject)
         header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+        if ttl_s is not None:
+            header["Nats-TTL"] = f"{max(1, round(ttl_s))}s"
         ack = await self._publish(subject, data, header)
         assert ack is not None, "a stream of logs has no limit on messages per subject"
         return ack.seq

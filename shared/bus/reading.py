@@ -9,24 +9,18 @@ from datetime import datetime
 from typing import TypeVar
 
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import (
-    BROKER_DEADLINE_S,
-    MAX_RETRY_S,
-    REPLY_TIMEOUT_S,
-    BusPart,
-    next_message,
-    request_replies,
-)
-from shared.errors import NotFound, Unavailable
+from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
+from shared.bus.replies import Replies
+from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
 
 READ_BATCH = 256
+READ_BATCH_BYTES = 4 * 2**20
 
 T = TypeVar("T")
 
@@ -53,7 +47,7 @@ class QueuedRequest:
 
     data: bytes
     tenant: str
-    """Content of the tenant header; "" without one."""
+    """That of its subject, or else the content of its header; "" without either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +74,47 @@ class QueueDepth:
 class StreamReader(BusPart):
     """The part of `Bus` that reads streams and manages their messages."""
 
-    async def read(self, stream: str, subject: str, first: int = 1) -> list[StoredMessage]:
+    async def read(
+        self, stream: str, subject: str, first: int = 1, max_bytes: int | None = None
+    ) -> list[StoredMessage]:
         """Return the messages of `subject` from sequence `first` on, oldest first.
 
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        Raises PayloadTooLarge as soon as they have more than `max_bytes`, and Unavailable when the
+        broker does not answer until BROKER_DEADLINE_S.
         """
         messages: list[StoredMessage] = []
-        more = True
+        num_bytes, more = 0, True
         while more:
             query = {
                 "seq": messages[-1].sequence + 1 if messages else first,
                 "next_by_subj": subject,
                 "batch": READ_BATCH,
+                "max_bytes": READ_BATCH_BYTES,
             }
             batch, more = await self._direct_get(stream, query)
             messages += batch
+            num_bytes += sum(len(message.data) for message in batch)
+            if max_bytes is not None and num_bytes > max_bytes:
+                raise PayloadTooLarge(f"{subject} has more than {max_bytes} bytes")
         return messages
 
     async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """Return the latest message of `subject`, which may have wildcards."""
         messages, _ = await self._direct_get(stream, {"last_by_subj": subject})
         return messages[0] if messages else None
+
+    async def has_messages(self, stream: str, subject: str) -> bool:
+        """Return whether `subject` has messages, as the leader of the stream knows it.
+
+        Other replicas, which serve reads, may be behind. Raises Unavailable.
+        """
+        try:
+            await self._js.get_last_msg(stream, subject)
+        except NotFoundError:
+            return False
+        except NatsError as error:
+            raise Unavailable(f"the broker did not answer a read of {stream}") from error
+        return True
 
     async def read_next(
         self, stream: str, sequence: int, subject: str = ">"
@@ -119,7 +133,7 @@ class StreamReader(BusPart):
         while True:
             try:
                 subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
-                async with request_replies(self._nc, subject, data) as replies:
+                async with self._replies.request(subject, data) as replies:
                     return await _collect_replies(replies, batched="batch" in query)
             except (NatsError, ReadFailed) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
@@ -134,7 +148,9 @@ class StreamReader(BusPart):
             return None
         except NatsError as error:
             raise Unavailable(f"the broker did not return request {sequence}") from error
-        return QueuedRequest(found.data or b"", (found.headers or {}).get(TENANT_HEADER, ""))
+        tenant = subjects.tenant_of(found.subject or "")
+        tenant = tenant or (found.headers or {}).get(TENANT_HEADER, "")
+        return QueuedRequest(found.data or b"", tenant)
 
     async def sequence_range(self, stream: str) -> tuple[int, int]:
         """Return the first and the last sequence of a stream."""
@@ -148,6 +164,10 @@ class StreamReader(BusPart):
         """
         info = self._js.stream_info(stream, subjects_filter=subject)
         return sorted((await _answered(info, f"stream {stream}")).state.subjects or {})
+
+    async def stream_bytes(self, stream: str) -> int:
+        """Return how many bytes a stream takes."""
+        return (await _answered(self._js.stream_info(stream), f"stream {stream}")).state.bytes
 
     async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
         """Return the depth of a consumer's queue. Raises NotFound without such a consumer."""
@@ -212,18 +232,17 @@ async def _answered(reply: Awaitable[T], resource: str) -> T:
         raise Unavailable(f"the broker did not report on {resource}: {error}") from error
 
 
-async def _collect_replies(
-    replies: Subscription, *, batched: bool
-) -> tuple[list[StoredMessage], bool]:
+async def _collect_replies(replies: Replies, *, batched: bool) -> tuple[list[StoredMessage], bool]:
     """Collect the replies to one direct get.
 
     Return the messages, and whether the stream has more after this batch.
     """
     messages: list[StoredMessage] = []
     while True:
-        msg = await next_message(replies, REPLY_TIMEOUT_S)
+        msg = await replies.next(REPLY_TIMEOUT_S)
         headers = msg.headers or {}
-        status = headers.get("Status")
+        # A stored message may have any header; the broker adds that of the stream to it.
+        status = None if "Nats-Stream" in headers else headers.get("Status")
         if status == "404":
             return messages, False
         if status == "204":

@@ -7,10 +7,12 @@ from typing import Any
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError, ServiceUnavailableError
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from shared.bus.connection import REPLY_TIMEOUT_S, next_message, request_replies
+from shared.bus.connection import REPLY_TIMEOUT_S
+from shared.bus.replies import ReplyInbox
 from shared.config import DeliveryConfig, NatsConfig
+from shared.config_agent import AgentConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
@@ -39,9 +41,11 @@ _STREAM_EXISTS = 10058
 _INSUFFICIENT_RESOURCES = (10028, 10047)
 
 
-def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
+def durable_streams(
+    delivery: DeliveryConfig, agent: AgentConfig, replicas: int
+) -> list[api.StreamConfig]:
     """Return the configurations of the streams on disk, which survive the broker's process."""
-    configs = (*_work_queues(delivery), *_logs(delivery))
+    configs = (*_work_queues(delivery), *_logs(delivery), _steps(agent))
     return [config.evolve(num_replicas=replicas) for config in configs]
 
 
@@ -63,6 +67,9 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             max_msgs_per_subject=1,
             discard_new_per_subject=True,
             allow_direct=True,
+        ),
+        _work_queue(
+            subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER, max_msgs=delivery.max_queued
         ),
         _work_queue(
             subjects.CANCELS_STREAM,
@@ -116,6 +123,23 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             allow_rollup_hdrs=True,
         ),
     ]
+
+
+def _steps(agent: AgentConfig) -> api.StreamConfig:
+    """Return the configuration of the store of responses, which refuses what has no room."""
+    return _stream(
+        subjects.STEPS_STREAM,
+        [subjects.STEP_FILTER],
+        subject_transform=api.SubjectTransform(
+            src=subjects.STEP_FILTER, dest=subjects.STEPS_FILTER
+        ),
+        republish=api.RePublish(src=subjects.STEPS_FILTER, dest=subjects.STEPS_FILTER),
+        discard=api.DiscardPolicy.NEW,
+        max_age=agent.ttl_s,
+        max_bytes=agent.store_mib * MIB,
+        # Steps of a response that is not to be stored expire soon.
+        allow_msg_ttl=True,
+    )
 
 
 def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
@@ -207,7 +231,20 @@ async def ensure_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> Non
                 ) from refused
 
 
-async def check_server(nc: NatsClient, config: NatsConfig) -> None:
+async def check_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
+    """Check that the streams exist, for a worker that may not create them.
+
+    Raises Unavailable as long as no coordinator has created them.
+    """
+    js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+    for config in configs:
+        try:
+            await js.stream_info(config.name or "")
+        except NotFoundError:
+            raise Unavailable(f"no coordinator has created stream {config.name}") from None
+
+
+async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:
     """Check that the server can give the delivery guarantees.
 
     An acknowledged publish must be on disk, which only the server's own settings show. Raises
@@ -233,7 +270,7 @@ async def check_server(nc: NatsClient, config: NatsConfig) -> None:
             field="nats.url",
         ) from error
     if not config.unchecked:
-        _check_settings(await _read_settings(nc), config.replicas)
+        _check_settings(await _read_settings(inbox), config.replicas)
 
 
 def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
@@ -265,14 +302,14 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
         )
 
 
-async def _read_settings(nc: NatsClient) -> list[dict[str, Any]]:
+async def _read_settings(inbox: ReplyInbox) -> list[dict[str, Any]]:
     """Return the JetStream settings of each server of the cluster."""
     query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
     settings: list[dict[str, Any]] = []
     with contextlib.suppress(TimeoutError, NatsError):
-        async with request_replies(nc, _SETTINGS_SERVICE, query) as replies:
+        async with inbox.request(_SETTINGS_SERVICE, query) as replies:
             while True:
-                msg = await next_message(replies, timeout_s)
+                msg = await replies.next(timeout_s)
                 if msg.headers and msg.headers.get("Status"):
                     break
                 settings.append(json.loads(msg.data))

@@ -1,5 +1,6 @@
 """How a stage cuts the frames that it follows into chunks, which are computed one by one. Pure."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -47,3 +48,17 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         sizes = [*map(str, self.first), f"{'then ' if self.first else ''}{self.size}"]
         return f"{', '.join(sizes)} frames, with {self.left} before and {self.right} behind"
+
+
+def interpolate(marks: Sequence[tuple[int, int]], place: float) -> int:
+    """Return the whole number at a place between marks, which are of ascending places and numbers.
+
+    The number at place 0 is 0, and behind the last mark it is that of the last mark.
+    """
+    before = 0, 0
+    for mark in marks:
+        if place < mark[0]:
+            share = (place - before[0]) / (mark[0] - before[0])
+            return before[1] + int(share * (mark[1] - before[1]))
+        before = mark
+    return before[1]

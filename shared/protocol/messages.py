@@ -49,7 +49,16 @@ class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
 
     kind: Literal[
-        "chat", "completion", "demo", "embedding", "generate", "rerank", "score", "speech"
+        "chat",
+        "completion",
+        "demo",
+        "embedding",
+        "generate",
+        "images",
+        "rerank",
+        "score",
+        "speech",
+        "transcription",
     ]
     model: str
     tenant: str
@@ -79,8 +88,14 @@ class RequestRecord(Struct, frozen=True):
 
     @property
     def num_logs(self) -> int:
-        """Number of logs that the answer is made of: one for each part, and that of a speech."""
-        return self.num_parts + ("speech" in self.options)
+        """Number of logs that the answer is made of: one for each part, and that of an output."""
+        return self.num_parts + (self.output is not None)
+
+    @property
+    def output(self) -> str | None:
+        """The output beside the text that is part of the answer: that of a speech, or of images."""
+        beside = self.options.get("speech") or self.options.get("images")
+        return None if beside is None else str(beside["output"])
 
 
 class DeadLetter(Struct, frozen=True):
@@ -138,6 +153,13 @@ class MediaHead(Versioned, frozen=True):
 
     num_bytes: Annotated[int, Meta(ge=0)]
     num_chunks: Annotated[int, Meta(ge=0, le=1024)]
+    chunks: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    """Name in the chunks' subjects; by default that of the file. A file that is stored while it
+    arrives has no name before its end."""
+    filename: Annotated[str, Meta(max_length=255)] | None = None
+    """What its sender calls the file."""
+    purpose: Annotated[str, Meta(max_length=64)] | None = None
+    """What its sender wants it for; no effect."""
 
 
 class PinnedPart(Struct, frozen=True, array_like=True):

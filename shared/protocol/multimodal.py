@@ -8,9 +8,30 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Modality = Literal["image"]
+Modality = Literal["image", "video", "audio"]
 """Kinds of media that a request may hold."""
 IMAGE: Modality = "image"
+VIDEO: Modality = "video"
+AUDIO: Modality = "audio"
+
+
+Overflow = Literal["refuse", "cut"]
+
+
+class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request wants of a video or a sound; what is not set is up to the model's family."""
+
+    fps: float | None = None
+    """Frames per second of the video."""
+    num_frames: int | None = None
+    """Frames of the whole video, in place of `fps`."""
+    max_frames: int | None = None
+    """The most frames, whatever else is set."""
+    overflow: Overflow = "refuse"
+    """What becomes of a sound that is longer than the model hears at once."""
+
+
+DEFAULT_SAMPLING = FrameSampling()
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +56,26 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
         return [i for i in range(self.length) if mask[i // 8] >> i % 8 & 1]
 
 
+class Placement(msgspec.Struct, frozen=True):
+    """The tokens that take the place of an item's placeholder token, where they are no plain run.
+
+    Embeddings replace those of them that are the placeholder token again. The others are text, such
+    as the times of frames.
+    """
+
+    token_ids: list[int]
+    marks: tuple[int, int] | None = None
+    """Tokens before and behind the placeholder token that are replaced together with it."""
+
+    def is_embed(self, placeholder_id: int) -> bytes:
+        """Return the mask of `PlaceholderRange` for these tokens."""
+        mask = bytearray(-(-len(self.token_ids) // 8))
+        for i, token_id in enumerate(self.token_ids):
+            if token_id == placeholder_id:
+                mask[i // 8] |= 1 << i % 8
+        return bytes(mask)
+
+
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """A large payload in a worker's memory; the key is the permission to read it."""
 
@@ -44,7 +85,7 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One image as the model takes it.
+    """One image, video or sound as the model takes it.
 
     Small tensors are in the same message: `fields` maps a field name to the index of its tensor in
     the envelope's tensor table. Large tensors are in a blob, itself an envelope whose head has the

@@ -75,6 +75,8 @@ class StageSpec(Struct, frozen=True):
     """How the stage cuts the codes that it follows; None for a stage that follows none."""
     voices: list[str] = []
     """The voices that the stage speaks with; the first one is the default."""
+    frames_per_character: float | None = None
+    """Mean length of a character of the text that the stage speaks, if that is known."""
     sizes: list[str] = []
     """The sizes of image that the stage paints; the first one is the default."""
     slots: int = 1

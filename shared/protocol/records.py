@@ -139,7 +139,7 @@ class MediaChunk(Struct, frozen=True, tag="media", omit_defaults=True):
     """`media:<sha256>` of a stored file, for large ones."""
 
 
-class CodeChunk(Struct, frozen=True, tag=CODES):
+class CodeChunk(Struct, frozen=True, tag=CODES, omit_defaults=True):
     """Codec frames of speech, of which a later stage makes sound."""
 
     index: int
@@ -148,6 +148,8 @@ class CodeChunk(Struct, frozen=True, tag=CODES):
     """Index of the first frame in the speech. The next record continues behind the last one."""
     frames: list[list[int]]
     """The codes of each frame, one for each codebook of the codec."""
+    end_token: int | None = None
+    """Tokens of the text that are spoken by the end of these frames, where the stage knows it."""
 
 
 class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):

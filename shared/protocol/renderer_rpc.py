@@ -4,6 +4,7 @@ GenerateRequest    → RenderedPrompt | ErrorReply      pm.render.<model>       
 FeaturesRequest    → RenderedFeatures | ErrorReply    pm.features.<model>      msgpack | JSON
 TokenizeRequest    → Tokenized | ErrorReply           pm.tokenize.<model>      JSON
 DetokenizeRequest  → Detokenized | ErrorReply         pm.detokenize.<model>    JSON
+SplitRequest       → SoundPieces | ErrorReply         pm.split.<model>         JSON
 (empty)            → ModelCard | ErrorReply           pm.card.<model>          JSON
 
 Every request may be JSON or msgpack. The replies that clients in other languages are likely to read
@@ -39,7 +40,7 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
-    """Tokens of a prompt. An image counts with all the tokens of its placeholder range."""
+    """Tokens of a prompt. A medium counts with all the tokens of its placeholder range."""
 
     count: int
     max_model_len: int
@@ -96,7 +97,7 @@ class RenderedFeature(Struct, frozen=True):
     kwargs_data: bytes | None = None
     """The item as msgpack, see `shared.codec.vllm_kwargs`."""
     mm_metadata: bytes | None = None
-    """The same without the pixels: only what the language model needs to know about the image."""
+    """The same without the pixels: only what the language model needs to know about the item."""
 
 
 class RenderedFeatures(Versioned, frozen=True):
@@ -104,6 +105,19 @@ class RenderedFeatures(Versioned, frozen=True):
 
     prompt_token_ids: list[int]
     features: list[RenderedFeature]
+
+
+class SplitRequest(Versioned, frozen=True, forbid_unknown_fields=True):
+    """A recording to cut into pieces that the model can hear."""
+
+    url: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")]
+
+
+class SoundPieces(Versioned, frozen=True, tag="pieces"):
+    """The pieces of a recording, in order; a short one is its only piece."""
+
+    urls: list[str]
+    """`media:` URLs, equal for equal recordings."""
 
 
 class RenderedPrompt(Versioned, frozen=True):
@@ -125,12 +139,15 @@ class ErrorReply(Versioned, frozen=True, tag="error"):
 
 decode_tokenize_request = json_or_msgpack(TokenizeRequest)
 decode_features_request = json_or_msgpack(FeaturesRequest)
+decode_split_request = json_or_msgpack(SplitRequest)
 decode_detokenize_request = json_or_msgpack(DetokenizeRequest)
 decode_rendered_features = msgspec.msgpack.Decoder(RenderedFeatures).decode
 decode_tokenized: Callable[[bytes], Tokenized | ErrorReply]
 decode_tokenized = msgspec.json.Decoder(Tokenized | ErrorReply).decode
 decode_detokenized: Callable[[bytes], Detokenized | ErrorReply]
 decode_detokenized = msgspec.json.Decoder(Detokenized | ErrorReply).decode
+decode_sound_pieces: Callable[[bytes], SoundPieces | ErrorReply]
+decode_sound_pieces = msgspec.json.Decoder(SoundPieces | ErrorReply).decode
 decode_model_card: Callable[[bytes], ModelCard | ErrorReply]
 decode_model_card = msgspec.json.Decoder(ModelCard | ErrorReply).decode
 _decode_error_reply = msgspec.json.Decoder(ErrorReply).decode

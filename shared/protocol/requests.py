@@ -9,9 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from shared.errors import InvalidRequest
 from shared.protocol.encoding import json_or_msgpack, to_json
 from shared.protocol.images import ImageParams
-from shared.protocol.multimodal import IMAGE, Modality
+from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modality, Overflow
+from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.sampling import SamplingParams, TokenId
-from shared.protocol.subjects import NAME_RULE, is_name
 
 TENANT_HEADER = "Pagemill-Tenant"
 """Header with the tenant of a request, a name like a request id; without it there is no tenant.
@@ -65,7 +65,69 @@ class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"
         return self.image_url.url
 
 
-ContentPart = TextPart | ImagePart
+# The file of a sequence of JPEG files is its data: URL, in which commas tell the files apart.
+SEQUENCE_HEAD = b"data:video/jpeg;base64,"
+# From a frame in a quarter of an hour to the rates of fast cameras.
+MIN_FPS, MAX_FPS = 0.001, 240.0
+
+
+class VideoURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The place of a video, as that of an image, and the frames that the model is given of it.
+
+    `data:video/jpeg;base64,` with the JPEG files of all frames, each in base64 with commas between
+    them, is a video too; all of its frames are taken, and its rate is `fps`, by default 1.
+    """
+
+    url: str
+    fps: Annotated[float, Meta(ge=MIN_FPS, le=MAX_FPS)] | None = None
+    """Frames per second that are taken; by default the model family's own number."""
+    num_frames: Annotated[int, Meta(ge=1)] | None = None
+    """Number of frames that are taken; not with `fps`."""
+    max_frames: Annotated[int, Meta(ge=1)] | None = None
+    """Limit on the frames that are taken, below the model's own."""
+
+
+class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"):
+    modality: ClassVar[Modality] = VIDEO
+    url_field: ClassVar[str] = "video_url.url"
+    video_url: VideoURL
+
+    @property
+    def url(self) -> str:
+        return self.video_url.url
+
+    @property
+    def sampling(self) -> FrameSampling:
+        video = self.video_url
+        return FrameSampling(video.fps, video.num_frames, video.max_frames)
+
+
+class AudioURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The place of a sound, as that of an image."""
+
+    url: str
+    overflow: Overflow = "refuse"
+    """What becomes of a sound that is longer than the model hears at once: it is refused, or `cut`
+    to its beginning."""
+
+
+class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"):
+    modality: ClassVar[Modality] = AUDIO
+    url_field: ClassVar[str] = "audio_url.url"
+    audio_url: AudioURL
+
+    @property
+    def url(self) -> str:
+        return self.audio_url.url
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(overflow=self.audio_url.overflow)
+
+
+MediaContent = ImagePart | VideoPart | AudioPart
+"""Content parts that name a file by a URL."""
+ContentPart = TextPart | MediaContent
 
 
 class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,7 +176,7 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 
 
 class Feature(Struct, frozen=True, forbid_unknown_fields=True):
-    """An image that another server has processed, and the range of its tokens in the prompt."""
+    """A medium that another server has processed, and the range of its tokens in the prompt."""
 
     modality: Modality
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -122,7 +184,7 @@ class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     length: Annotated[int, Meta(gt=0, le=2**31 - 1)]
     data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
-    """Name of the item's bytes, which are stored like an image; None for an item that the same
+    """Name of the item's bytes, which are stored like a file; None for an item that the same
     tenant has sent before under the same `mm_hash`."""
 
 
@@ -158,9 +220,9 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     prompt: str | None = None
     """Text without a template, in which the tokenizer may find control tokens."""
     prompt_token_ids: TokenIds | None = None
-    """The prompt's tokens, among them those of images, which are in `features`."""
+    """The prompt's tokens, among them those of media, which are in `features`."""
     features: Annotated[list[Feature], Meta(max_length=1024)] = []
-    """Processed images of the prompt; only with `prompt_token_ids`."""
+    """Processed media of the prompt; only with `prompt_token_ids`."""
     tools: Tools = []
     """Functions that the model may call; only with `messages`, like `template_kwargs`."""
     template_kwargs: dict[str, Any] = {}

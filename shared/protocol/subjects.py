@@ -1,12 +1,19 @@
 """All names of subjects, streams, buckets and consumers; no other module contains one.
 
-Names that become part of a subject (request ids, worker ids) are checked here: a subject token with
-a dot, a wildcard or white space would address something else. Models have the names that people
-know them by, such as `org/qwen2.5`, and are encoded. Elsewhere a model's name is shown as it is.
+`shared.protocol.names` says what may be a part of one.
 """
 
+import hashlib
 import re
 
+from shared.protocol.names import (
+    RESERVED_PREFIX,
+    TENANT_MARK,
+    decode_model,
+    encode_model,
+    scoped_id,
+    split_id,
+)
 from shared.protocol.pipeline import TEXT
 
 REQUESTS_STREAM = "REQUESTS"
@@ -18,6 +25,8 @@ CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
 RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
+RESPONSES_STREAM = "RESPONSES"
+STEPS_STREAM = "STEPS"
 KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
@@ -27,7 +36,11 @@ REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
 JOBS_FILTER = "pm.job.*"
-CANCELS_FILTER = "pm.cancel.*"
+CANCELS_FILTER = "pm.cancel.>"
+# Requests and cancellations of publishers who may name any tenant. Those of a tenant's clients have
+# the tenant in their subject, where the broker has put it.
+TRUSTED_REQUESTS_FILTER = "pm.request.*"
+TRUSTED_CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
 RESULTS_FILTER = "pm.result.*"
 MEDIA_FILTER = "pm.media.>"
@@ -45,6 +58,9 @@ SCALE_FILTER = "$KV.pm_scale.*"
 SCALE_PLAN = "$KV.pm_scale.plan"
 SCALE_REPORT = "$KV.pm_scale.report"
 SCALE_ORDERS = "$KV.pm_scale.orders"
+RESPONSES_FILTER = "pm.response.*"
+STEP_FILTER = "pm.step.>"
+STEPS_FILTER = "pm.steps.>"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
 
@@ -57,74 +73,23 @@ MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
 
-NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-MAX_MODEL_LEN = 128
 MAX_CONSUMER_LEN = 255
 """The server's limit on the name of a durable consumer, which has a stage, a model and a lane."""
-# It leaves room for a stage and a lane in the name of a consumer.
-MAX_MODEL_TOKEN_LEN = 200
-MODEL_NAME_RULE = (
-    f"must be 1 to {MAX_MODEL_LEN} printable characters without spaces at the ends, and at most"
-    f" {MAX_MODEL_TOKEN_LEN} in a subject, where each byte of UTF-8 that is no letter, digit, '-'"
-    " or '_' counts as 3"
-)
-_ENCODED = re.compile(r"[^A-Za-z0-9_-]")
-_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
-RESERVED_PREFIX = "item_"
-"""Prefix of the names of item tasks, which request ids may not have."""
 _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
 
 
-def is_name(value: str) -> bool:
-    """Return whether `value` can be one token of a subject."""
-    return _NAME.fullmatch(value) is not None
+def tenant_of(subject: str) -> str:
+    """The tenant in a subject of its clients; "" if it names none."""
+    third = subject.split(".")[2:3]
+    return third[0][1:] if third and third[0].startswith(TENANT_MARK) else ""
 
 
-def is_model_name(value: str) -> bool:
-    """Return whether a model or an adapter may have this name, see MODEL_NAME_RULE."""
-    return (
-        0 < len(value) <= MAX_MODEL_LEN
-        and value.isprintable()
-        and value == value.strip()
-        and len(encode_model(value)) <= MAX_MODEL_TOKEN_LEN
-    )
+def request(model: str, tenant: str = "") -> str:
+    return _of_tenant("pm.request", tenant, encode_model(model))
 
 
-def encode_model(name: str) -> str:
-    """Encode a model's name as one token, which subjects, consumers and files may have as a name.
-
-    Letters, digits, `-` and `_` stay. Any other character becomes `=` and two upper-case
-    hexadecimal digits for each of its bytes in UTF-8. So no two names have the same token.
-    """
-    return _ENCODED.sub(lambda found: "".join(f"={b:02X}" for b in found[0].encode()), name)
-
-
-def decode_model(token: str) -> str:
-    """Return the name that `encode_model` has encoded. A token that it cannot have made stays."""
-    if _TOKEN.fullmatch(token) is None:
-        return token
-    data = token.encode()
-    parts = re.split(rb"=(..)", data)
-    parts[1::2] = [bytes.fromhex(digits.decode()) for digits in parts[1::2]]
-    try:
-        name = b"".join(parts).decode()
-    except UnicodeDecodeError:
-        return token
-    return name if encode_model(name) == token else token
-
-
-def is_request_id(value: str) -> bool:
-    """Return whether a client may use `value` as a request id.
-
-    Item tasks have logs and attempts like requests, under names that anyone can compute from the
-    item's content. A client that could end such a task would have the item refused to every tenant.
-    """
-    return is_name(value) and not value.startswith(RESERVED_PREFIX)
-
-
-def request(model: str) -> str:
-    return f"pm.request.{encode_model(model)}"
+def _of_tenant(root: str, tenant: str, name: str) -> str:
+    return f"{root}.{TENANT_MARK}{tenant}.{name}" if tenant else f"{root}.{name}"
 
 
 def model_of_request(subject: str) -> str:
@@ -194,9 +159,17 @@ def stage_consumer(name: str, model: str, lane: str, slot: int | None = None) ->
     return f"{name.replace('_', '=5F')}_{encode_model(model)}_{_queue(lane, slot)}"
 
 
+RENDERER_CALLS = ("render", "features", "tokenize", "detokenize", "split", "card")
+
+
 def renderer(call: str, model: str) -> str:
     """Subject on which renderers of a model answer a call of `shared.protocol.renderer_rpc`."""
     return f"pm.{call}.{encode_model(model)}"
+
+
+def renderer_of_tenants(call: str, model: str) -> str:
+    """Filter for the same calls of clients of tenants."""
+    return f"pm.{call}.*.{encode_model(model)}"
 
 
 # Queue group of the renderers that answer on these subjects.
@@ -204,6 +177,7 @@ RENDERERS_GROUP = "renderers"
 
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
+RESPONSES_CONSUMER = "agent"
 
 
 def append(request_id: str, output: str = TEXT) -> str:
@@ -223,21 +197,56 @@ def tokens(request_id: str, output: str = TEXT) -> str:
 
 def logs_beside_text(request_id: str) -> str:
     """Filter for the logs of a request's other outputs, and for the list of their ends."""
-    return f"pm.tokens.{request_id}.>"
+    return f"{tokens(request_id)}.>"
 
 
 def _log_subject(root: str, request_id: str, output: str) -> str:
-    return f"{root}.{request_id}" if output == TEXT else f"{root}.{request_id}.{output}"
+    name, tenant = split_id(request_id)
+    own = _of_tenant(root, tenant, name)
+    return own if output == TEXT else f"{own}.{output}"
+
+
+def response(model: str) -> str:
+    """Subject of the queue of responses."""
+    return f"pm.response.{encode_model(model)}"
+
+
+def step(tenant: str, response_id: str) -> str:
+    """Subject for writers of a response's steps; the server stores them under `steps`."""
+    return f"pm.step.{_tenant_token(tenant)}.{response_id}"
+
+
+def steps(tenant: str | None, response_id: str) -> str:
+    """Subject of the steps of a response: live on core NATS, and from any index in STEPS.
+
+    The tenant is part of it, so nobody finds a response of another tenant by its id. Without a
+    tenant, as operators ask, it is a filter.
+    """
+    return f"pm.steps.{'*' if tenant is None else _tenant_token(tenant)}.{response_id}"
+
+
+def steps_of_tenant(tenant: str) -> str:
+    """Filter for the steps of all responses of a tenant."""
+    return f"pm.steps.{_tenant_token(tenant)}.*"
+
+
+def _tenant_token(tenant: str) -> str:
+    return hashlib.blake2s(tenant.encode(), digest_size=16).hexdigest()
 
 
 def last_token(subject: str) -> str:
-    """The request id of a subject that ends in one."""
     return subject.rpartition(".")[2]
+
+
+def id_in(subject: str) -> str:
+    """The request id of a subject that ends in its name."""
+    return scoped_id(last_token(subject), tenant_of(subject))
 
 
 def cancel(request_id: str) -> str:
     """Subject of a request to cancel, which is stored until a coordinator has carried it out."""
-    return f"pm.cancel.{request_id}"
+    name, tenant = split_id(request_id)
+    return _of_tenant("pm.cancel", tenant, name)
 
 
 def ended(request_id: str) -> str:
@@ -267,6 +276,10 @@ def media(name: str) -> str:
 
 def media_chunk(name: str, number: int) -> str:
     return f"pm.media.{name}.{number}"
+
+
+def media_chunks(name: str) -> str:
+    return f"pm.media.{name}.*"
 
 
 def pin(request_id: str, sequence: int) -> str:

@@ -9,9 +9,10 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from shared.bus.bus import Bus
-from shared.bus.connection import next_message
 from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.metering import LogUse
+from shared.bus.replies import Replies
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
@@ -62,7 +63,7 @@ async def test_six_hundred_pulls_wait_at_one_consumer(bus: Bus, model: str) -> N
         await bus._nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{queue[0]}.{queue[1]}", pull, inbox)
     for number in range(600):
         await put(bus, model, str(number))
-    received = [await next_message(replies, 10) for _ in range(600)]
+    received = [await replies.next_msg(10) for _ in range(600)]
     assert [msg.headers for msg in received if (msg.headers or {}).get("Status")] == []
 
 
@@ -155,6 +156,16 @@ async def test_a_stopped_consumer_receives_no_messages(bus: Bus, model: str) -> 
     assert (await asyncio.wait_for(other.next(), 5)).data == b"a"
 
 
+async def test_the_logs_under_a_subject_are_measured(bus: Bus, model: str) -> None:
+    last = await bus.append(subjects.append(model, "one"), bytes(10), 0)
+    last = await bus.append(subjects.append(model, "one"), bytes(20), last)
+    last = await bus.append(subjects.append(model, "two"), bytes(5), 0)
+    logs = subjects.TOKENS_STREAM, subjects.tokens(model, "*")
+    found = await bus.measure_logs(*logs, LogUse())
+    assert found == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
+    assert await bus.measure_logs(*logs, found) == found
+
+
 async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:
     with pytest.raises(PayloadTooLarge, match=str(bus.max_payload - 1024)):
         await bus.publish(subjects.request(model), bytes(bus.max_payload), "too-large")
@@ -206,14 +217,14 @@ async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedS
 
 
 @pytest.mark.parametrize("steps", range(8))
-@pytest.mark.parametrize("waits_for", ["an answer", "the server", "a message"])
+@pytest.mark.parametrize("waits_for", ["an answer", "the server", "one of several answers"])
 async def test_a_cancellation_together_with_the_reply_is_not_lost(
     broker: EmbeddedServer, waits_for: str, steps: int
 ) -> None:
     """nats-py loses a cancellation in one of the loop steps between the reply and the caller."""
     bus = await Bus.connect(broker.url, "test-cancelled")
-    nc = bus._nc
-    subscription = await nc.subscribe("test.cancelled")
+    nc, replies = bus._nc, Replies()
+    await nc.subscribe("test.cancelled")
 
     async def wait() -> None:
         match waits_for:
@@ -222,7 +233,7 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
             case "the server":
                 await nc.flush(timeout=5)
             case _:
-                await next_message(subscription, 5.0)
+                await replies.next(5.0)
 
     def come() -> None:
         match waits_for:
@@ -232,10 +243,10 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
             case "the server":
                 nc._pongs[-1].set_result(True)
             case _:
-                subscription._pending_queue.put_nowait(Msg(nc))
+                replies.add(Msg(nc))
 
     waiting = asyncio.create_task(wait())
-    while not (nc._resp_map or nc._pongs or subscription._pending_next_msgs_calls):  # noqa: ASYNC110
+    while not (nc._resp_map or nc._pongs or replies._arrived._getters):  # type: ignore[attr-defined]  # noqa: ASYNC110
         await asyncio.sleep(0)
     come()
     for _ in range(steps):

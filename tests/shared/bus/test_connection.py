@@ -1,8 +1,14 @@
-"""What messages tell of a broker's URL."""
+"""The connection to a broker: what messages tell of its URL, and its end amid a reconnection."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shared.bus.connection import without_credentials
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.login import without_credentials
 
 
 @pytest.mark.parametrize(
@@ -18,3 +24,31 @@ from shared.bus.connection import without_credentials
 )
 def test_no_credentials_are_shown(url: str, shown: str) -> None:
     assert without_credentials(url) == shown
+
+
+async def test_no_reconnection_survives_its_cancellation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    reconnections: list[asyncio.Task[None]] = []
+    refused = asyncio.Event()
+
+    async def refuse(*_args: Any, **_options: Any) -> None:
+        reconnection, attempt = bus._nc._reconnection_task, asyncio.current_task()
+        if not reconnections:
+            assert reconnection is not None
+            assert attempt is not None
+            reconnections.append(reconnection)
+            # The cancellation comes with the refusal, which `wait_for` of Python 3.11 prefers.
+            attempt.add_done_callback(lambda _: reconnection.cancel())
+            refused.set()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    await asyncio.to_thread(server.stop)
+    async with asyncio.timeout(20):
+        await refused.wait()
+        await asyncio.wait(reconnections)
+    await bus.close()

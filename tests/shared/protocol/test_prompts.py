@@ -71,7 +71,7 @@ def test_fields_that_exclude_each_other_are_refused(fields: dict[str, Any], fiel
         {"features": [FEATURE | {"offset": -1}]},
         {"features": [FEATURE | {"mm_hash": ""}]},
         {"features": [FEATURE | {"mm_hash": "h" * 129}]},
-        {"features": [FEATURE | {"modality": "audio"}]},
+        {"features": [FEATURE | {"modality": "smell"}]},
         {"features": [FEATURE | {"data": "https://example.com/"}]},
         {"features": [FEATURE | {"data": "media:" + "A" * 64}]},
         {"tools": [{"function": {"name": "not a name"}}]},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.subjects import decode_model, encode_model, is_model_name
+from shared.protocol.names import decode_model, encode_model, is_model_name
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 PLAIN = st.from_regex(r"[A-Za-z0-9_-]{1,128}", fullmatch=True)

@@ -1,0 +1,99 @@
+"""Accounts of a nats-server: its configuration of who may log in, and do what."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+from shared.protocol.names import TENANT_MARK
+from shared.protocol.permissions import (
+    ACCOUNT,
+    DOORS,
+    SERVER_SETTINGS,
+    Door,
+    Permissions,
+    permissions_of,
+    permissions_of_tenant,
+)
+
+# Workers may ask the server how it keeps its streams; it tells ordinary accounts nothing of that.
+_SYSTEM = f"""\
+system_account: SYS
+accounts {{
+  SYS {{ exports: [{{ service: "{SERVER_SETTINGS}", response_type: stream }}] }}
+"""
+_SETTINGS_IMPORT = f'{{ service: {{ account: SYS, subject: "{SERVER_SETTINGS}" }} }}'
+
+OPEN_ACCOUNTS = f"""\
+{_SYSTEM}  {ACCOUNT} {{
+    jetstream: enabled
+    users: [{{ user: anyone, password: anyone }}]
+    imports: [{_SETTINGS_IMPORT}]
+  }}
+}}
+no_auth_user: anyone
+"""
+"""For a server on the loopback address that tests and benchmarks use: whoever connects may all."""
+
+
+def accounts_config(workers: Mapping[str, str], tenants: Mapping[str, str]) -> str:
+    """Return the configuration for the public keys of identities and of tenants.
+
+    It has no secret: the server needs the public half of each key alone.
+    """
+    exports = [_export(door) for door in DOORS]
+    users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
+    return "\n".join(
+        (
+            f"# Written by `pagemill keys`, which replaces this file.\n{_SYSTEM}  {ACCOUNT} {{",
+            "    jetstream: enabled",
+            *_list("users", users),
+            f"    imports: [{_SETTINGS_IMPORT}]",
+            *_list("exports", exports),
+            "  }",
+            *(line for name, key in tenants.items() for line in _tenant(name, key)),
+            "}\n",
+        )
+    )
+
+
+def _tenant(name: str, key: str) -> Iterator[str]:
+    """The account of a tenant. The server accepts imports of subjects with its own name alone."""
+    account = f"{TENANT_MARK}{name}"
+    yield f"  {_quoted(account)} {{"
+    yield from _list("users", [_user(key, permissions_of_tenant(), "")])
+    yield from _list("imports", [_import(door, account) for door in DOORS])
+    yield "  }"
+
+
+def _export(door: Door) -> str:
+    kind = "stream" if door.is_stream else "service"
+    position = door.tenant_position
+    return f"{{ {kind}: {_quoted(door.exported)}, account_token_position: {position} }}"
+
+
+def _import(door: Door, account: str) -> str:
+    kind = "stream" if door.is_stream else "service"
+    source = f"{{ account: {ACCOUNT}, subject: {_quoted(door.mapped.format(account))} }}"
+    return f"{{ {kind}: {source}, to: {_quoted(door.own)} }}"
+
+
+def _user(key: str, permissions: Permissions, name: str) -> str:
+    publish = f"allow: {_subjects(permissions.publish)}"
+    if permissions.never_publish:
+        publish += f", deny: {_subjects(permissions.never_publish)}"
+    subscribe = f"allow: {_subjects(permissions.subscribe)}"
+    allowed = f"permissions: {{ publish: {{ {publish} }}, subscribe: {{ {subscribe} }} }}"
+    return f"{{ nkey: {key}, {allowed} }}" + (f"  # {name}" if name else "")
+
+
+def _list(name: str, entries: Iterable[str]) -> Iterator[str]:
+    yield f"    {name}: ["
+    yield from (f"      {entry}" for entry in entries)
+    yield "    ]"
+
+
+def _subjects(names: Iterable[str]) -> str:
+    return f"[{', '.join(map(_quoted, names))}]"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

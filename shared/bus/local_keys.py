@@ -1,0 +1,58 @@
+"""Where the keys of a broker of this machine are, found by its port.
+
+`pagemill up` notes the folder of its keys while it runs, so that commands of the same user need no
+setting, whatever folder they run in. The note has no secret.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+_LOOPBACK = re.compile(r"(?:\w+://)?(?:127\.0\.0\.1|localhost|\[::1\]):(\d{1,5})/?")
+
+
+def _notes() -> Path:
+    """Folder of this user's notes, which lasts as long as the machine runs."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(given):
+        return Path(given) / "pagemill"
+    return Path(tempfile.gettempdir()) / f"pagemill-{os.getuid()}"
+
+
+def note_keys(port: int, keys: Path) -> None:
+    """Note the folder of the keys of the broker at `port`. Raises ConfigError."""
+    folder = _notes()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(1, "it belongs to another user")
+        new = folder / f".{port}.{os.getpid()}"
+        new.write_text(str(keys.absolute()), encoding="utf-8")
+        new.replace(folder / str(port))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def forget_keys(port: int) -> None:
+    with contextlib.suppress(OSError):
+        (_notes() / str(port)).unlink()
+
+
+def find_keys(url: str) -> Path | None:
+    """Return the folder of the keys of the broker at `url`; None if none is noted."""
+    found = _LOOPBACK.fullmatch(url.strip())
+    if found is None:
+        return None
+    note = _notes() / found[1]
+    try:
+        # Another user could have made the note.
+        if note.stat().st_uid != os.getuid():
+            return None
+        folder = Path(note.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return folder if folder.is_dir() else None

@@ -1,0 +1,71 @@
+"""Requests that have several replies. One subscription of a connection receives those of all."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+
+class Replies:
+    """The replies to one request."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
+
+    def add(self, msg: Msg) -> None:
+        self._arrived.put_nowait(msg)
+
+    async def next(self, timeout_s: float) -> Msg:
+        """Return the next reply. Raises the TimeoutError of nats-py, which is a NatsError too."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._arrived.get()
+        except TimeoutError:
+            raise NatsTimeoutError from None
+
+
+class ReplyInbox:
+    """The subscription for the replies to a connection's requests.
+
+    A subscription for each request would be two more commands to the server, and nats-py starts a
+    task for each message that is read from it.
+    """
+
+    def __init__(self, nc: NatsClient) -> None:
+        self._nc = nc
+        self._prefix = ""
+        self._numbers = itertools.count()
+        self._waiting: dict[str, Replies] = {}
+
+    @contextlib.asynccontextmanager
+    async def request(self, subject: str, data: bytes) -> AsyncIterator[Replies]:
+        """Publish a request, and yield the replies to it. Raises NatsError."""
+        if not self._prefix:
+            await self._subscribe()
+        inbox, replies = f"{self._prefix}.{next(self._numbers)}", Replies()
+        self._waiting[inbox] = replies
+        try:
+            await self._nc.publish(subject, data, reply=inbox)
+            yield replies
+        finally:
+            del self._waiting[inbox]
+
+    async def _subscribe(self) -> None:
+        # nats-py queues the command before this task is suspended, so the first request of another
+        # task comes behind it.
+        self._prefix = self._nc.new_inbox()
+        try:
+            await self._nc.subscribe(f"{self._prefix}.*", cb=self._receive)
+        except NatsError:
+            self._prefix = ""
+            raise
+
+    async def _receive(self, msg: Msg) -> None:
+        # Replies to a request that has been given up are dropped.
+        if (replies := self._waiting.get(msg.subject)) is not None:
+            replies.add(msg)

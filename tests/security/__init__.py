@@ -1,0 +1,1 @@
+"""Attacks, each with the answer that it must get."""

@@ -1,0 +1,339 @@
+"""Attacks on the bus: what clients of tenants, workers and strangers cannot do with it."""
+
+import asyncio
+import contextlib
+import ssl
+import stat
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from nats.aio.client import Client
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
+from shared.bus.login import Login, TlsFiles, seed_file
+from shared.config import DeliveryConfig, NatsConfig
+from shared.errors import ConfigError, Unavailable
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
+from shared.protocol.permissions import OPERATOR
+from shared.state.log_reader import LogReader
+from shared.state.token_log import LogWriter
+from workers.cli.keyring import Keyring
+
+CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
+FORGED = b'{"type":"tokens","index":0,"attempt":9,"choices":[]}'
+
+
+@dataclass
+class Site:
+    """A broker whose clients need keys."""
+
+    server: EmbeddedServer
+    keyring: Keyring
+
+    def login(self, identity: str) -> Login:
+        return Login(self.server.url, identity, seed_file(self.keyring.folder, identity))
+
+    async def attacker(self, who: str) -> "Attacker":
+        """Connect as a role, or as a tenant's client, with a stock library."""
+        file = self.keyring.file_of_tenant(who)
+        role = not file.exists()
+        made = Attacker(who)
+        made.nc = await nats.connect(
+            self.server.url,
+            nkeys_seed=str(seed_file(self.keyring.folder, who) if role else file),
+            inbox_prefix=f"_INBOX.{who}" if role else "_INBOX",
+            error_cb=made.on_error,
+        )
+        return made
+
+
+@dataclass
+class Attacker:
+    who: str
+    errors: list[str] = field(default_factory=list)
+    nc: Client = field(init=False)
+
+    async def on_error(self, error: Exception) -> None:
+        self.errors.append(str(error))
+
+    async def is_refused(self) -> bool:
+        """Whether the server refuses what was sent last."""
+        await self.nc.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while not any("permissions violation" in error for error in self.errors):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        return bool(self.errors)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    keyring = Keyring(folder / "keys")
+    keyring.complete(["a", "b"])
+    server = EmbeddedServer(folder / "nats", accounts_file=keyring.accounts_file)
+    server.start()
+    yield Site(server, keyring)
+    server.stop()
+
+
+@pytest.fixture
+async def operator(site: Site) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(site.login(OPERATOR), "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    yield bus
+    await bus.close()
+
+
+HEARTBEAT = subjects.heartbeat("engine-1")
+TASK = subjects.stage("engine", "demo", "interactive", "r")
+PUBLISHED = [
+    # What readers take for stored.
+    *((who, subjects.tokens("r")) for who in ("a", "engine", "gateway", "coordinator", OPERATOR)),
+    *((who, subjects.tokens("r@b")) for who in ("a", "engine", "gateway")),
+    *((who, subjects.steps("b", "r")) for who in ("a", "agent", "gateway")),
+    # Logs, tasks, cancellations and requests of others.
+    *(("a", subject) for subject in (subjects.append("r"), subjects.append("r@b"), TASK)),
+    *(("a", subject) for subject in (subjects.cancel("r@b"), subjects.request("demo", "b"))),
+    *(
+        ("a", subject)
+        for subject in (subjects.ended("r"), subjects.job("r"), subjects.attempts("r"))
+    ),
+    *(("a", subject) for subject in (subjects.media("0" * 64), subjects.result("k"))),
+    *(("gateway", subject) for subject in (subjects.request("demo", "b"), subjects.append("r"))),
+    *(("renderer", subject) for subject in (subjects.request("demo"), subjects.cancel("r"))),
+    # What is told of workers, and to them.
+    *(("a", subject) for subject in (HEARTBEAT, subjects.METRICS, subjects.SETTINGS)),
+    *(("a", subject) for subject in (subjects.SCALE_ORDERS, subjects.SCALE_PLAN, "pm.blob.x")),
+    ("engine", subjects.SCALE_ORDERS),
+    # The broker itself.
+    *(
+        (who, f"$JS.API.{call}")
+        for who in ("a", "engine", "gateway")
+        for call in ("STREAM.DELETE.TOKENS", "STREAM.UPDATE.TOKENS", "STREAM.NAMES")
+    ),
+    ("a", "$JS.API.DIRECT.GET.TOKENS"),
+    ("a", "$JS.API.STREAM.MSG.GET.REQUESTS"),
+    ("a", "$JS.API.CONSUMER.CREATE.TOKENS"),
+    ("a", "$JS.ACK.REQUESTS.coordinator.1.1.1.1.1"),
+    ("gateway", "$JS.API.CONSUMER.MSG.NEXT.STAGES.engine_demo_interactive"),
+    ("a", "$SYS.REQ.SERVER.PING.JSZ"),
+]
+SUBSCRIBED = [
+    *(("a", subject) for subject in (">", "pm.>", "pm.request.>", "pm.append.>", "pm.stage.>")),
+    *(("a", subject) for subject in ("$KV.>", "$JS.>", "pm.kv.*", "pm.dead.>")),
+    *(("gateway", subject) for subject in ("_INBOX.>", "_INBOX.engine.>", "pm.request.>")),
+    *(("engine", subject) for subject in ("_INBOX.>", "pm.request.>", "pm.steps.>", ">")),
+]
+
+
+@pytest.mark.parametrize(("who", "subject"), PUBLISHED)
+async def test_nobody_publishes_in_the_name_of_another(site: Site, who: str, subject: str) -> None:
+    attacker = await site.attacker(who)
+    await attacker.nc.publish(subject, CHUNK, headers={"Pagemill-Tenant": "b"})
+    assert await attacker.is_refused()
+    await attacker.nc.close()
+
+
+@pytest.mark.parametrize(("who", "subject"), SUBSCRIBED)
+async def test_nobody_listens_to_others(site: Site, who: str, subject: str) -> None:
+    attacker = await site.attacker(who)
+    await attacker.nc.subscribe(subject)
+    assert await attacker.is_refused()
+    await attacker.nc.close()
+
+
+async def test_a_stranger_is_refused(site: Site) -> None:
+    for url in (site.server.url, site.server.url.replace("//", "//pagemill:pagemill@")):
+        with pytest.raises(Unavailable, match="refuses this login") as refused:
+            await Bus.connect(Login(url), "test", 0.3)
+        assert "pagemill:" not in refused.value.message
+
+
+async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus) -> None:
+    a, b = await site.attacker("a"), await site.attacker("b")
+    for attacker in (a, b):
+        headers = {"Nats-Msg-Id": f"same-{attacker.who}", "Pagemill-Tenant": "b"}
+        await attacker.nc.request(subjects.request("demo"), b"{}", headers=headers, timeout=5)
+    _, newest = await operator.sequence_range(subjects.REQUESTS_STREAM)
+    queued = [await operator.get_queued_request(number) for number in (newest - 1, newest)]
+    assert [one and one.tenant for one in queued] == ["a", "b"]
+    assert not a.errors
+    await a.nc.close()
+    await b.nc.close()
+
+
+async def test_a_tenant_reads_its_own_logs_alone(site: Site, operator: Bus) -> None:
+    a = await site.attacker("a")
+    seen = await a.nc.subscribe("pm.tokens.>")
+    await a.nc.flush()
+    for request_id in ("r2", "r2@b", "r2@a"):
+        log = await LogWriter.open(operator, request_id, 1)
+        await log.tokens([])
+    record = await seen.next_msg(5)
+    assert record.subject == "pm.tokens.r2"
+    assert (record.headers or {})["Nats-Subject"] == subjects.tokens("r2@a")
+    assert not seen.pending_msgs
+    direct = "$JS.API.DIRECT.GET.TOKENS.pm.tokens"
+    last = await a.nc.request(f"{direct}.r2", timeout=5)
+    assert (last.headers or {})["Nats-Subject"] == subjects.tokens("r2@a")
+    # A body that asks for another subject is refused, and a subject leads to the tenant's own.
+    query = to_json({"last_by_subj": subjects.tokens("r2@b")})
+    assert ((await a.nc.request(f"{direct}.r2", query, timeout=5)).headers or {})["Status"] == "408"
+    other = await a.nc.request(f"{direct}.@b.r2", timeout=5)
+    assert (other.headers or {})["Status"] == "404"
+    await a.nc.close()
+
+
+async def test_a_forged_record_reaches_no_reader(site: Site, operator: Bus) -> None:
+    """Neither live, nor because its sequence looks like one of the stream."""
+    attackers = [await site.attacker(who) for who in ("a", "b", "engine", "gateway")]
+    header = {"Nats-Sequence": "1", "Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
+    async with LogReader(operator, "forged", 0) as reader:
+        for attacker in attackers:
+            await attacker.nc.publish(subjects.tokens("forged"), FORGED, headers=header)
+            assert await attacker.is_refused()
+            await attacker.nc.close()
+        log = await LogWriter.open(operator, "forged", 1)
+        await log.tokens([])
+        record = await anext(reader.records(at_once=False, timeout_s=20))
+        assert record.attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "data"),
+    [
+        ({"Status": "999"}, b""),
+        ({"Status": "404"}, b"{}"),
+        ({"Nats-Sequence": "x", "Nats-Time-Stamp": "never"}, b"\xff"),
+        (None, b'{"role": "engine", "worker": "x", "models": ' + b"[" * 10_000),
+        (None, b'{"role": "\\ud800", "pid": ' + b"9" * 5_000),
+    ],
+)
+async def test_a_malformed_heartbeat_hides_no_other(
+    operator: Bus, headers: dict[str, str] | None, data: bytes
+) -> None:
+    beat = Heartbeat("renderer", "renderer-1", "1", 1, ["demo"], {})
+    await operator.publish_without_id(subjects.heartbeat("aaa"), data, headers)
+    await operator.publish_heartbeat("renderer-1", to_json(beat))
+    await operator.publish_without_id(subjects.heartbeat("zzz"), data, headers)
+    assert await operator.read_heartbeats() == [beat]
+    await operator.purge(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
+
+
+async def test_only_the_owner_reads_a_key(site: Site) -> None:
+    for file in (*site.keyring.files(), site.keyring.accounts_file):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(site.keyring.folder.stat().st_mode) == 0o700
+    public = site.keyring.accounts_file.read_text()
+    assert all(file.read_text().strip() not in public for file in site.keyring.files())
+
+
+async def test_a_replaced_key_is_used_without_a_restart(site: Site, tmp_path: Path) -> None:
+    old = tmp_path / "old.nk"
+    old.write_bytes(seed_file(site.keyring.folder, "encoder").read_bytes())
+    bus = await Bus.connect(site.login("encoder"), "test")
+    site.keyring.rotate(["encoder"])
+    site.server.reload()
+    async with asyncio.timeout(30):
+        while bus._nc.stats["reconnects"] == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await bus.publish_heartbeat("encoder-1", b"{}")
+    with pytest.raises(Unavailable, match="refuses"):
+        await Bus.connect(Login(site.server.url, "encoder", old), "test", 0.3)
+    await bus.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"SUnknown", b"\xff\xfe", b"UA" + b"A" * 54])
+async def test_a_file_without_a_key_is_named_and_not_shown(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "engine.nk"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^nats\.keys: .*engine\.nk cannot be used") as refused:
+        await Bus.connect(Login("nats://127.0.0.1:9", "engine", file), "test", 0.3)
+    assert content is None or len(content) < 3 or content.decode("latin1") not in str(refused.value)
+
+
+def certificate(folder: Path, name: str, issuer: str | None) -> TlsFiles:
+    """Write a key and a certificate, signed by `issuer`, or by itself as an authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer, authority = key, name
+    if issuer is not None:
+        loaded = serialization.load_pem_private_key((folder / f"{issuer}.key").read_bytes(), None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        signer, authority = loaded, issuer
+    began = datetime(2026, 1, 1)
+    subject, by = (
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+        for text in (name, authority)
+    )
+    addresses = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(began)
+        .not_valid_after(began + timedelta(days=36_500))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .add_extension(addresses, critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+    (folder / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return TlsFiles(folder / f"{authority}.pem", folder / f"{name}.pem", folder / f"{name}.key")
+
+
+async def test_both_ends_want_a_certificate_of_their_own_authority(
+    site: Site, tmp_path: Path
+) -> None:
+    certificate(tmp_path, "ours", None)
+    certificate(tmp_path, "theirs", None)
+    server_files = certificate(tmp_path, "server", "ours")
+    client_files = certificate(tmp_path, "client", "ours")
+    foreign = certificate(tmp_path, "foreign", "theirs")
+    config = tmp_path / "tls.conf"
+    settings = (CONFIG_DIR / "nats.conf").read_text()
+    config.write_text(
+        f'{settings}\ntls {{ cert_file: "{server_files.cert}", key_file: "{server_files.key}",'
+        f' ca_file: "{server_files.ca}", verify: true }}\n'
+    )
+    accounts = site.keyring.accounts_file
+    server = EmbeddedServer(tmp_path / "nats", config_file=config, accounts_file=accounts)
+    server.start()
+    key = seed_file(site.keyring.folder, OPERATOR)
+    try:
+        bus = await Bus.connect(Login(server.url, OPERATOR, key, client_files), "test")
+        transport: Any = bus._nc._transport
+        assert isinstance(transport._io_writer.get_extra_info("ssl_object"), ssl.SSLObject)
+        await bus.prepare(NatsConfig(), DeliveryConfig())
+        await bus.close()
+        for refused in (
+            None,
+            TlsFiles(client_files.ca),
+            TlsFiles(client_files.ca, foreign.cert, foreign.key),
+            TlsFiles(foreign.ca, client_files.cert, client_files.key),
+        ):
+            with pytest.raises(Unavailable):
+                await Bus.connect(Login(server.url, OPERATOR, key, refused), "test", 0.3)
+        with pytest.raises(ConfigError, match=r"nats\.tls: its files cannot be used"):
+            await Bus.connect(Login(server.url, OPERATOR, key, TlsFiles(key)), "test")
+    finally:
+        server.stop()

@@ -1,0 +1,179 @@
+"""The table of who may publish and subscribe to what."""
+
+import pytest
+
+from shared.protocol import names, subjects
+from shared.protocol.permissions import (
+    DOORS,
+    OPERATOR,
+    Permissions,
+    inbox_of,
+    may_create_streams,
+    permissions_of,
+    permissions_of_tenant,
+)
+from workers.roles import all_roles
+
+ROLES = [role.name for role in all_roles()]
+STAGE_ROLES = [role.name for role in all_roles() if role.serves_stages]
+OTHER_TENANTS = (
+    subjects.tokens("r@other"),
+    subjects.request("m", "other"),
+    subjects.cancel("r@other"),
+    "pm.request.*.*",
+    "pm.tokens.>",
+)
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a permission covers a subject, or all that a wildcard subject can match."""
+    ours, theirs = pattern.split("."), subject.split(".")
+    for number, token in enumerate(ours):
+        if token == ">":
+            return len(theirs) > number
+        if number >= len(theirs) or theirs[number] == ">":
+            return False
+        if token != "*" and token != theirs[number]:
+            return False
+    return len(ours) == len(theirs)
+
+
+def may_publish(permissions: Permissions, subject: str) -> bool:
+    allowed = any(matches(pattern, subject) for pattern in permissions.publish)
+    return allowed and not any(matches(p, subject) for p in permissions.never_publish)
+
+
+def may_subscribe(permissions: Permissions, subject: str) -> bool:
+    return any(matches(pattern, subject) for pattern in permissions.subscribe)
+
+
+@pytest.mark.parametrize("identity", [*ROLES, OPERATOR])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        subjects.tokens("r"),
+        subjects.tokens("r", "audio"),
+        subjects.tokens("r@tenant"),
+        subjects.steps("tenant", "r"),
+    ],
+)
+def test_nobody_publishes_what_readers_take_for_stored(identity: str, subject: str) -> None:
+    assert not may_publish(permissions_of(identity), subject)
+
+
+@pytest.mark.parametrize("identity", ROLES)
+def test_no_worker_reads_the_replies_to_another(identity: str) -> None:
+    permissions = permissions_of(identity)
+    assert may_subscribe(permissions, f"{inbox_of(identity)}.a.b")
+    for other in {*ROLES, OPERATOR} - {identity}:
+        assert not may_subscribe(permissions, f"{inbox_of(other)}.>")
+    for wide in ("_INBOX.>", ">", "$SYS.>", "_R_.>"):
+        assert not may_subscribe(permissions, wide)
+
+
+@pytest.mark.parametrize("identity", ROLES)
+def test_only_coordinators_and_operators_make_streams(identity: str) -> None:
+    stream = f"$JS.API.STREAM.CREATE.{subjects.TOKENS_STREAM}"
+    assert may_publish(permissions_of(identity), stream) == may_create_streams(identity)
+    assert may_create_streams(identity) == (identity == "coordinator")
+
+
+@pytest.mark.parametrize("role", STAGE_ROLES)
+def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
+    permissions = permissions_of(role)
+    for subject in (
+        subjects.append("r@tenant", "audio"),
+        subjects.stage("engine", "org/m", "batch", "r@tenant", 3),
+        subjects.attempts("r"),
+        subjects.dead("talker", "r"),
+        "$JS.ACK.STAGES.engine_m_batch.1.2.3.4.5",
+        "$JS.ACK.REQUESTS.coordinator.1.2.3.4.5",
+        subjects.heartbeat(f"{role}-1"),
+    ):
+        assert may_publish(permissions, subject), subject
+    for subject in (
+        subjects.request("m"),
+        subjects.cancel("r"),
+        subjects.job("r"),
+        subjects.step("tenant", "r"),
+        subjects.SCALE_ORDERS,
+        "$JS.API.STREAM.DELETE.TOKENS",
+        "$JS.API.STREAM.UPDATE.TOKENS",
+        "$JS.API.CONSUMER.CREATE.TOKENS",
+        f"$JS.API.CONSUMER.MSG.NEXT.{subjects.REQUESTS_STREAM}.coordinator",
+        f"$JS.API.DIRECT.GET.{subjects.STEPS_STREAM}",
+    ):
+        assert not may_publish(permissions, subject), subject
+
+
+def test_what_each_other_role_has_of_its_own() -> None:
+    own = {
+        "gateway": [subjects.request("m"), subjects.job("r"), subjects.step("t", "r")],
+        "agent": [subjects.request("m"), subjects.step("t", "r")],
+        "autoscaler": [subjects.SCALE_PLAN],
+        "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],
+    }
+    others = {
+        "gateway": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
+        "agent": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
+        "autoscaler": [subjects.append("r"), subjects.request("m"), subjects.SETTINGS + ".x"],
+        "coordinator": [subjects.request("m"), subjects.step("t", "r")],
+    }
+    for role, allowed in own.items():
+        permissions = permissions_of(role)
+        assert all(may_publish(permissions, subject) for subject in allowed), role
+        assert not any(may_publish(permissions, subject) for subject in others[role]), role
+    # A gateway may name any tenant, and so may not pass for the broker, which has checked one.
+    assert not may_publish(permissions_of("gateway"), subjects.request("m", "tenant"))
+
+
+def test_a_tenants_clients_use_their_own_subjects_alone() -> None:
+    permissions = permissions_of_tenant()
+    for subject in (
+        subjects.request("org/m"),
+        subjects.cancel("r"),
+        subjects.renderer("card", "m"),
+    ):
+        assert may_publish(permissions, subject)
+    assert may_subscribe(permissions, subjects.tokens("r", "audio"))
+    for subject in (
+        *OTHER_TENANTS,
+        subjects.tokens("r"),
+        subjects.append("r"),
+        subjects.stage("engine", "m", "batch", "r"),
+        subjects.heartbeat("engine-1"),
+        subjects.media("0" * 64),
+        subjects.METRICS,
+        "$JS.API.STREAM.INFO.TOKENS",
+        "$JS.API.DIRECT.GET.TOKENS",
+        "$JS.API.CONSUMER.CREATE.TOKENS",
+        "$JS.ACK.REQUESTS.coordinator.1.2.3.4.5",
+    ):
+        assert not may_publish(permissions, subject), subject
+
+
+def test_each_door_leads_to_the_tenants_subjects() -> None:
+    for door in DOORS:
+        token = f"{names.TENANT_MARK}tenant"
+        assert door.mapped.format(token).split(".")[door.tenant_position - 1] == token
+        if door.own.startswith("pm."):
+            assert subjects.tenant_of(door.mapped.format(token)) == "tenant"
+
+
+@pytest.mark.parametrize("request_id", ["r", "a-b_1"])
+@pytest.mark.parametrize("tenant", ["", "t", "a_b-c"])
+def test_ids_of_tenants_are_apart_and_found_in_subjects(request_id: str, tenant: str) -> None:
+    scoped = names.scoped_id(request_id, tenant)
+    assert names.split_id(scoped) == (request_id, tenant)
+    assert names.is_scoped_id(scoped)
+    assert names.is_request_id(scoped) == (not tenant)
+    for subject in (subjects.tokens(scoped), subjects.cancel(scoped)):
+        assert subjects.id_in(subject) == scoped
+        assert subjects.tenant_of(subject) == tenant
+    assert subjects.last_token(subjects.attempts(scoped)) == scoped
+    assert subjects.id_in(subjects.stage("engine", "m", "batch", scoped)) == scoped
+
+
+@pytest.mark.parametrize("bad", ["r@", "@t", "r@t@u", "r@a.b", "r@*", "item_x@t", "r@t ", ""])
+def test_an_id_with_a_tenant_that_is_none_is_refused(bad: str) -> None:
+    assert not names.is_scoped_id(bad)

@@ -1,0 +1,105 @@
+"""Commands for keys on the bus: `pagemill keys`."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from workers.cli import settings
+from workers.cli.keyring import Keyring
+from workers.cli.options import ConfigFile, load
+from workers.cli.terminal import errors, print_line
+
+# nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
+RELOAD_S = 1.0
+
+keys = App(name="keys", help="Make and replace the keys by which the broker knows its clients.")
+
+Folder = Annotated[
+    Path | None,
+    Parameter(name="--dir", help="Folder of the keys; by default that of the configuration."),
+]
+
+
+@keys.command(name="make")
+def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
+    """Make the keys that are missing, of all roles and of the operator, and the server's accounts.
+
+    The accounts allow what this version's roles need: run this again after an upgrade.
+    """
+    keyring = _open(directory, config)
+    for name in keyring.complete():
+        print_line(f"{name}.nk")
+    _reload(keyring, config)
+    return 0
+
+
+@keys.command(name="add-tenant")
+def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
+    """Make a key for the clients of a tenant, and print its file.
+
+    They can do nothing but send requests, cancel them and read their answers, as this tenant.
+    """
+    keyring = _open(directory, config)
+    print_line(str(keyring.add_tenant(name)))
+    _reload(keyring, config)
+    return 0
+
+
+@keys.command(name="remove-tenant")
+def remove_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
+    """Remove the key of a tenant, whose clients are then disconnected."""
+    keyring = _open(directory, config)
+    keyring.remove_tenant(name)
+    _reload(keyring, config)
+    return 0
+
+
+@keys.command(name="rotate")
+def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
+    """Replace keys: those of roles, as `engine`, and of tenants, as `tenants/acme`; by default all.
+
+    Workers read the new key when they connect again, which the server makes them do.
+    """
+    keyring = _open(directory, config)
+    for file in keyring.rotate(names):
+        print_line(str(file))
+    _reload(keyring, config)
+    return 0
+
+
+@keys.command(name="list")
+def list_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
+    """List the files of the keys. No key is shown."""
+    keyring = _open(directory, config)
+    for file in keyring.files():
+        print_line(str(file))
+    return 0
+
+
+def _open(directory: Path | None, config: Path | None) -> Keyring:
+    return Keyring(directory or settings.keys_folder(load(config)))
+
+
+def _reload(keyring: Keyring, config: Path | None) -> None:
+    """Make the embedded server accept the new keys; of any other server an operator is reminded."""
+    loaded = load(config)
+    if keyring.folder.resolve() == settings.keys_folder(loaded).resolve():
+        try:
+            pid = int((Path(loaded.nats.store_dir) / "nats-server.pid").read_text())
+            if b"nats-server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGHUP)
+                time.sleep(RELOAD_S)
+                os.kill(pid, signal.SIGHUP)
+                return
+        except (OSError, ValueError):
+            pass
+    errors.print(
+        f"{keyring.accounts_file} is written; servers that run read it at"
+        " `nats-server --signal reload`, and that of a new tenant when they reload twice",
+        highlight=False,
+        soft_wrap=True,
+    )
