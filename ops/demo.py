@@ -1,7 +1,8 @@
 """`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
 Starts nats-server and a process for each stage of the demo model, sends three questions about
-images and one without, all at once, then one whose answer is spoken, and has an image painted.
+images, one about a clip, one about a sound and one about nothing, all at once, then one whose
+answer is spoken, has an image painted, and asks for a name that only a tool can tell.
 Exits 0 only if all of it is right.
 """
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ops.demo_agent import LABEL, NAMES, NameServer, ToolAnswer, ask_with_tool
 from ops.demo_media import DemoFailed, Painting, Speech, paint, speak
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -29,16 +31,19 @@ from shared.errors import PagemillError
 from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, TokenChunk
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import build_request
+from workers.cli.ask import build_request, media_parts, with_media
 from workers.cli.commands.serve import preload
 from workers.cli.local_cluster import LocalCluster
-from workers.roles import default_workers
+from workers.roles import AGENT, WorkerSpec, default_workers
 
-IMAGES = Path(__file__).parent / "demo_images"
+OPS = Path(__file__).parent
+IMAGES, RECORDINGS = OPS / "demo_images", OPS / "demo_recordings"
+HEARING = OPS / "demo_hearing" / "pagemill.yaml"
 SPEECH_FILE = Path("data") / "demo" / "answer.wav"
 IMAGE_FILE = SPEECH_FILE.with_name("image.png")
 # The seed is as good as any other.
 PROMPT, SEED = "a red circle on blue", 1
+LETTER, WHOSE = IMAGES / "letter_k.png", "Whose letter is this?"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 console = Console()
 
@@ -49,6 +54,17 @@ class Case(msgspec.Struct, frozen=True):
     images: list[str]
     question: str
     expect: str
+    video: str | None = None
+    audio: str | None = None
+    model: str = "demo"
+
+    @property
+    def files(self) -> list[str]:
+        return [*self.images, *filter(None, (self.video, self.audio))]
+
+
+CLIP = Case([], "Which way does the star move?", "right", video="star_moves_right.webp")
+SOUND = Case([], "Which digit is spoken?", "7", audio="seven.flac", model="hearing")
 
 
 @dataclass
@@ -91,10 +107,11 @@ class Demo:
     progress: list[Progress] = field(default_factory=list)
     speech: Speech | None = None
     painting: Painting | None = None
+    with_tool: ToolAnswer | None = None
 
-    async def run(self, url: str) -> None:
-        """Send all questions at once, show the answers as they arrive, then speak and paint."""
-        bus = await Bus.connect(url, "demo")
+    async def run(self, cluster: LocalCluster) -> None:
+        """Send all questions at once and show the answers; then speak, paint and use the tool."""
+        bus = await Bus.connect(cluster.url, "demo")
         self.progress = [Progress(case) for case in self.cases]
         try:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
@@ -104,12 +121,17 @@ class Demo:
             request = build_request("demo", spoken.question, images, {})
             self.speech = await speak(bus, replace(request, outputs=["text", "audio"]))
             self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
+            assert cluster.gateway_url is not None
+            self.with_tool = await ask_with_tool(cluster.gateway_url, LETTER, WHOSE)
         finally:
             await bus.close()
 
     async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
-        images = [IMAGES / name for name in one.case.images]
-        request = build_request("demo", one.case.question, images, {})
+        case = one.case
+        images = [IMAGES / name for name in case.images]
+        videos, audios = ([RECORDINGS / name] if name else [] for name in (case.video, case.audio))
+        request = build_request(case.model, case.question, images, {})
+        request = with_media(request, await media_parts(bus, videos, audios))
         one.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
             one.add(record)
@@ -117,15 +139,15 @@ class Demo:
 
     def live_table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for name in ("images", "question", "answer"):
+        for name in ("files", "question", "answer"):
             table.add_column(name)
         table.add_column("tokens", justify="right")
         table.add_column("tok/s", justify="right")
         for one in self.progress:
-            images = ", ".join(one.case.images) or "—"
+            files = ", ".join(one.case.files) or "—"
             rate = f"{one.rate:.0f}" if one.num_tokens else ""
             answer = f"[{_colour(one)}]{one.answer}[/]"
-            table.add_row(images, one.case.question, answer, str(one.num_tokens), rate)
+            table.add_row(files, one.case.question, answer, str(one.num_tokens), rate)
         return table
 
     def summary(self) -> Table:
@@ -152,10 +174,10 @@ def _format_span(span: StageSpan) -> str:
 
 
 def pick_cases() -> list[Case]:
-    """Return the first three questions about images, and the first one without."""
+    """Return three questions about images, those about a clip and a sound, and one about none."""
     cases = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
     with_images = [case for case in cases if case.images]
-    return [*with_images[:3], next(case for case in cases if not case.images)]
+    return [*with_images[:3], CLIP, SOUND, next(case for case in cases if not case.images)]
 
 
 def _save_svg(demo: Demo, file: Path) -> None:
@@ -202,6 +224,18 @@ def show_painting(painting: Painting) -> bool:
     return fault is None
 
 
+def show_call(answer: ToolAnswer) -> bool:
+    """Print an answer with a tool; return whether it is right."""
+    console.print(f"\nwith a tool: {answer.question} ({LETTER.name})", highlight=False)
+    for call, output in zip(answer.calls, answer.outputs, strict=True):
+        console.print(f"  {call} → {output}", highlight=False, markup=False)
+    console.print(f"  {answer.text}", highlight=False, markup=False)
+    fault = answer.find_fault(NAMES["k"])
+    if fault is not None:
+        console.print(f"[red]the answer is wrong[/]: {fault}")
+    return fault is None
+
+
 async def run_demo(demo: Demo, cluster: LocalCluster) -> None:
     """Run the questions on a cluster of their own. Raises PagemillError and DemoFailed."""
     try:
@@ -209,7 +243,7 @@ async def run_demo(demo: Demo, cluster: LocalCluster) -> None:
             began = time.perf_counter()
             await cluster.start()
         console.print(f"ready after {time.perf_counter() - began:.1f} s at {cluster.url}\n")
-        await demo.run(cluster.url)
+        await demo.run(cluster)
     finally:
         await cluster.stop()
 
@@ -223,28 +257,47 @@ def report(demo: Demo) -> int:
             console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
     spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
     painted_right = demo.painting is not None and show_painting(demo.painting)
-    right = sum(one.is_right for one in demo.progress) + spoken_right + painted_right
-    num = len(demo.cases) + 2
+    called_right = demo.with_tool is not None and show_call(demo.with_tool)
+    right = sum(one.is_right for one in demo.progress)
+    right += spoken_right + painted_right + called_right
+    num = len(demo.cases) + 3
     verdict = f"{right} of {num} answers are right"
     console.print(f"[bold {'green' if right == num else 'red'}]{verdict}[/]")
     return 0 if right == num else 1
 
 
+def write_config(folder: Path, tool_url: str) -> Path:
+    """Write the embedded configuration with the model that hears, and with the tool."""
+    tree = msgspec.yaml.decode(settings.EMBEDDED)
+    [(name, hearing)] = msgspec.yaml.decode(HEARING.read_bytes())["models"].items()
+    tree["models"][name] = hearing | {"path": str(HEARING.parent)}
+    server = {"url": tool_url, "require_approval": "never"}
+    tree["agent"] = {"servers": {LABEL: server}, "mcp_networks": ["127.0.0.0/8"]}
+    tree["nats"] = {"store_dir": str(folder), "port": 0}
+    tree["gateway"] = {"port": 0}
+    file = folder / "pagemill.yaml"
+    file.write_bytes(msgspec.json.encode(tree))
+    return file
+
+
 def main(svg: Path | None) -> int:
-    config, demo = settings.load_config(None), Demo(pick_cases())
+    demo, tool = Demo(pick_cases()), NameServer()
     logs.configure_logging("warning", role="demo")
-    workers = default_workers(config)
-    # Workers that use torch are forked from one process that has imported it.
-    preloader = preload(config, workers)
     with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
-        config = replace(config, nats=replace(config.nats, port=0, store_dir=folder))
+        file = write_config(Path(folder), tool.start())
+        config = settings.load_config(file)
+        workers = [*default_workers(config), WorkerSpec(AGENT), WorkerSpec("gateway")]
+        # Workers that use torch are forked from one process that has imported it.
+        preloader = preload(config, workers)
         log_file = Path(folder) / "workers.log"
-        cluster = LocalCluster(config, None, workers, log_file=log_file, preloader=preloader)
+        cluster = LocalCluster(config, file, workers, log_file=log_file, preloader=preloader)
         try:
             uvloop.run(run_demo(demo, cluster))
         except (PagemillError, DemoFailed) as error:
             console.print(f"[red]{getattr(error, 'code', 'failed')}[/]: {error}")
             console.print(log_file.read_text() if log_file.exists() else "", markup=False)
+        finally:
+            tool.stop()
     code = report(demo)
     if svg is not None:
         _save_svg(demo, svg)

@@ -8,11 +8,13 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,13 @@ from ops import install
 
 IMAGE = Path(__file__).parent / "demo_images" / "red.png"
 QUESTION = "What color is this image?"
+TEXT = "a red circle on blue"
+# Twenty characters take a second; a speech that breaks off at once has a few frames.
+MIN_SOUND_S = 0.5
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 READY_S = 240
+# Characters of a log in an error.
+MAX_SHOWN = 4000
 
 
 class CheckFailed(Exception):
@@ -80,7 +88,9 @@ def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]
         deadline = time.monotonic() + READY_S
         while b"ready at" not in said.read_bytes():
             if up.poll() is not None or time.monotonic() > deadline:
-                raise CheckFailed(f"pagemill up was never ready:\n{said.read_text()}")
+                log = folder / "data" / "pagemill.log"
+                logged = log.read_text()[-MAX_SHOWN:] if log.exists() else ""
+                raise CheckFailed(f"pagemill up was never ready:\n{said.read_text()}\n{logged}")
             time.sleep(0.1)
         yield
     finally:
@@ -103,12 +113,37 @@ def check(folder: Path) -> None:
     with running(pagemill, env, home):
         ask = [str(pagemill), "ask", "--image", str(IMAGE), QUESTION]
         answer = run(ask, env, home).strip()
+        check_sound(run_saving(pagemill, ["say", TEXT], home / "out.wav", env))
+        check_image(run_saving(pagemill, ["draw", TEXT], home / "out.png", env))
         with urllib.request.urlopen(f"http://127.0.0.1:{gateway}/", timeout=30) as page:
             if b"<html" not in page.read():
                 raise CheckFailed("the gateway's web page is missing")
     if "red" not in answer.lower():
         raise CheckFailed(f"the answer is wrong: {answer!r}")
     say(f"{QUESTION} {answer}")
+
+
+def run_saving(pagemill: Path, command: list[str], file: Path, env: dict[str, str]) -> Path:
+    run([str(pagemill), *command, "-o", str(file)], env, file.parent)
+    return file
+
+
+def check_sound(file: Path) -> None:
+    with wave.open(str(file)) as sound:
+        length_s = sound.getnframes() / sound.getframerate()
+        is_silent = not any(sound.readframes(sound.getnframes()))
+    if length_s < MIN_SOUND_S or is_silent:
+        raise CheckFailed(f"the speech is {length_s:.2f} s long, silent: {is_silent}")
+    say(f"{TEXT!r} is spoken in {length_s:.2f} s of sound")
+
+
+def check_image(file: Path) -> None:
+    data = file.read_bytes()
+    # The header of a PNG file has the signature, a chunk's length and name, and the size.
+    width, height = struct.unpack(">8x8xII", data[:24])
+    if not data.startswith(PNG_SIGNATURE) or min(width, height) < 1:
+        raise CheckFailed(f"the image is no PNG file: it begins with {data[:24]!r}")
+    say(f"{TEXT!r} is painted in {width} x {height} pixels")
 
 
 def say(text: str) -> None:

@@ -7,10 +7,14 @@ fifth of the rate) and the text model together on questions and answers.
 
     python -m ops.demo_training
 
-The learning rate follows the clock, so that a run always ends well whatever the machine; a run is
-therefore seeded but not reproducible to the bit. `--resume` goes on from the last checkpoint. On a
-CPU that also does other work, OMP_WAIT_POLICY=PASSIVE keeps torch's threads from spinning while
-they wait.
+`--first FOLDER` begins the second phase with the weights of an existing model. The learning rate
+follows the time that the processor computed, so that a run ends well whatever the machine; a run is
+therefore seeded but not reproducible to the bit. It falls in the last part alone: `--resume` goes
+on from the last checkpoint, with more `--minutes` at the full rate again. On a CPU that also does
+other work, OMP_WAIT_POLICY=PASSIVE keeps torch's threads from spinning while they wait.
+
+`python -m ops.demo_judge` judges the result by drawings and questions of its own, and writes the
+card.
 """
 
 from __future__ import annotations
@@ -21,11 +25,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from ops.demo_training.card import training_note, write_card
-from ops.demo_training.evaluation import ROW_NAMES, Score, check, evaluate
-from ops.demo_training.scenes import console
+from ops.demo_training.evaluation import check
 from ops.demo_training.trainer import Settings, Trainer
 
 
@@ -33,11 +34,12 @@ def arguments() -> argparse.Namespace:
     here = Path(__file__).resolve().parent.parent
     spare = Path(tempfile.gettempdir()) / "pagemill_demo_model.pt"
     parser = argparse.ArgumentParser(
-        description="Train and evaluate the demo model on pictures drawn by this program.",
+        description="Train the demo model on pictures drawn by this program.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=here / "demo_model", help="folder to write")
-    parser.add_argument("--minutes", type=float, default=58.0, help="training time, both phases")
+    parser.add_argument("--minutes", type=float, default=58.0, help="of the processor, both phases")
+    parser.add_argument("--first", type=Path, help="folder of a model to go on from")
     parser.add_argument(
         "--tower-share", type=float, default=0.45, help="part of the time for the tower alone"
     )
@@ -50,12 +52,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0 for all")
     parser.add_argument("--checkpoint", type=Path, default=spare, help="where to keep progress")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument(
-        "--cases", type=int, default=120, help="held-out cases of each task in the evaluation"
-    )
-    parser.add_argument(
-        "--evaluate-only", action="store_true", help="evaluate --out and rewrite its model card"
-    )
     parser.add_argument(
         "--check", action="store_true", help="only compare the fast paths with transformers"
     )
@@ -79,31 +75,20 @@ def settings_from(args: argparse.Namespace) -> Settings:
         minutes=args.minutes,
         tower_share=args.tower_share,
         workers=args.workers or spare,
-        batch=args.batch or (128 if on_cpu else 512),
+        batch=args.batch or (64 if on_cpu else 512),
+        first=args.first,
     )
-
-
-def show(scores: dict[str, Score]) -> None:
-    table = Table("task", "exact", "mark")
-    for name, score in scores.items():
-        table.add_row(ROW_NAMES[name], f"{score.percent:.1f} %", score.wanted)
-    console.print(table)
 
 
 def main() -> None:
     args = arguments()
     if args.check:
-        check(args.seed)
+        check(args.first or args.out)
         return
-    settings = settings_from(args)
-    trainer = Trainer(settings)
-    if args.resume or args.evaluate_only:
+    trainer = Trainer(settings_from(args))
+    if args.resume:
         trainer.load()
-    if not args.evaluate_only:
-        trainer.run()
-    scores = evaluate(settings.out, settings.seed, args.cases)
-    show(scores)
-    write_card(settings.out, scores, training_note(settings, trainer.state))
+    trainer.run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ops.demo_training.samples import KIND_WEIGHTS, training_samples
+from ops.demo_training.drawing import draw_scene
+from ops.demo_training.samples import KIND_WEIGHTS, Sample, training_samples
 from ops.demo_training.scenes import (
     CELL,
     CHARACTERS,
@@ -22,16 +23,15 @@ from ops.demo_training.scenes import (
     MAX_COUNT,
     SHAPE_NAMES,
     common_fit,
-    draw_scene,
     fitted,
     training_size,
 )
-from ops.demo_training.tokenizer import Encoder
+from ops.demo_training.tokenizer import Encoder, Grid, Row
 
 
 @dataclass(slots=True)
 class PictureGroup:
-    """Pictures of one size, which the tower can take as one batch, and where they belong."""
+    """Pictures, or pairs of frames, of one size, for the tower, and where their tokens belong."""
 
     pixels: Tensor
     index: Tensor
@@ -47,6 +47,7 @@ class TowerBatch:
 class ChatBatch:
     groups: list[PictureGroup]
     ids: Tensor
+    turns: Tensor
     lengths: list[int]
     positions: Tensor
     predict_at: Tensor
@@ -107,31 +108,84 @@ def tower_batch(rng: random.Random, size: int, progress: float) -> TowerBatch:
     return TowerBatch(group_pictures(pictures, [[n] for n in range(size)]), labels)
 
 
+def frame_pairs(clip: Sequence[Image.Image]) -> np.ndarray:
+    """Pairs of frames, the last one doubled if it is alone, as [pairs, 2, height, width, 3]."""
+    frames = [np.asarray(frame) for frame in clip]
+    frames += frames[-1:] * (len(frames) % 2)
+    return np.stack(frames).reshape(-1, 2, *frames[0].shape)
+
+
+def clip_groups(rows: Sequence[tuple[np.ndarray, int]]) -> list[PictureGroup]:
+    """Gathers the pairs of frames by size; each row is a clip and the place of its first token."""
+    by_size: dict[tuple[int, ...], list[tuple[np.ndarray, int]]] = {}
+    for pairs, start in rows:
+        by_size.setdefault(pairs.shape[1:], []).append((pairs, start))
+    groups = []
+    for same in by_size.values():
+        pixels = np.concatenate([pairs for pairs, _ in same])
+        cells = pixels.shape[2] * pixels.shape[3] // CELL**2
+        places = [np.arange(start, start + cells * len(pairs)) for pairs, start in same]
+        groups.append(
+            PictureGroup(
+                torch.from_numpy(pixels).permute(0, 1, 4, 2, 3),
+                torch.from_numpy(np.concatenate(places)),
+            )
+        )
+    return groups
+
+
+def grid_of(picture: Image.Image, pairs: int = 1) -> Grid:
+    return pairs, picture.height // CELL, picture.width // CELL
+
+
+@dataclass(slots=True)
+class EncodedSample:
+    row: Row
+    pictures: list[Image.Image]
+    pairs: np.ndarray | None
+
+
+def encoded(sample: Sample, encoder: Encoder) -> EncodedSample:
+    shown = [fitted(picture) for picture in sample.pictures]
+    grids = [grid_of(picture) for picture in shown]
+    pairs = None
+    if sample.clip:
+        frames = [fitted(frame) for frame in sample.clip]
+        pairs = frame_pairs(frames)
+        grids = [grid_of(frames[0], len(pairs))]
+    return EncodedSample(encoder.encode(sample, grids), shown, pairs)
+
+
 def chat_batch(rng: random.Random, size: int, encoder: Encoder) -> ChatBatch:
-    drawn = []
-    for sample in training_samples(rng, size):
-        shown = [fitted(picture) for picture in sample.pictures]
-        grids = [(picture.height // CELL, picture.width // CELL) for picture in shown]
-        drawn.append((encoder.encode(sample, grids), shown))
+    return collated([encoded(sample, encoder) for sample in training_samples(rng, size)], encoder)
+
+
+def collated(drawn: list[EncodedSample], encoder: Encoder) -> ChatBatch:
+    size = len(drawn)
     # Sorted by length, so that the text model can take neighbours together with little padding.
-    drawn.sort(key=lambda pair: len(pair[0].ids))
-    rows = [row for row, _ in drawn]
+    drawn.sort(key=lambda item: len(item.row.ids))
+    rows = [item.row for item in drawn]
     length = -(-len(rows[-1].ids) // 8) * 8
     ids = torch.full((size, length), encoder.ids["<|endoftext|>"])
+    turns = torch.zeros((size, length), dtype=torch.long)
     positions = torch.zeros((3, size, length), dtype=torch.long)
     for number, row in enumerate(rows):
         ids[number, : len(row.ids)] = torch.tensor(row.ids)
+        turns[number, : len(row.ids)] = torch.tensor(row.turns)
         positions[:, number, : len(row.ids)] = torch.from_numpy(row.positions)
-    pictures, places = [], []
-    for number, (row, shown) in enumerate(drawn):
-        for picture, image_start in zip(shown, row.image_starts, strict=True):
-            start = number * length + image_start
+    pictures, places, clips = [], [], []
+    for number, item in enumerate(drawn):
+        starts = [number * length + start for start in item.row.media_starts]
+        for picture, start in zip(item.pictures, starts, strict=False):
             pictures.append(picture)
             places.append(range(start, start + picture.width * picture.height // CELL**2))
+        if item.pairs is not None:
+            clips.append((item.pairs, starts[0]))
     answers = torch.tensor([n * length + at for n, row in enumerate(rows) for at in row.answers])
     return ChatBatch(
-        group_pictures(pictures, places),
+        [*group_pictures(pictures, places), *clip_groups(clips)],
         ids,
+        turns,
         [len(row.ids) for row in rows],
         positions,
         answers - 1,

@@ -74,7 +74,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGene
 
 
 def patches_of(pixels: Tensor) -> Tensor:
-    """Normalised patches in the order of the image processor, without its doubled time axis."""
+    """Normalised patches in the order of the image processor.
+
+    A picture's are without the doubled time axis; those of pairs of frames have both.
+    """
+    if pixels.dim() == 5:
+        both = [patches_of(frame).unflatten(-1, (3, -1)) for frame in pixels.unbind(1)]
+        return torch.stack(both, dim=-2).flatten(2)
     mean = torch.tensor(MEAN, device=pixels.device).view(3, 1, 1)
     std = torch.tensor(STD, device=pixels.device).view(3, 1, 1)
     x = (pixels.float() / 255 - mean) / std
@@ -97,15 +103,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tower_forward(visual: Any, pixels: Tensor) -> Tensor:
-    """The vision tower over a batch of pictures of one size, with transformers' own weights.
+    """The vision tower over pictures or pairs of frames of one size, with transformers' weights.
 
     transformers takes the pictures of a batch one by one in its attention and embeds patches by a
     slow three-dimensional convolution; a still picture repeats its one frame along the time axis,
-    so that the convolution is a linear layer with the weights summed over time.
+    so that the convolution is a linear layer with the weights summed over time. The pairs of a clip
+    do not see one another in the tower, so each is an element of the batch.
     """
-    rows, columns = pixels.shape[2] // PATCH, pixels.shape[3] // PATCH
+    rows, columns = pixels.shape[-2] // PATCH, pixels.shape[-1] // PATCH
     cos, sin = tower_rotation(visual, rows, columns, pixels.device)
-    weight = visual.patch_embed.proj.weight.sum(dim=2).flatten(1)
+    weight = visual.patch_embed.proj.weight
+    weight = (weight.sum(dim=2) if pixels.dim() == 4 else weight).flatten(1)
     x = F.linear(patches_of(pixels), weight)
     for block in visual.blocks:
         attention = block.attn
@@ -152,13 +160,54 @@ def tower_loss(visual: Any, heads: Heads, batch: TowerBatch) -> tuple[Tensor, di
     return total / len(order), right
 
 
+def text_rotation(text: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions of shape [3, rows, length]: an axis for each frequency."""
+    sections = torch.tensor(text.config.rope_parameters["mrope_section"], device=positions.device)
+    axes = torch.arange(3, device=positions.device).repeat_interleave(sections)
+    angles = positions[axes].permute(1, 2, 0) * text.rotary_emb.inv_freq
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def text_forward(
+    text: Any, embeds: Tensor, positions: Tensor, hidden_from: Tensor, chosen: Tensor
+) -> Tensor:
+    """The last states of the text model at the chosen places of [rows, length], by its own weights.
+
+    Only they are needed, so that the last layer, behind its attention, computes no others.
+    """
+    rows, length, _ = embeds.shape
+    cos, sin = text_rotation(text, positions)
+    mask = torch.zeros(hidden_from.shape, device=embeds.device).masked_fill(hidden_from, -1e4)
+    x = embeds
+    for layer in text.layers:
+        attention = layer.self_attn
+        normal = layer.input_layernorm(x)
+        q, k, v = (
+            project(normal).view(rows, length, -1, attention.head_dim).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cos, sin, mask = cos.to(q.dtype), sin.to(q.dtype), mask.to(q.dtype)
+        # Heads that share a key stand together as rows of one product.
+        q = rotated(q, cos, sin).reshape(rows, k.shape[1], -1, length, attention.head_dim)
+        k, v = rotated(k, cos, sin)[:, :, None], v[:, :, None]
+        scores = q @ k.transpose(-2, -1) * attention.scaling + mask[:, :, None]
+        mixed = (scores.softmax(dim=-1).to(v.dtype) @ v).flatten(1, 2)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if layer is text.layers[-1]:
+            mixed, x = mixed.flatten(0, 1)[chosen], x.flatten(0, 1)[chosen]
+        x = x + attention.o_proj(mixed)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    states: Tensor = text.norm(x)
+    return states
+
+
 # Rows of like length that go through the text model as one batch.
-ROWS_TOGETHER = 32
+ROWS_TOGETHER = 16
 
 
-def chat_loss(
-    model: Qwen2VLForConditionalGeneration, batch: ChatBatch
-) -> tuple[Tensor, dict[str, float]]:
+def answer_states(model: Qwen2VLForConditionalGeneration, batch: ChatBatch) -> Tensor:
+    """The states that predict the tokens of all answers."""
     text = model.model.language_model
     embeds = text.embed_tokens(batch.ids)
     flat = embeds.flatten(0, 1)
@@ -167,21 +216,28 @@ def chat_loss(
         flat = flat.index_copy(0, group.index, tokens.to(flat.dtype))
     embeds = flat.view_as(embeds)
     rows, full = batch.ids.shape
-    mask = torch.full((full, full), -1e4, device=embeds.device).triu(1)
+    later = torch.ones((full, full), dtype=torch.bool, device=embeds.device).triu(1)
+    row_of, column_of = batch.predict_at // full, batch.predict_at % full
     parts = []
     for first in range(0, rows, ROWS_TOGETHER):
         these = slice(first, first + ROWS_TOGETHER)
         # In steps of eight, to meet few different shapes.
         length = min(full, -(-max(batch.lengths[these]) // 8) * 8)
         # Padding is on the right, where a causal mask hides it by itself.
-        hidden = text(
-            inputs_embeds=embeds[these, :length],
-            position_ids=batch.positions[:, these, :length],
-            attention_mask={"full_attention": mask[None, None, :length, :length]},
-            use_cache=False,
-        ).last_hidden_state
-        parts.append(F.pad(hidden, (0, 0, 0, full - length)))
-    chosen = torch.cat(parts).flatten(0, 1)[batch.predict_at]
+        turns = batch.turns[these, :length]
+        hidden_from = (turns[:, None] != 0) & (turns[:, None] != turns[..., None])
+        hidden_from = (hidden_from | later[:length, :length])[:, None]
+        here = (row_of >= first) & (row_of < first + ROWS_TOGETHER)
+        chosen = (row_of[here] - first) * length + column_of[here]
+        positions = batch.positions[:, these, :length]
+        parts.append(text_forward(text, embeds[these, :length], positions, hidden_from, chosen))
+    return torch.cat(parts)
+
+
+def chat_loss(
+    model: Qwen2VLForConditionalGeneration, batch: ChatBatch
+) -> tuple[Tensor, dict[str, float]]:
+    chosen = answer_states(model, batch)
     with torch.autocast(chosen.device.type, enabled=False):
         logits = model.lm_head(chosen.float())
     losses = F.cross_entropy(logits, batch.targets, reduction="none")

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from PIL import Image
 
-from ops.demo_training.scenes import SHAPE_NAMES, Scene, Size, common_fit, draw_scene, training_size
+from ops.demo_training.drawing import draw_character, draw_clip, draw_count, draw_scene
+from ops.demo_training.phrases import (
+    CHAT_CLAUSES,
+    CHAT_FRAMES,
+    CLAUSES,
+    CLOSINGS,
+    FILLERS,
+    FRAMED_SHARE,
+    FRAMES,
+    OPENINGS,
+)
+from ops.demo_training.scenes import (
+    CHARACTERS,
+    MAX_COUNT,
+    SHAPE_NAMES,
+    Scene,
+    Size,
+    common_fit,
+    training_size,
+    two_colours,
+)
+from ops.demo_training.styles import finished
+from ops.demo_training.tools import ToolText, add_tool, lookup_tool, offered, some_name, some_word
 from ops.demo_training.wordings import (
     ASKABLE,
     CHAT,
@@ -17,7 +39,6 @@ from ops.demo_training.wordings import (
     PREFIXES,
     SUFFIXES,
     SYSTEM_PROMPTS,
-    UNSEEN_WORDINGS,
     WORDINGS,
 )
 
@@ -34,6 +55,9 @@ def answer_to(task: str, scene: Scene) -> str | None:
         "count": scene.count,
         "character": scene.character,
         "where": scene.side,
+        "motion": scene.motion,
+        "change": scene.change,
+        "last colour": scene.last_colour,
     }[task]
     return None if value is None else str(value)
 
@@ -52,16 +76,27 @@ def description(scene: Scene) -> str | None:
     return f"{scene.count} {scene.colour} {plural} on {scene.background}"
 
 
-def worded(rng: random.Random, task: str, scene: Scene, wordings: Sequence[str]) -> str:
-    thing = rng.choice(("shape", "object", "figure", scene.shape or "shape"))
+def worded(rng: random.Random, task: str, scene: Scene) -> str:
+    """A question of the table, or a clause of its task in a frame."""
+    thing = rng.choice(("shape", "object", "figure", "thing", scene.shape or "shape"))
     sign = rng.choice(("character", "letter or digit", "sign", "symbol"))
     if scene.character is not None:
         sort = "digit" if scene.character.isdigit() else "letter"
         sign = rng.choice((sign, sort, "number" if sort == "digit" else sort))
         thing = sign
-    return rng.choice(wordings).format(
+    pattern = rng.choice(WORDINGS[task])
+    if rng.random() < FRAMED_SHARE:
+        pattern = rng.choice(FRAMES).format(rng.choice(CLAUSES[task]))
+    if rng.random() < 0.08:
+        pattern = f"{rng.choice(OPENINGS)} {pattern}"
+    if rng.random() < 0.04:
+        pattern = f"{pattern} {rng.choice(CLOSINGS)}"
+    pictures = ("image", "picture", "photo", "drawing")
+    if scene.kind == "clip":
+        pictures = ("video", "clip", "film", "animation")
+    return pattern.format(
         color=rng.choice(("color", "colour")),
-        picture=rng.choice(("image", "picture", "photo")),
+        picture=rng.choice(pictures),
         thing=thing,
         things=rng.choice(("shapes", "shapes", "objects", "figures", "things")),
         sign=sign,
@@ -80,45 +115,59 @@ def dressed(rng: random.Random, question: str, suffixes: bool = True) -> str:
         question = f"{question} {rng.choice(SUFFIXES)}"
     if suffixes and rng.random() < 0.08:
         question = f"{rng.choice(PREFIXES)} {question}"
+    if rng.random() < 0.14:
+        question = with_fillers(rng, question)
     return question.lower() if rng.random() < 0.06 else question
+
+
+def with_fillers(rng: random.Random, question: str) -> str:
+    """The question with words that do not matter, some of which mean nothing, at any places."""
+    words = question.split(" ")
+    for _ in range(rng.randint(1, 3)):
+        word = rng.choice(FILLERS) if rng.random() < 0.7 else some_word(rng)
+        words.insert(rng.randint(0, len(words)), word)
+    return " ".join(words)
 
 
 @dataclass(slots=True)
 class Turn:
     question: str
     answer: str
+    role: Literal["user", "tool"] = "user"
 
 
 @dataclass(slots=True)
 class Sample:
-    """A conversation; all pictures belong to its first question."""
+    """A conversation; all pictures, or the clip, belong to its first question."""
 
     task: str
     pictures: list[Image.Image]
     turns: list[Turn]
     pictures_first: bool = True
     system: str | None = None
+    clip: list[Image.Image] | None = None
+    tools: list[ToolText] = field(default_factory=list)
+    apart: bool = False
+    """Whether the turns are conversations of their own about the same pictures."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to its first answer, as the chat template takes it."""
-        images: list[dict[str, str]] = [{"type": "image"} for _ in self.pictures]
+        images = [{"type": "image"} for _ in self.pictures]
+        images += [{"type": "video"}] if self.clip else []
         text = {"type": "text", "text": self.turns[0].question}
         content = [*images, text] if self.pictures_first else [text, *images]
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": content}]
 
 
-def ask(rng: random.Random, task: str, scene: Scene, unseen: bool = False) -> Turn | None:
+def ask(rng: random.Random, task: str, scene: Scene) -> Turn | None:
     answer = answer_to(task, scene)
     if answer is None:
         return None
-    question = worded(rng, task, scene, (UNSEEN_WORDINGS if unseen else WORDINGS)[task])
-    return Turn(question if unseen else dressed(rng, question), answer)
+    return Turn(dressed(rng, worded(rng, task, scene)), answer)
 
 
-def pair_sample(
-    rng: random.Random, size: Callable[[str], tuple[int, int]], unseen: bool = False
-) -> Sample:
+def pair_sample(rng: random.Random, size: Callable[[str], Size]) -> Sample:
     """Two pictures, half of the time of the same colour."""
     kind = rng.choice(("plain", "plain", "shape"))
     first, scene = draw_scene(rng, kind, size(kind))
@@ -128,9 +177,21 @@ def pair_sample(
         if (other.colour == scene.colour) == same:
             break
     task = "same colour"
-    question = worded(rng, task, Scene("pair"), (UNSEEN_WORDINGS if unseen else WORDINGS)[task])
-    turn = Turn(question if unseen else dressed(rng, question), "yes" if same else "no")
-    return Sample(task, [first, second], [turn], rng.random() < 0.7)
+    turns = [
+        Turn(dressed(rng, worded(rng, task, Scene("pair"))), "yes" if same else "no")
+        for _ in range(2)
+    ]
+    return several(rng, Sample(task, [first, second], turns))
+
+
+def several(rng: random.Random, sample: Sample) -> Sample:
+    """Independent questions mostly; otherwise a conversation, or a picture behind the text."""
+    lot = rng.random()
+    sample.apart = lot < 0.7
+    if lot > 0.8:
+        sample.pictures_first = False
+        sample.turns = sample.turns[:1]
+    return sample
 
 
 def chat_sample(rng: random.Random) -> Sample:
@@ -138,42 +199,84 @@ def chat_sample(rng: random.Random) -> Sample:
     if rng.random() < 0.35:
         task = rng.choice(tuple(WORDINGS))
         shown = Scene("none", shape=rng.choice(SHAPE_NAMES))
-        question = dressed(rng, worded(rng, task, shown, WORDINGS[task]))
-        return Sample("no picture", [], [Turn(question, NO_PICTURE)])
+        return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, shown)), NO_PICTURE)])
     answer = rng.choice(tuple(CHAT))
-    question = dressed(rng, rng.choice(CHAT[answer]), suffixes=False)
+    question = rng.choice(CHAT[answer])
+    if answer in CHAT_CLAUSES and rng.random() < FRAMED_SHARE:
+        question = rng.choice(CHAT_FRAMES).format(rng.choice(CHAT_CLAUSES[answer]))
+    question = dressed(rng, question, suffixes=False)
     return Sample("about itself", [], [Turn(question, answer)])
 
 
-KIND_WEIGHTS = {"plain": 8, "shape": 26, "count": 24, "where": 16, "character": 26}
+KIND_WEIGHTS = {"plain": 8, "shape": 28, "count": 26, "where": 14, "character": 24}
+QUESTIONS = 3
+
+
+def turns_about(rng: random.Random, scene: Scene) -> list[Turn]:
+    """Questions about different things, the one that the scene was drawn for among them."""
+    tasks = [task for task in ASKABLE[scene.kind] if answer_to(task, scene) is not None]
+    main, *rest = tasks
+    rng.shuffle(rest)
+    chosen = [main, main if rng.random() < 0.25 else "", *rest]
+    chosen = [task for task in chosen if task][:QUESTIONS]
+    rng.shuffle(chosen)
+    return [turn for task in chosen if (turn := ask(rng, task, scene))]
 
 
 def picture_sample(rng: random.Random, final: Size) -> Sample:
-    """One picture with one question, or with two about different things."""
+    """One picture with several questions."""
     kind = rng.choices(tuple(KIND_WEIGHTS), tuple(KIND_WEIGHTS.values()))[0]
     picture, scene = draw_scene(rng, kind, training_size(rng, kind, final))
-    main, *rest = ASKABLE[kind]
-    rng.shuffle(rest)
-    tasks = [main, rest[0]] if rng.random() < 0.75 else [rest[0], main]
-    turns = [turn for task in tasks if (turn := ask(rng, task, scene))]
-    return Sample(main, [picture], turns, pictures_first=rng.random() < 0.7)
+    sample = several(rng, Sample(kind, [picture], turns_about(rng, scene)))
+    if rng.random() < 0.08:
+        sample.tools = offered(rng)
+    return sample
+
+
+def clip_sample(rng: random.Random, final: Size) -> Sample:
+    frames, scene = draw_clip(rng, final)
+    return several(rng, Sample("clip", [], turns_about(rng, scene), clip=frames))
+
+
+def tool_sample(rng: random.Random, final: Size) -> Sample:
+    """A question that needs a call: the sum of two counts, or the name behind a character."""
+    if rng.random() < 0.5:
+        tool = add_tool(rng)
+        counts = [rng.randint(1, MAX_COUNT) for _ in range(2)]
+        pictures = [
+            finished(rng, draw_count(rng, final, two_colours(rng), count)[0]) for count in counts
+        ]
+        question = worded(rng, "add", Scene("count"))
+        call, result = tool.call(*counts), str(sum(counts))
+    else:
+        tool = lookup_tool(rng)
+        character = rng.choice(CHARACTERS)
+        picture, scene = draw_character(rng, final, two_colours(rng), character)
+        pictures = [finished(rng, picture)]
+        question = worded(rng, "lookup", scene)
+        call, result = tool.call(character), some_name(rng)
+    turns = [Turn(dressed(rng, question), call), Turn(result, result, role="tool")]
+    first = rng.random() < 0.8
+    return Sample("tool", pictures, turns, first, tools=offered(rng, tool))
 
 
 def training_samples(rng: random.Random, size: int) -> list[Sample]:
-    """A batch in fixed proportions, so that the tower sees the same number of pictures each time.
-
-    That number matters for speed: half-precision kernels are prepared anew for each new shape.
-    """
+    """A batch in fixed proportions, with pictures mostly of one size, for speed."""
     final = common_fit(rng)
-    pairs = chats = size * 3 // 32
+    pairs, chats, clips, tools = size * 2 // 32, size * 2 // 32, size * 5 // 32, size * 4 // 32
 
     def pair_size(kind: str) -> Size:
         return training_size(rng, kind, final if rng.random() < 0.8 else common_fit(rng))
 
     samples = [pair_sample(rng, pair_size) for _ in range(pairs)]
     samples += [chat_sample(rng) for _ in range(chats)]
-    samples += [picture_sample(rng, final) for _ in range(size - pairs - chats)]
+    samples += [clip_sample(rng, final) for _ in range(clips)]
+    samples += [tool_sample(rng, final) for _ in range(tools)]
+    rest = size - len(samples)
+    samples += [picture_sample(rng, final) for _ in range(rest)]
     for sample in samples:
+        if sample.task in ("about itself", "no picture") and rng.random() < 0.15:
+            sample.tools = offered(rng)
         if rng.random() < 0.12:
             sample.system = rng.choice(SYSTEM_PROMPTS)
     return samples

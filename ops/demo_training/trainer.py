@@ -1,7 +1,8 @@
-"""The two phases of training, with checkpoints and a rate that follows the clock."""
+"""The two phases of training, with checkpoints and a rate that follows the processor's time."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -15,12 +16,13 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import Qwen2VLForConditionalGeneration
 
 from ops.demo_training.batches import Batches, chat_batch, tower_batch
 from ops.demo_training.model import Heads, build_model, chat_loss, tower_loss
-from ops.demo_training.saving import save_folder
+from ops.demo_training.saving import save_checkpoint, save_folder
 from ops.demo_training.scenes import TRAIN_STREAM, console
-from ops.demo_training.tokenizer import Encoder, build_tokenizer
+from ops.demo_training.tokenizer import Encoder, load_tokenizer
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class Settings:
     tower_share: float
     workers: int
     batch: int
+    first: Path | None = None
+    """A folder whose weights the second phase begins with, in place of the first phase."""
 
     def phase_seconds(self, phase: int) -> float:
         share = self.tower_share if phase == 1 else 1 - self.tower_share
@@ -52,8 +56,16 @@ class Settings:
 
 TOWER_RATE = 1.2e-3
 TEXT_RATE = 1.5e-3
+# Weights that have been trained move less.
+GO_ON_SHARE = 0.5
 WARM_UP_STEPS = 60
-SAVE_EVERY_S = 120.0
+# The rate is constant up to the last part, so that a training can go on from any checkpoint.
+FALL_SHARE = 0.3
+LAST_RATE = 0.02
+EMA = 0.998
+SAVE_EVERY_S = 60.0
+# A step that takes longer was interrupted; the interruption is no time of training.
+LONGEST_STEP_S = 20.0
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -70,11 +82,18 @@ def moved(batch: Any, device: torch.device) -> Any:
     return type(batch)(**{name: moved(getattr(batch, name), device) for name in names})
 
 
+def processor_time() -> float:
+    """Seconds in which the training computed, whatever else the machine did."""
+    if torch.cuda.is_available():
+        return time.monotonic()
+    return time.process_time() / torch.get_num_threads()
+
+
 class Trainer:
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
         self.settings = settings
-        self.tokenizer = build_tokenizer(settings.seed)
+        self.tokenizer = load_tokenizer(settings.first or settings.out)
         self.encoder = Encoder(self.tokenizer)
         model: Any = build_model(self.tokenizer)
         self.model = model.to(settings.device)
@@ -82,10 +101,16 @@ class Trainer:
         self.state = State()
         self.optimizer: torch.optim.Optimizer | None = None
         self.kept: dict[str, Any] | None = None
+        if settings.first is not None:
+            self.state.phase = 2
+            first = Qwen2VLForConditionalGeneration.from_pretrained(settings.first)
+            self.model.load_state_dict({k: v.float() for k, v in first.state_dict().items()})
+        self.average = {k: v.clone() for k, v in self.model.state_dict().items()}
 
     def load(self) -> None:
         kept = torch.load(self.settings.checkpoint, map_location=self.settings.device)
         self.model.load_state_dict(kept["model"])
+        self.average = kept["average"]
         self.heads.load_state_dict(kept["heads"])
         self.state = State(**kept["state"])
         self.kept = kept["optimizer"]
@@ -94,30 +119,51 @@ class Trainer:
         assert self.optimizer is not None
         kept = {
             "model": self.model.state_dict(),
+            "average": self.average,
             "heads": self.heads.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "state": asdict(self.state),
         }
-        # Written beside and renamed, so that a stop in the middle leaves the former one whole.
-        part = self.settings.checkpoint.with_suffix(".part")
-        torch.save(kept, part)
-        part.replace(self.settings.checkpoint)
+        save_checkpoint(kept, self.settings.checkpoint)
         if self.state.phase == 2:
-            save_folder(self.model, self.tokenizer, self.settings.out)
+            save_folder(self.model, self.tokenizer, self.settings.out, self.average)
+            self._note()
+
+    def _note(self) -> None:
+        """Writes what the card says about the training."""
+        device = self.settings.device
+        on_gpu = device.type == "cuda"
+        machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, without a GPU"
+        names = ("tower alone", "tower and text together")
+        phases = [
+            f"{name}: {samples:,} conversations in {seconds / 60:.0f} minutes of the processor"
+            for name, samples, seconds in zip(
+                names, self.state.samples, self.state.seconds, strict=True
+            )
+            if samples
+        ]
+        start = "from the weights of the model before" if self.settings.first else "from nothing"
+        note = {"machine": machine, "start": start, "phases": phases}
+        text = json.dumps(note, indent=1) + "\n"
+        (self.settings.out / "training.json").write_text(text, encoding="utf-8")
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         visual = list(self.model.model.visual.parameters())
         if self.state.phase == 1:
             groups = [{"params": [*visual, *self.heads.parameters()], "peak": TOWER_RATE}]
         else:
+            share = 1.0 if self.settings.first is None else GO_ON_SHARE
             text = [p for n, p in self.model.named_parameters() if "visual" not in n]
             groups = [
-                {"params": text, "peak": TEXT_RATE},
-                {"params": visual, "peak": TOWER_RATE / 5},
+                {"params": text, "peak": TEXT_RATE * share},
+                {"params": visual, "peak": TOWER_RATE * max(share, 0.4) / 2},
             ]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         if self.kept is not None:
+            peaks = [group["peak"] for group in groups]
             optimizer.load_state_dict(self.kept)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["peak"] = peak
             self.kept = None
         return optimizer
 
@@ -148,7 +194,7 @@ class Trainer:
         assert self.optimizer is not None
         warm = min(1.0, (self.state.steps + 1) / WARM_UP_STEPS)
         for group in self.optimizer.param_groups:
-            fall = 0.03 + 0.97 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+            fall = LAST_RATE + (1 - LAST_RATE) * min(1.0, (1 - min(progress, 1.0)) / FALL_SHARE)
             group["lr"] = group["peak"] * warm * fall
         with torch.autocast(self.settings.device.type, dtype=torch.bfloat16):
             if self.state.phase == 1:
@@ -160,17 +206,30 @@ class Trainer:
         for group in self.optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 1.0)
         self.optimizer.step()
+        self._follow()
         return loss.item(), right
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Moves the average, which is what is saved, towards the weights."""
+        share = 1 - min(EMA, self.state.steps / (self.state.steps + 10))
+        now = self.model.state_dict()
+        names = list(self.average)
+        torch._foreach_lerp_(
+            [self.average[name] for name in names], [now[name] for name in names], share
+        )
 
     def phase(self) -> None:
         """Runs the present phase until its share of the time is over."""
         state, seconds = self.state, self.settings.phase_seconds(self.state.phase)
         self.optimizer = self.build_optimizer()
         self.model.train()
+        if state.steps == 0:
+            self.average = {k: v.clone() for k, v in self.model.state_dict().items()}
         progress = torch.multiprocessing.get_context("fork").Value("d", state.elapsed / seconds)
         batches = self.loader(progress)
         right: dict[str, float] = {}
-        note, last = "", time.monotonic()
+        note, last = "", processor_time()
         saved = last
         with progress_bar() as bar:
             task = bar.add_task(f"phase {state.phase}", total=seconds, note="")
@@ -180,9 +239,10 @@ class Trainer:
                 for name, value in now_right.items():
                     if not math.isnan(value):
                         right[name] = 0.98 * right.get(name, value) + 0.02 * value
-                now = time.monotonic()
-                state.elapsed += now - last
-                state.seconds[state.phase - 1] += now - last
+                now = processor_time()
+                taken = min(now - last, LONGEST_STEP_S)
+                state.elapsed += taken
+                state.seconds[state.phase - 1] += taken
                 last = now
                 state.steps += 1
                 state.samples[state.phase - 1] += self.batch_size

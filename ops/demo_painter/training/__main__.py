@@ -4,9 +4,9 @@ The program draws its own images, and needs no download.
 
     python -m ops.demo_painter.training train judge
 
-The learning rate follows the clock, so that a run always ends well whatever the machine; a run is
-therefore seeded but not reproducible to the bit. `--resume` goes on from the last checkpoint, also
-with more `--minutes` than before.
+The learning rate follows the CPU time, so that a run always ends well whatever the machine; a run
+is therefore seeded but not reproducible to the bit. `--resume` goes on from the last checkpoint,
+also with more `--minutes` than before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from ops.demo_painter.training.card import write_card
 from ops.demo_painter.training.evaluation import evaluate
 from ops.demo_painter.training.saving import SCALE
-from ops.demo_painter.training.trainer import SIZE, Settings, State, Trainer
+from ops.demo_painter.training.trainer import SIZE, Settings, Trainer
+from ops.demo_training.muon import MuonState
 
 
 def arguments() -> argparse.Namespace:
@@ -33,14 +34,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("what", nargs="+", choices=("train", "judge"), help="in this order")
     parser.add_argument("--out", type=Path, default=here, help="folder of the painter")
     parser.add_argument("--checkpoint", type=Path, default=spare, help="where to keep progress")
-    parser.add_argument("--minutes", type=float, default=60.0, help="time of training")
+    parser.add_argument("--minutes", type=float, default=60.0, help="CPU time of training")
     parser.add_argument("--seed", type=int, default=0, help="of drawings, batches and weights")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--batch", type=int, default=64, help="images of a step")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--cases", type=int, default=200, help="prompts to judge")
     parser.add_argument("--steps", type=int, default=24, help="denoising steps of judged images")
-    parser.add_argument("--guidance", type=float, default=2.5, help="of judged images")
+    parser.add_argument("--guidance", type=float, default=1.5, help="of judged images")
     return parser.parse_args()
 
 
@@ -56,7 +57,7 @@ def main() -> None:
     if "judge" in args.what:
         size = SIZE[0] * SCALE, SIZE[1] * SCALE
         painted, drawn = evaluate(args.out, size, args.cases, args.steps, args.guidance, args.seed)
-        state = State(**torch.load(args.checkpoint)["state"])
+        state = MuonState(**torch.load(args.checkpoint)["state"])
         write_card(args.out, painted, drawn, (args.steps, args.guidance), settings, state)
 
 

@@ -28,10 +28,21 @@ OTHER_WORDS_SHARE = 0.2
 # One prompt in so many is never trained on.
 HELD_OUT_EVERY = 12
 NUMBER_WORDS = ("one", "two", "three", "four", "five")
-# Least and greatest radius of a shape, in shorter sides, by the count.
-RADII = ((0.25, 0.38), (0.15, 0.21), (0.125, 0.155), (0.12, 0.15), (0.115, 0.145))
-GAP = 0.045
-MOST_TRIES = 40
+# Where shapes are, from the middle and in shorter sides, and their radius, by the count.
+LAYOUTS: tuple[tuple[float, tuple[tuple[float, float], ...]], ...] = (
+    (0.33, ((0.0, 0.0),)),
+    (0.185, ((0.21, -0.1), (-0.21, 0.1))),
+    (0.135, ((-0.083, -0.317), (0.301, 0.159), (-0.301, 0.317))),
+    (0.14, ((-0.047, -0.313), (-0.265, 0.137), (0.265, 0.313), (0.165, -0.052))),
+    (
+        0.135,
+        ((-0.259, -0.081), (0.311, -0.31), (-0.008, 0.223), (-0.334, 0.299), (0.334, 0.31)),
+    ),
+)
+# How far a shape strays from its place, and the least and greatest part of its radius.
+STRAY = 0.015
+PARTS = 0.94, 1.03
+TILT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +92,17 @@ def paint(rng: random.Random, name: str) -> Rgb:
 
 
 def places(rng: random.Random, count: int, size: Size) -> list[tuple[float, float, float]]:
-    """Middle and radius of each shape, clear of one another and of the edges."""
+    """Middle and radius of each shape: the layout of this count, a little changed."""
     short = min(size)
-    low, high = (short * part for part in RADII[count - 1])
-    while True:
-        found: list[tuple[float, float, float]] = []
-        radius = rng.uniform(low, high)
-        for _ in range(MOST_TRIES):
-            own = radius * rng.uniform(0.92, 1.0)
-            x, y = (rng.uniform(own, side - own) for side in size)
-            if all(
-                (x - ox) ** 2 + (y - oy) ** 2 > (own + other + GAP * short) ** 2
-                for ox, oy, other in found
-            ):
-                found.append((x, y, own))
-            if len(found) == count:
-                return found
+    radius, layout = LAYOUTS[count - 1]
+    return [
+        (
+            size[0] / 2 + short * (u + rng.uniform(-STRAY, STRAY)),
+            size[1] / 2 + short * (v + rng.uniform(-STRAY, STRAY)),
+            short * radius * rng.uniform(*PARTS),
+        )
+        for u, v in layout
+    ]
 
 
 def draw(rng: random.Random, prompt: Prompt, size: Size) -> Image.Image:
@@ -105,5 +111,5 @@ def draw(rng: random.Random, prompt: Prompt, size: Size) -> Image.Image:
     image = Image.new("RGB", large, paint(rng, prompt.background))
     pen, colour = ImageDraw.Draw(image), paint(rng, prompt.colour)
     for place in places(rng, prompt.count, large):
-        put_shape(rng, pen, prompt.shape, place, colour)
+        put_shape(rng, pen, prompt.shape, place, colour, TILT)
     return image.reduce(FINER)

@@ -16,7 +16,7 @@ from workers.generator.painter_model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS
 TOKENIZER = Path(__file__).resolve().parents[2] / "demo_model" / TOKENIZER_FILE
 # The tokenizer's <|endoftext|>, which no prompt has.
 PAD_ID = 754
-SCALE = 4
+SCALE = 5
 
 
 def save_folder(weights: dict[str, Tensor], shape: PainterShape, out: Path) -> None:

@@ -1,17 +1,17 @@
-"""The training of the painter, with checkpoints and a rate that follows the clock."""
+"""The training of the painter: its drawings, its loss and the average of its weights."""
 
 from __future__ import annotations
 
-import math
 import random
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ops.demo_painter.training.prompts import (
     OTHER_WORDS_SHARE,
@@ -21,38 +21,32 @@ from ops.demo_painter.training.prompts import (
     other_words,
 )
 from ops.demo_painter.training.saving import PAD_ID, TOKENIZER, save_folder
-from ops.demo_training.scenes import Size, console
+from ops.demo_training.muon import MuonTrainer, Rates
+from ops.demo_training.scenes import Size
 from workers.generator.painter import Painter, PainterShape, places_of, to_patches
 
 SHAPE = PainterShape(width=128, depth=6, patch=6, num_tokens=768, max_text=16)
-SIZE: Size = (30, 30)
-OTHER_SIZES: tuple[Size, ...] = ((24, 24), (36, 30), (30, 36))
+SIZE: Size = (24, 24)
+OTHER_SIZES: tuple[Size, ...] = ((18, 18), (30, 24), (24, 30))
 OTHER_SIZES_SHARE = 0.06
 # So many prompts are left out, so that the network learns images without one.
 DROPPED_SHARE = 0.1
-# A prompt for one shape is drawn so many times as often as one for several: half of all.
-SINGLE_WEIGHT = 4.0
-WARM_UP_STEPS = 100
-SAVE_EVERY_S = 120.0
-TELL_EVERY_S = 30.0
-# A step that takes longer was interrupted; the interruption is no time of training.
-LONGEST_STEP_S = 10.0
-HIDDEN_RATE, OTHER_RATE = 6e-3, 3e-3
-LAST_RATE = 0.01
+# Until this part of the time all prompts are for one shape, then half of them.
+SINGLE_PART = 0.15
+SINGLE_SHARE = 0.5
+# The rate is constant until this part of the time, and then falls.
+FALL_FROM = 0.6
+RATES = Rates(
+    6e-3,
+    3e-3,
+    fall=lambda progress: min(1.0, (1 - progress) / (1 - FALL_FROM)),
+    warm_up_steps=100,
+    decay=0.01,
+    beta=0.98,
+)
 EMA = 0.998
 # The loss is that of the velocity, which grows without limit as the noise ends.
-LEAST_NOISE = 0.05
-
-
-@dataclass(slots=True)
-class State:
-    """How far the training is; kept in the checkpoint."""
-
-    elapsed: float = 0.0
-    cpu: float = 0.0
-    steps: int = 0
-    images: int = 0
-    loss: float = float("nan")
+LEAST_NOISE = 0.2
 
 
 @dataclass(slots=True)
@@ -75,17 +69,19 @@ class Drawings:
     """Draws batches of one size: finished patches, and the tokens of their prompts."""
 
     def __init__(self, prompts: list[Prompt], batch: int, seed: str) -> None:
-        self.prompts, self.batch = prompts, batch
-        self.weights = [1.0 if prompt.count > 1 else SINGLE_WEIGHT for prompt in prompts]
+        self.batch = batch
+        self.single = [prompt for prompt in prompts if prompt.count == 1]
+        self.several = [prompt for prompt in prompts if prompt.count > 1]
         self.random = random.Random(seed)
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(TOKENIZER))
         self.known: dict[str, list[int]] = {}
 
-    def next(self) -> tuple[Size, Tensor, Tensor]:
+    def next(self, single_share: float) -> tuple[Size, Tensor, Tensor]:
         rng = self.random
         size = rng.choice(OTHER_SIZES) if rng.random() < OTHER_SIZES_SHARE else SIZE
         images, texts = [], []
-        for prompt in rng.choices(self.prompts, self.weights, k=self.batch):
+        for _ in range(self.batch):
+            prompt = rng.choice(self.single if rng.random() < single_share else self.several)
             images.append(np.asarray(draw(rng, prompt, size)))
             texts.append(self.tokens(self.words(prompt)))
         pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -114,110 +110,64 @@ def build_network() -> Painter:
     return network
 
 
-class Trainer:
-    """A network with its two optimizers: Muon for matrices of the layers, AdamW for the rest."""
+class Trainer(MuonTrainer[tuple[Size, Tensor, Tensor]]):
+    """A painter with a moving average of its weights, which is what is saved."""
 
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
+        network = build_network()
+        super().__init__(network, _is_hidden, RATES, settings.minutes, settings.checkpoint)
         self.settings = settings
-        self.network = build_network()
-        self.average = {name: value.clone() for name, value in self.network.state_dict().items()}
-        hidden: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in self.network.named_parameters():
-            is_hidden = name.startswith("layers") and name.endswith("weight")
-            (hidden if is_hidden else others).append(parameter)
-        muon = torch.optim.Muon(
-            hidden, lr=HIDDEN_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
-        )
-        adam = torch.optim.AdamW(others, OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-            (muon, HIDDEN_RATE),
-            (adam, OTHER_RATE),
-        ]
-        self.state = State()
+        self.average = {name: value.clone() for name, value in network.state_dict().items()}
+        self.drawings: Drawings | None = None
         self.places: dict[Size, Tensor] = {}
         for width, height in (SIZE, *OTHER_SIZES):
             rows, columns = height // SHAPE.patch, width // SHAPE.patch
             self.places[width, height] = places_of(rows, columns).float()
 
-    def load(self) -> None:
-        kept = torch.load(self.settings.checkpoint)
-        self.network.load_state_dict(kept["network"])
-        self.average = kept["average"]
-        self.state = State(**kept["state"])
-        for (optimizer, _), state in zip(self.optimizers, kept["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+    def kept(self) -> dict[str, Any]:
+        return {**super().kept(), "average": self.average}
 
-    def save(self) -> None:
-        kept = {
-            "network": self.network.state_dict(),
-            "average": self.average,
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
-            "state": asdict(self.state),
-        }
-        # Written beside and renamed, so that a stop in the middle leaves the former one whole.
-        part = self.settings.checkpoint.with_suffix(".part")
-        torch.save(kept, part)
-        part.replace(self.settings.checkpoint)
+    def load(self) -> dict[str, Any]:
+        kept = super().load()
+        self.average = kept["average"]
+        return kept
+
+    def save_result(self) -> None:
         save_folder(self.average, SHAPE, self.settings.out)
 
-    def loss(self, size: Size, images: Tensor, text: Tensor) -> Tensor:
+    def draw(self) -> tuple[Size, Tensor, Tensor]:
+        settings, state = self.settings, self.state
+        if self.drawings is None:
+            prompts = [prompt for prompt in all_prompts() if not prompt.is_held_out]
+            stream = f"{settings.seed}/train/{state.steps}"
+            self.drawings = Drawings(prompts, settings.batch, stream)
+        size, images, text = self.drawings.next(
+            1.0 if self.progress < SINGLE_PART else SINGLE_SHARE
+        )
+        state.samples += len(images)
+        state.tokens += images[..., 0].numel() + text.numel()
+        return size, images, text
+
+    def loss(self, batch: tuple[Size, Tensor, Tensor]) -> Tensor:
+        size, images, text = batch
         count = len(images)
         text = torch.where(torch.rand(count, 1) < DROPPED_SHARE, PAD_ID, text)
         times = torch.sigmoid(torch.randn(count) - 0.4)
         noisy = torch.lerp(torch.randn_like(images), images, times[:, None, None])
-        painted: Tensor = self.network(noisy, times, text, self.places[size])
+        # Matrices in half precision are fast, but not the backward pass of torch's fused attention.
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            painted: Tensor = self.network(noisy, times, text, self.places[size])
         left = (1 - times).clamp(min=LEAST_NOISE)[:, None, None]
-        return (((painted - images) / left) ** 2).mean()
+        return (((painted.float() - images) / left) ** 2).mean()
 
-    def step(self, batch: tuple[Size, Tensor, Tensor], progress: float) -> float:
-        warm = min(1.0, (self.state.steps + 1) / WARM_UP_STEPS)
-        fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-        loss = self.loss(*batch)
-        self.network.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        for optimizer, peak in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = peak * warm * fall
-            optimizer.step()
+    def step(self, batch: tuple[Size, Tensor, Tensor]) -> float:
+        loss = super().step(batch)
         decay = min(EMA, (self.state.steps + 1) / (self.state.steps + 20))
         for name, value in self.network.state_dict().items():
             self.average[name].lerp_(value, 1 - decay)
-        return loss.item()
-
-    def run(self) -> None:
-        """Trains until the time is over."""
-        settings, state = self.settings, self.state
-        prompts = [prompt for prompt in all_prompts() if not prompt.is_held_out]
-        drawings = Drawings(prompts, settings.batch, f"{settings.seed}/train/{state.steps}")
-        parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        console.log(f"{parameters:,} parameters, {len(prompts):,} prompts")
-        cpu = time.process_time() - state.cpu
-        last = saved = told = time.monotonic()
-        while state.elapsed < 60 * settings.minutes:
-            batch = drawings.next()
-            loss = self.step(batch, state.elapsed / (60 * settings.minutes))
-            state.loss = loss if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * loss
-            now = time.monotonic()
-            state.elapsed += min(now - last, LONGEST_STEP_S)
-            state.cpu = time.process_time() - cpu
-            last = now
-            state.steps += 1
-            state.images += settings.batch
-            if now - told > TELL_EVERY_S:
-                console.log(told_of(state))
-                told = now
-            if now - saved > SAVE_EVERY_S:
-                self.save()
-                saved = now
-        self.save()
-        console.log(f"ended: {told_of(state)}")
+        return loss
 
 
-def told_of(state: State) -> str:
-    return (
-        f"{state.elapsed / 60:.1f} min, {state.cpu / 60:.1f} of CPU, step {state.steps}, "
-        f"{state.images:,} images, loss {state.loss:.4f}, {state.images / state.cpu:.0f} images/s"
-    )
+def _is_hidden(name: str, _: nn.Parameter) -> bool:
+    return name.startswith("layers") and name.endswith("weight")

@@ -6,8 +6,8 @@ a text. The product needs neither espeak-ng nor the recordings.
 
     python -m ops.demo_voice.training record codec train judge
 
-The learning rate follows the clock, so that a run always ends well whatever the machine; a run is
-therefore seeded but not reproducible to the bit. `--resume` goes on from the last checkpoint.
+The learning rate follows the CPU time, so that a run always ends well whatever the machine; a run
+is therefore seeded but not reproducible to the bit. `--resume` goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from ops.demo_training.muon import MuonState
 from ops.demo_voice.training.batches import Row
 from ops.demo_voice.training.card import write_card
 from ops.demo_voice.training.corpus import Corpus, encode_all, load_corpus, record_all
 from ops.demo_voice.training.evaluation import evaluate
 from ops.demo_voice.training.recorded_tests import write_recorded
 from ops.demo_voice.training.talker import build_tokenizer, prompt_of
-from ops.demo_voice.training.trainer import Settings, State, Trainer
+from ops.demo_voice.training.trainer import Settings, Trainer
 
 STEPS = ("record", "codec", "train", "judge")
 
@@ -43,7 +44,7 @@ def arguments() -> argparse.Namespace:
     recorded = here.parents[1] / "tests" / "recorded"
     parser.add_argument("--tests", type=Path, default=recorded, help="what the tests compare with")
     parser.add_argument("--only", choices=("short", "sentence", "description"), help="for a trial")
-    parser.add_argument("--minutes", type=float, default=60.0, help="time of training")
+    parser.add_argument("--minutes", type=float, default=60.0, help="CPU time of training")
     parser.add_argument("--seed", type=int, default=0, help="of codec, batches and weights")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--tokens", type=int, default=2048, help="in a batch")
@@ -82,7 +83,7 @@ def main() -> None:
     if "judge" in args.steps:
         corpus = load_corpus(args.spare)
         scores = evaluate(args.out, corpus, args.cases, args.seed)
-        state = State(**torch.load(checkpoint)["state"])
+        state = MuonState(**torch.load(checkpoint)["state"])
         write_card(args.out, scores, corpus, settings, state)
         write_recorded(args.out, corpus, args.tests)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ops.demo_training.muon import MuonState
 from ops.demo_voice.training.batches import WEIGHTS, WRONG_SHARE
 from ops.demo_voice.training.codec import NUM_CODES, SAMPLE_RATE
 from ops.demo_voice.training.corpus import FRAMES_COUNT, Corpus
@@ -15,7 +16,7 @@ from ops.demo_voice.training.evaluation import Score
 from ops.demo_voice.training.features import FRAME_RATE, NUM_BANDS
 from ops.demo_voice.training.recording import ESPEAK_VOICE, WORDS_A_MINUTE
 from ops.demo_voice.training.talker import CODE_OFFSET, END, MOST_CODES, VOICE
-from ops.demo_voice.training.trainer import Settings, State
+from ops.demo_voice.training.trainer import Settings
 
 CARD = """\
 ---
@@ -97,7 +98,7 @@ something else:
 
 
 def write_card(
-    out: Path, scores: Sequence[Score], corpus: Corpus, settings: Settings, state: State
+    out: Path, scores: Sequence[Score], corpus: Corpus, settings: Settings, state: MuonState
 ) -> None:
     config: Any = Qwen2Config.from_pretrained(out / "talker")
     model = Qwen2ForCausalLM.from_pretrained(out / "talker")
@@ -133,7 +134,7 @@ def write_card(
         speed=WORDS_A_MINUTE,
         minutes=sum(len(features.pitch) for features in corpus.features) / FRAME_RATE / 60,
         seed=settings.seed,
-        answers=state.answers,
+        answers=state.samples,
         tokens=state.tokens,
         steps=state.steps,
         cpu=state.cpu / 60,
