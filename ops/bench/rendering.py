@@ -77,7 +77,8 @@ class Sink:
         await self.send(messages)
         await self.take()
 
-    async def send(self, messages: list[Message]) -> None:
+    async def send(self, messages: list[Message]) -> str:
+        """Publish a task, and return the request's id."""
         now_ms = self._bus.now_ms()
         request_id = client.new_request_id()
         # No coordinator asked for this task, so that no request is stored for it.
@@ -86,6 +87,7 @@ class Sink:
         data = envelope.encode(Task(header, RenderBody(Prompt(messages))), [])
         subject = subjects.stage("renderer", MODEL, header.lane, request_id)
         await self._bus.publish(subject, data, request_id)
+        return request_id
 
     async def take(self) -> None:
         async with asyncio.timeout(60):

@@ -66,7 +66,7 @@ def run(
 def quick(*names: str, seed: int = 1) -> int:
     """Run short scenarios, or those named; every role is killed, with fake and real engines.
 
-    Each has a process of its own, and four run at a time, because most of their time is waiting.
+    Each has a process of its own, and three run at a time, because much of their time is waiting.
     """
     if len(names) == 1:
         return 0 if _run(names[0], replace(QUICK[names[0]], seed=seed)) else 1
@@ -75,7 +75,7 @@ def quick(*names: str, seed: int = 1) -> int:
         command = [sys.executable, "-m", "ops.chaos", "quick", name, "--seed", str(seed)]
         return subprocess.run(command, check=False).returncode
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         # All of them run even if one fails, because two failures show more than one.
         return max(list(pool.map(run_alone, names or QUICK)))
 
@@ -126,7 +126,7 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     if keep or not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
-    for kind in ("payloads", "http", "speech"):
+    for kind in ("payloads", "http", "speech", "images"):
         if counts := verdict.counts[kind]:
             line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
             console.print(f"  {kind}: {line}", markup=False)

@@ -4,9 +4,11 @@ Without broker, workers and log, nothing can fail between them. The demo model's
 minutes, so they are cached in a file that is named by a digest of all their inputs.
 """
 
+import atexit
 import functools
 import hashlib
 import itertools
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from msgspec.structs import replace
 from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
+from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta
 from shared.stage.pipelines import pipelines_of
@@ -59,6 +62,9 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     if settings.renderer == "fake":
         render = functools.partial(fake_model.render, fake_model.FakeProcessor(model))
     else:
+        if settings.engine == "fake" and "torch" not in sys.modules:
+            # Renderers that are forked from this process start without torch.
+            hide_torch()
         from ops import rendering
         from workers.renderer.processing.processor import Processor
 
@@ -76,7 +82,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
         engine = replace(config.engine, max_num_seqs=AT_ONCE, num_blocks=NUM_BLOCKS)
         # The answer must be the same wherever the embeddings are computed.
         core = build_core(load(replace(model, tower="engine"), engine), engine)
-    written = [one for one in planned if one.request.given_text is None]
+    written = [one for one in planned if one.request.given_text is None and not one.paints]
     requests = (_rendered(one, render, config, settings.engine) for one in written)
     by_bus_id = run_alone(core, requests)
     found = {one.id: by_bus_id.get(one.bus_id, Expected(0, [])) for one in planned}
@@ -146,13 +152,24 @@ def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> Eng
 def _images(request: Any, config: Config) -> Iterator[Any]:
     parts = list(prompt.media_parts(request.messages))
     if parts:
-        from workers.renderer.media.image_decoder import decode_image
         from workers.renderer.media.loader import MediaLoader
 
-        media = MediaLoader(config.renderer)
+        media, decoders = MediaLoader(config.renderer), _open_decoders()
         for part in parts:
-            data = media.read(part.url, part.field, "")
-            yield decode_image(data, config.renderer, part.field)
+            data = media.read(part.url, part.field, "", part.modality)
+            with decoders.open(part.modality, data, part.field, "", part.sampling) as medium:
+                yield medium
+
+
+@functools.cache
+def _open_decoders() -> Any:
+    from shared.config_renderer import RendererConfig
+    from workers.renderer.media.decoders import MediaDecoders
+
+    in_thread: Any = None  # media are decoded in the calling thread
+    decoders = MediaDecoders(RendererConfig(), in_thread)
+    atexit.register(decoders.close)
+    return decoders
 
 
 def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:

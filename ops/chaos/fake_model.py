@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,13 @@ from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import (
+    DEFAULT_SAMPLING,
     IMAGE,
+    FrameSampling,
     Modality,
     MultiModalKwargsItem,
     PlaceholderRange,
+    Placement,
     content_hash,
 )
 from shared.protocol.pipeline import StageSpec
@@ -215,6 +218,7 @@ class FakeImage:
     num_tokens: int
     fields: dict[str, TensorData]
     modality: Modality = IMAGE
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +232,7 @@ class FakeProcessor:
     """Stand-in for the real processor, whose import takes 3 to 4 s."""
 
     def __init__(self, model: ModelConfig) -> None:
-        pass
+        self.max_model_len = MAX_MODEL_LEN
 
     def accepts(self, modality: Modality) -> bool:
         return False
@@ -242,10 +246,26 @@ class FakeProcessor:
     def tokenize(self, asked: Prompt) -> list[int]:
         return [token_id for message in asked.messages for token_id in _token_ids(message)]
 
-    def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
+    def hash_media(
+        self,
+        modality: Modality,
+        source_hash: str,
+        tenant: str,
+        sampling: FrameSampling = DEFAULT_SAMPLING,
+    ) -> str:
         return content_hash(tenant, source_hash, "fake")
 
-    def process(self, media: Any, field: str, tenant: str) -> FakeImage:
+    def place(self, modality: Modality, metadata: Mapping[str, TensorData]) -> Placement | None:
+        return None
+
+    def process(
+        self,
+        media: Any,
+        field: str,
+        tenant: str,
+        sampling: FrameSampling = DEFAULT_SAMPLING,
+        max_tokens: int | None = None,
+    ) -> FakeImage:
         mm_hash = self.hash_media(IMAGE, media.source_hash, tenant)
         num_bytes = image_bytes(mm_hash)
         data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))

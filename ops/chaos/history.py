@@ -103,6 +103,16 @@ class SoundEnded(Event, frozen=True):
     cut: bool
 
 
+class ImageReceived(Event, frozen=True):
+    """The file of a painted image reached a client."""
+
+    id: str
+    session: int
+    number: int
+    digest: str
+    """SHA-256 of the file."""
+
+
 class SpeechNamed(Event, frozen=True):
     """A gateway said under which id it has published a speech."""
 
@@ -213,6 +223,7 @@ AnyEvent = (
     | CancelSent
     | SoundReceived
     | SoundEnded
+    | ImageReceived
     | SpeechNamed
     | Fault
     | Started

@@ -1,6 +1,8 @@
 """The plan of a run, drawn from one seed: settings, requests, and the behaviour of each client."""
 
 import base64
+import functools
+import json
 import random
 from pathlib import Path
 from typing import Literal
@@ -9,8 +11,16 @@ import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from ops.chaos import fake_model
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from ops.chaos import clips, fake_model
+from shared.protocol.images import ImageParams
+from shared.protocol.requests import (
+    ContentPart,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+)
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.core.ids import named_request_id
 
@@ -19,12 +29,23 @@ CODES, AUDIO = "codes", "audio"
 """The outputs of a speech: what the talker writes, and the sound that is made of it."""
 TALKER, VOCODER = "talker", "code2wav"
 """The stages of speech, which are also the names of their workers in a run."""
+PAINTED, PAINTER = "image", "dit"
+"""The output of painted images, and its stage."""
 ROOT = Path(__file__).parent.parent.parent
+PAINTER_FOLDER = ROOT / "ops" / "demo_painter"
 IMAGES = ROOT / "ops" / "demo_images"
 
 Behaviour = Literal[
     "plain", "cancel", "resubmit_during", "resubmit_after", "follow", "deadline", "harm"
 ]
+
+
+@functools.cache
+def painted_sizes() -> list[str]:
+    """Return small sizes that the demo's painter can paint; the fake one paints any."""
+    config = json.loads((PAINTER_FOLDER / "config.json").read_bytes())
+    unit = config["patch"] * config["scale"]
+    return [f"{2 * unit}x{2 * unit}", f"{3 * unit}x{2 * unit}"]
 
 
 class Mix(Struct, frozen=True):
@@ -45,12 +66,16 @@ class Mix(Struct, frozen=True):
     """Requests at which a step hangs for a while, in the first engine that runs them."""
     images: float = 0.0
     """Share of all requests that have images, whatever their behaviour."""
+    clips: float = 0.0
+    """Share of these that have a clip instead; only with a real renderer."""
     http: float = 0.0
     """Share of all harmless requests whose clients go through the gateways."""
     whole: float = 0.0
     """Share of the requests over HTTP that are answered with one JSON object."""
     speech: float = 0.0
     """Share of all harmless requests whose answers are spoken."""
+    paints: float = 0.0
+    """Share of all harmless requests without a speech that are answered with images."""
     given: float = 0.5
     """Share of the speeches over NATS whose text is given; those over HTTP give all of theirs."""
 
@@ -96,6 +121,8 @@ class Settings(Struct, frozen=True):
     """Engines that write the codes of speeches; with 0, no request may be spoken."""
     vocoders: int = 0
     """Generators that make sound of the codes."""
+    painters: int = 0
+    """Generators that paint; with 0, no request may be for images."""
     max_codes: int = 96
     """Most frames of a speech."""
     engine: Literal["fake", "demo"] = "fake"
@@ -157,6 +184,15 @@ class Planned(Struct, frozen=True):
         return AUDIO in self.request.outputs
 
     @property
+    def paints(self) -> bool:
+        return PAINTED in self.request.outputs
+
+    @property
+    def writes(self) -> bool:
+        """Whether the answer is text alone."""
+        return not (self.speaks or self.paints)
+
+    @property
     def over_chat(self) -> bool:
         """Whether the answer comes through gateways as text, under an id of the client's choice."""
         return self.http and not self.speaks
@@ -200,6 +236,7 @@ _WORDS = [
     "top",
     "bottom",
 ]
+_COLORS, _SHAPES = ["red", "blue"], ["circle", "star"]
 _STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
 
 
@@ -228,7 +265,33 @@ def make_request(settings: Settings, index: int) -> Planned:
     # Speeches have random numbers of their own: runs without any keep their requests.
     rng = random.Random(f"speech:{settings.seed}:{index}")
     speaks = harm is None and rng.random() < settings.mix.speech
-    return _spoken(planned, rng, settings) if speaks else planned
+    if speaks:
+        return _spoken(planned, rng, settings)
+    rng = random.Random(f"image:{settings.seed}:{index}")
+    paints = harm is None and rng.random() < settings.mix.paints
+    return _painted(planned, rng) if paints else planned
+
+
+def _painted(planned: Planned, rng: random.Random) -> Planned:
+    """Return a request for images in the place of one for a text; some of them are equal."""
+    is_long = planned.behaviour in ("cancel", "follow", "resubmit_during")
+    params = ImageParams(
+        rng.choice(painted_sizes()),
+        rng.choice([1, 1, 2]),
+        30 if is_long else rng.choice([5, 9]),
+        rng.choice([1.0, 2.5]),
+        seed=rng.randrange(3),
+    )
+    prompt = f"a {rng.choice(_COLORS)} {rng.choice(_SHAPES)} on white"
+    request = replace(
+        planned.request,
+        messages=None,
+        sampling_params=UNSET,
+        prompt=prompt,
+        image=params,
+        outputs=[PAINTED],
+    )
+    return replace(planned, request=request, http=False)
 
 
 def _spoken(planned: Planned, rng: random.Random, settings: Settings) -> Planned:
@@ -303,10 +366,12 @@ def _sampling(
     return given
 
 
-def _content(rng: random.Random, settings: Settings) -> str | list[TextPart | ImagePart]:
+def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:
     text = " ".join(rng.choices(_WORDS, k=rng.choice([3, 8, 20, 60])))
     if rng.random() >= settings.mix.images:
         return text
+    if settings.mix.clips and rng.random() < settings.mix.clips:
+        return [clips.make_part(rng), TextPart(text)]
     files = sorted(path for path in IMAGES.iterdir() if path.suffix != ".json")
     chosen = rng.sample(files, rng.choice([1, 1, 1, 2]))
     # Bytes after the end of an image file make another file of the same image.

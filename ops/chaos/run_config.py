@@ -6,7 +6,20 @@ import msgspec
 
 from ops.chaos.checks.recorded_run import Bounds
 from ops.chaos.fake_model import MAX_MODEL_LEN
-from ops.chaos.plan import AUDIO, CODES, MODEL, ROOT, TALKER, VOCODER, Scaled, Settings
+from ops.chaos.plan import (
+    AUDIO,
+    CODES,
+    MODEL,
+    PAINTED,
+    PAINTER,
+    PAINTER_FOLDER,
+    ROOT,
+    TALKER,
+    VOCODER,
+    Scaled,
+    Settings,
+    painted_sizes,
+)
 
 EMBEDDINGS_TTL_S = 10.0
 VOICE = ROOT / "ops" / "demo_voice"
@@ -34,7 +47,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 "slots": settings.slots,
                 "tower": "encoder" if settings.encoders else "engine",
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
-                "stages": _speech_stages(settings) if settings.talkers else {},
+                "stages": _speech_stages(settings) | _image_stages(settings),
             }
         },
         "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
@@ -45,6 +58,8 @@ def write_config(settings: Settings, folder: Path) -> Path:
             "listen": "127.0.0.1" if settings.listen else None,
         },
         "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
+        # Each step is stored, so that a death may fall between any two.
+        "generator": {"threads": 1, "checkpoint_s": 0},
         "gateway": {"page": False},
         "engine": {
             "threads": 1,
@@ -71,11 +86,14 @@ def fake_roles(settings: Settings) -> dict[str, bool]:
         "autoscaler": False,
         TALKER: settings.engine == "fake",
         VOCODER: False,
+        PAINTER: settings.engine == "fake",
     }
 
 
 def _speech_stages(settings: Settings) -> dict[str, object]:
     """The stages of a voice; that of the demo, in short chunks, so that a speech has many."""
+    if not settings.talkers:
+        return {}
     return {
         TALKER: {
             "role": "engine",
@@ -96,6 +114,21 @@ def _speech_stages(settings: Settings) -> dict[str, object]:
     }
 
 
+def _image_stages(settings: Settings) -> dict[str, object]:
+    """The stage of a painter; that of the demo, whose small images take little time."""
+    if not settings.painters:
+        return {}
+    return {
+        PAINTER: {
+            "role": "generator",
+            "path": str(PAINTER_FOLDER),
+            "inputs": {"prompt": {"from": "request", "function": "paint"}},
+            "output": {"name": PAINTED, "kind": "image"},
+            "sizes": painted_sizes(),
+        }
+    }
+
+
 def _pool_of(scaled: Scaled) -> dict[str, object]:
     fields = ("max", "per_engine", "idle_s", "start_timeout_s")
     return {"role": "engine", "min": 0, **{name: getattr(scaled, name) for name in fields}}
@@ -112,6 +145,7 @@ def bounds_of(settings: Settings) -> Bounds:
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         TALKER: (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         VOCODER: VOCODER_RSS_MIB,
+        PAINTER: VOCODER_RSS_MIB if fake else RSS_MIB["renderer"],
     }
     # Readers map the arenas of owners, and have buffers of the same size to receive into.
     arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)

@@ -17,11 +17,12 @@ DEMO = Settings(
     mix=Mix(images=0.5),
 )
 
-# Every process on the way of a speech.
-SPEECH_KILLS = {
+# Every process on the way of a speech, or of an image.
+OMNI_KILLS = {
     "kill:engine": 2.0,
     "kill:talker": 3.0,
     "kill:code2wav": 3.0,
+    "kill:dit": 2.0,
     "kill:coordinator": 1.0,
     "kill:broker": 1.0,
     "kill:gateway": 1.5,
@@ -37,14 +38,15 @@ RUNS: dict[str, Settings] = {
         gateways=2,
         fault_every_s=2.0,
         faults=KILLS | {"kill:gateway": 1.5},
-        mix=Mix(http=0.25, whole=0.3),
+        mix=Mix(http=0.25, whole=0.3, images=0.1, clips=0.5),
     ),
     "model": replace(
         DEMO,
+        mix=Mix(images=0.5, clips=0.3),
         fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
     ),
-    # Half of the answers are spoken. Images as answers are to come here.
+    # Half of the answers are spoken, and a tenth are images.
     "omni": Settings(
         engine="demo",
         requests=2000,
@@ -54,13 +56,14 @@ RUNS: dict[str, Settings] = {
         renderers=1,
         talkers=2,
         vocoders=2,
+        painters=2,
         gateways=2,
         timeout_s=120.0,
         max_tokens=(8, 48),
         max_choices=2,
         fault_every_s=4.0,
-        faults=SPEECH_KILLS,
-        mix=Mix(http=0.4, whole=0.3, speech=0.5),
+        faults=OMNI_KILLS,
+        mix=Mix(http=0.4, whole=0.3, speech=0.5, paints=0.2),
     ),
     "leaders": Settings(
         requests=10_000,
@@ -91,7 +94,7 @@ RUNS: dict[str, Settings] = {
     ),
 }
 
-# These take a minute and a half on two cores, four at a time, the longest first.
+# These take a minute and a half on two cores, three at a time, the longest first.
 QUICK: dict[str, Settings] = {
     # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
@@ -113,12 +116,19 @@ QUICK: dict[str, Settings] = {
             "kill:broker": 0.5,
         },
     ),
+    # Clients of a gateway that fails resume through the other one.
     "fake engine, mixed faults": Settings(
-        requests=300, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
+        requests=300,
+        rate=14.0,
+        gateways=2,
+        fault_every_s=1.2,
+        faults=MIXED | {"kill:gateway": 1.5, "stop:gateway": 0.7, "drain:gateway": 0.7},
+        timeout_s=60.0,
+        mix=Mix(http=0.3),
     ),
     # Renderers die before their payloads are read, engines while they read, and other workers too.
     "fake engine, large payloads": Settings(
-        requests=180,
+        requests=150,
         rate=12.0,
         renderer="fake",
         fault_every_s=1.5,
@@ -136,7 +146,7 @@ QUICK: dict[str, Settings] = {
         timeout_s=60.0,
         mix=Mix(images=0.7),
     ),
-    "speech, kills": Settings(
+    "speech and images, kills": Settings(
         requests=70,
         rate=9.0,
         concurrency=24,
@@ -145,35 +155,15 @@ QUICK: dict[str, Settings] = {
         coordinators=1,
         talkers=2,
         vocoders=2,
+        painters=2,
         gateways=2,
         renderer="fake",
         fault_every_s=1.2,
-        faults=SPEECH_KILLS,
+        faults=OMNI_KILLS,
         timeout_s=60.0,
         step_ms=10.0,
         max_tokens=(4, 24),
         max_codes=48,
-        mix=Mix(http=0.4, speech=0.7, given=0.6),
-    ),
-    # Clients of a gateway that fails resume through the other one.
-    "fake engine, two gateways": Settings(
-        requests=100,
-        rate=10.0,
-        renderers=1,
-        engines=2,
-        gateways=2,
-        renderer="fake",
-        fault_every_s=1.5,
-        faults={
-            "kill:gateway": 3.0,
-            "stop:gateway": 2.0,
-            "drain:gateway": 1.0,
-            "kill:engine": 0.7,
-            "kill:broker": 0.4,
-            "kill:coordinator": 0.3,
-        },
-        timeout_s=60.0,
-        step_ms=10.0,
-        mix=Mix(http=0.75, cancel=0.1),
+        mix=Mix(http=0.4, speech=0.6, given=0.6, paints=0.4),
     ),
 }

@@ -15,9 +15,10 @@ from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.expected_answers import expect
+from ops.chaos.expected_images import expect_images
 from ops.chaos.expected_speech import expect_speeches
 from ops.chaos.history import FinalState, Journal, read_events
-from ops.chaos.plan import AUDIO, MODEL, TALKER, VOCODER, Settings, make_requests
+from ops.chaos.plan import AUDIO, MODEL, PAINTED, PAINTER, TALKER, VOCODER, Settings, make_requests
 from ops.chaos.processes import nemesis
 from ops.chaos.processes.cluster import Cluster
 from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
@@ -113,6 +114,7 @@ class Scenario:
                 "engine": settings.engines if settings.scaled is None else 0,
                 TALKER: settings.talkers,
                 VOCODER: settings.vocoders,
+                PAINTER: settings.painters,
                 "gateway": settings.gateways,
                 "autoscaler": int(settings.scaled is not None),
                 ACTUATOR: int(settings.scaled is not None),
@@ -237,6 +239,10 @@ class Scenario:
             request = GenerateRequest(MODEL, question, sampling, timeout_s=WARM_UP_TIMEOUT_S)
             if self.settings.talkers and number % 2:
                 request = replace(request, outputs=["text", AUDIO])
+            if self.settings.painters and number % 4 == 0:
+                request = GenerateRequest(
+                    MODEL, prompt="warm", outputs=[PAINTED], timeout_s=WARM_UP_TIMEOUT_S
+                )
             # Crash points and planted bugs may fail warm-up requests, which are not checked.
             with contextlib.suppress(PagemillError):
                 async for _ in client.ask(bus, request, f"warm-{number}"):
@@ -291,6 +297,7 @@ def read_run(folder: Path) -> RecordedRun:
         planned={one.id: one for one in planned},
         expected=expected,
         speeches=expect_speeches(settings, config, planned, expected),
+        images=expect_images(settings, config, planned),
         clients=list(read_events(folder / "clients.jsonl")),
         pool=list(read_events(folder / "pool.jsonl")),
         workers=[

@@ -19,7 +19,7 @@ from ops.chaos.history import Journal
 
 # So does the actuator, whose process has no role of the product.
 from ops.chaos.processes import actuator  # noqa: F401
-from ops.chaos.processes.pool import ACTUATOR, SPEECH_ROLES
+from ops.chaos.processes.pool import ACTUATOR, STAGE_ROLES
 from ops.chaos.worker.crash_points import CrashPoints
 from ops.chaos.worker.fakes import Role
 from ops.chaos.worker.watched_worker import prepare
@@ -43,7 +43,7 @@ def main(role: str) -> int:
     # are imported and its calls observed.
     if role != ACTUATOR:
         crash = CrashPoints([], "", lambda point: None)
-        of_product = cast(Role, SPEECH_ROLES.get(role, role))
+        of_product = cast(Role, STAGE_ROLES.get(role, role))
         prepare(of_product, journal, crash, of_product in FAKE_ROLES, 0.0)
     plants = {name: bug.plant for name, bug in BUGS.items() if bug.role in (role, "any")}
     if role == "engine":

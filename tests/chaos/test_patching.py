@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize(
     "role",
     [
-        *("coordinator", "renderer", "engine", "talker", "code2wav"),
+        *("coordinator", "renderer", "engine", "talker", "code2wav", "dit"),
         *("gateway", "autoscaler", "actuator"),
     ],
 )

@@ -13,12 +13,18 @@ from torch import Tensor
 
 from ops.rendering import render
 from shared.config import EngineConfig, ModelConfig
-from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
+from shared.errors import (
+    DecodeError,
+    InvalidRequest,
+    PagemillError,
+    RequestError,
+    UnsupportedContent,
+)
 from shared.models.media import DecodedImage
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
 from shared.protocol.multimodal import PlaceholderRange
-from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, TextPart
 from tests.request_path import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL
@@ -46,7 +52,7 @@ def message(
     processor: Processor, request_id: str = "r", colours: tuple[str, ...] = ("red",)
 ) -> bytes:
     """An engine task as the renderer publishes it."""
-    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")) for _ in colours]
+    parts: list[ContentPart] = [ImagePart(ImageURL("data:,")) for _ in colours]
     parts.append(TextPart("What color is this image?"))
     images = [DecodedImage(Image.new("RGB", (90, 70), colour), colour) for colour in colours]
     return pack(render(processor, [Message("user", parts)], images), request_id)
@@ -179,10 +185,20 @@ def test_fields_of_another_kind_or_shape_never_reach_the_model(
     assert tower_calls == []
 
 
-@pytest.mark.parametrize("modality", ["video", "audio", "", "Image"])
-def test_another_modality_is_rejected(core: EngineCore, good: EngineRequest, modality: str) -> None:
+@pytest.mark.parametrize(
+    ("modality", "error"),
+    [
+        ("video", InvalidRequest),  # The model takes videos, but has no places for one here.
+        ("audio", UnsupportedContent),
+        ("", UnsupportedContent),
+        ("Image", UnsupportedContent),
+    ],
+)
+def test_another_modality_is_rejected(
+    core: EngineCore, good: EngineRequest, modality: str, error: type[PagemillError]
+) -> None:
     _, errors = run(core, [with_item(good, modality=modality)])
-    assert type(errors["r"]) is UnsupportedContent
+    assert type(errors["r"]) is error
 
 
 # -- S30: as many embeddings as places ------------------------------------------------------------

@@ -1,16 +1,32 @@
 """What an engine writes for its stage: the settings that it refuses, and the logs of codes."""
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 
 from shared.errors import ConfigError, UnsupportedContent
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec, StageSpec
-from shared.protocol.records import ChoiceDelta, CodeChunk, OutputEnd, OutputSummary, Usage
+from shared.protocol.records import (
+    ChoiceDelta,
+    CodeChunk,
+    OutputEnd,
+    OutputSummary,
+    TokenChunk,
+    Usage,
+)
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
-from workers.engine.code_output import CodeOutput, TalkerOutput, awaited_frames, stage_output
+from workers.engine import code_output as code_outputs
+from workers.engine.code_output import (
+    CodeOutput,
+    TalkerOutput,
+    _Answer,
+    awaited_frames,
+    stage_output,
+)
 from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
 from workers.engine.loader import LoadedModel
 from workers.engine.stage_output import TextOutput
@@ -98,8 +114,11 @@ class _Log:
     def __init__(self) -> None:
         self.codes_of: dict[int, list[list[int]]] = {}
 
-    async def codes(self, position: int, frames: list[list[int]]) -> None:
+        self.end_tokens: list[int | None] = []
+
+    async def codes(self, position: int, frames: list[list[int]], end_token: int | None) -> None:
         self.codes_of[position] = frames
+        self.end_tokens.append(end_token)
 
 
 def step(position: int, token_ids: list[int], **end: Any) -> RequestOutput:
@@ -115,20 +134,43 @@ async def test_the_tokens_of_several_steps_are_one_record_and_the_end_is_no_fram
     assert log.codes_of == {3: [[0], [9]]}
 
 
+async def test_records_say_how_much_of_the_text_is_spoken() -> None:
+    output = stage_output(
+        cast(Any, None),
+        msgspec.structs.replace(TALKER, frames_per_character=2.0),
+        loaded(),
+        "the stage",
+    )
+    assert isinstance(output, CodeOutput)
+    # Three records: one token of 4 characters, two tokens of 10, and a last one without text.
+    spoken = output._spoken_of(_Answer("", [], [(4, 1), (14, 3), (14, 4)]))
+    assert spoken is not None
+    assert [spoken(n) for n in (0, 7, 8, 17, 18, 27, 28, 99)] == [0, 0, 1, 1, 2, 2, 4, 4]
+    assert code_output()._spoken_of(_Answer("", [], [(4, 1)])) is None
+    log = _Log()
+    await output.append(cast(Any, log), [step(6, [80, 81])], spoken)
+    await output.append(cast(Any, log), [step(8, [80])])
+    assert log.end_tokens == [1, None]
+
+
 def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
     spec = ChunkSpec(first=(3, 5), size=8, right=2)
     output = replace(code_output(), awaited=awaited_frames([spec], 40))
-    awaited = [n + 1 for n in range(40) if output.is_awaited(step(n, [80]))]
+    awaited = [n + 1 for n in range(40) if output.is_awaited(step(n, [80]), is_first=n == 0)]
     assert awaited == [5, 10, 18, 26, 34]
     # These are the numbers of frames with which the vocoder has a further chunk.
     starts = [0, 3, 8, 16, 24]
     for number, start in zip(awaited, starts, strict=True):
         assert window_at(spec, start, number - 1, is_complete=False) is None
         assert window_at(spec, start, number, is_complete=False) is not None
-    assert output.is_awaited(step(8, [80, 81, 82]))
-    assert not output.is_awaited(step(10, [80, 81, 82]))
-    assert not code_output().is_awaited(step(4, [80]))
-    assert not TextOutput().is_awaited(step(4, [80]))
+    assert output.is_awaited(step(8, [80, 81, 82]), is_first=False)
+    assert not output.is_awaited(step(10, [80, 81, 82]), is_first=False)
+    assert not code_output().is_awaited(step(4, [80]), is_first=False)
+
+
+def test_the_first_tokens_of_a_text_are_awaited() -> None:
+    assert TextOutput().is_awaited(step(4, [80]), is_first=True)
+    assert not TextOutput().is_awaited(step(5, [80]), is_first=False)
 
 
 @pytest.mark.parametrize(("reason", "num_frames"), [("stop", 5), ("length", 6)])
@@ -163,6 +205,9 @@ class _Talker:
 
     def has_voice(self, name: str) -> bool:
         return name in self.voices
+
+    def num_inputs(self, prompt_token_ids: list[int]) -> int:
+        return len(prompt_token_ids) - 1
 
     def prompt_tokens(self, speech: SpokenText) -> list[int]:
         return [95] * (len(speech.prompt_token_ids) + len(speech.answer_token_ids))
@@ -199,6 +244,43 @@ async def test_an_answer_about_an_image_is_not_spoken() -> None:
     with pytest.raises(UnsupportedContent) as refused:
         await talker_output().render(task, progress)
     assert refused.value.field == "outputs"
+
+
+async def test_a_talker_may_go_on_with_each_token_behind_which_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def progress() -> None:
+        return
+
+    async def follow_text(*_: object) -> AsyncIterator[TokenChunk]:
+        position = 0
+        for number, tokens in enumerate([[11], [12, 13], [], [14], [15]]):
+            reason: Any = "length" if number == 4 else None
+            delta = ChoiceDelta(0, position, tokens, "", finish_reason=reason)
+            position += len(tokens)
+            yield TokenChunk(number, 1, [delta])
+
+    monkeypatch.setattr(code_outputs, "follow_text", follow_text)
+    task = Task(TaskHeader("r", "omni", "interactive"), SpeechBody(prompt_token_ids=[1, 2, 3]))
+    rendered = await talker_output().render(task, progress)
+    assert rendered.speech == SpokenText([1, 2, 3], [], None, 2)
+    assert rendered.growth is not None
+    assert rendered.spoken is not None
+    spoken = []
+    found = []
+    async for speech in rendered.growth:
+        found.append((speech.answer_token_ids, speech.num_inputs))
+        # No more frames are made than there are tokens, until the text is whole.
+        spoken.append([rendered.spoken(n) for n in range(len(speech.answer_token_ids))])
+    assert found == [
+        ([11], 2),
+        ([11, 12, 13], 4),
+        ([11, 12, 13], 4),
+        ([11, 12, 13, 14], 5),
+        ([11, 12, 13, 14, 15], None),
+    ]
+    assert all(numbers == [*range(len(numbers))] for numbers in spoken)
+    assert [rendered.spoken(n) for n in (5, 6, 99)] == [5, 5, 5]
 
 
 async def test_frames_have_the_codes_of_all_codebooks() -> None:

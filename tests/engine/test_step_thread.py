@@ -6,7 +6,8 @@ import time
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore, EngineStats
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
 from workers.engine.step_thread import StepThread
 

@@ -42,6 +42,11 @@ class WatchedPainter(PainterModel):
         """The times of the images of each batch."""
         self.began = threading.Semaphore(0)
         self.may_go_on = threading.Semaphore(0 if gated else 10**6)
+        self.encoding_threads: set[threading.Thread] = set()
+
+    def encode(self, text: str, field: str) -> tuple[int, ...]:
+        self.encoding_threads.add(threading.current_thread())
+        return super().encode(text, field)
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         self.batches.append([step.time for step in steps])

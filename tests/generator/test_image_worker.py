@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -221,10 +222,13 @@ async def test_an_image_whose_latents_are_gone_begins_anew(bus: Bus, model: str)
 async def test_a_text_that_the_painter_does_not_read_is_refused(
     bus: Bus, model: str, prompt: str, negative: str, field: str
 ) -> None:
-    async with serving(bus, model, WatchedPainter()):
+    painter = WatchedPainter()
+    async with serving(bus, model, painter):
         params = PaintParams("16x16", negative_prompt=negative)
         header = await asked(bus, model, prompt, params)
         await settled(bus, header)
+    # The event loop has other requests to attend to.
+    assert threading.main_thread() not in painter.encoding_threads
     (final,) = await read_log(bus, header.request_id)
     assert isinstance(final, Failure)
     assert (final.error.code, final.error.field) == ("context_length_exceeded", field)

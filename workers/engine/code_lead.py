@@ -6,12 +6,12 @@ up. The speech goes on behind what is in its log, as after a death.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.bus.bus import Bus
 from shared.protocol.chunks import ChunkSpec
-from shared.protocol.records import AudioChunk, CodeChunk
+from shared.protocol.records import AnyRecord, AudioChunk, CodeChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.state.token_log import last_of_output
 from workers.engine.core.sequence import RequestOutput
@@ -24,8 +24,6 @@ POLL_S = 0.5
 class CodeLead:
     """The frames of speeches that the stages behind have not made sound of."""
 
-    _output: str = ""
-    """The name of the output of codes."""
     _followers: Mapping[str, ChunkSpec] = field(default_factory=dict)
     """How the stages that follow cut the codes, by the names of their outputs."""
 
@@ -34,12 +32,14 @@ class CodeLead:
         num_frames = max((d.position + len(d.token_ids) for d in last.choices), default=0)
         return await self._exceeds(bus, header, num_frames)
 
-    async def wait(self, bus: Bus, header: TaskHeader, progress: Progress) -> None:
-        """Wait until the speech may go on. `progress` is awaited meanwhile, and may end it."""
-        if not self._followers:
-            return
-        last = await last_of_output(bus, header.request_id, self._output)
-        if isinstance(last, CodeChunk):
+    async def wait(
+        self, bus: Bus, header: TaskHeader, records: Sequence[AnyRecord], progress: Progress
+    ) -> None:
+        """Wait until the speech may go on. `progress` is awaited meanwhile, and may end it.
+
+        `records` are those of the log of its codes.
+        """
+        if records and isinstance(last := records[-1], CodeChunk):
             while await self._exceeds(bus, header, last.position + len(last.frames)):
                 await progress()
                 await asyncio.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """Codes of a speech: the output of an engine that speaks a text."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -10,14 +10,20 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, ContextTooLong, UnsupportedContent
-from shared.protocol.chunks import ChunkSpec
+from shared.protocol.chunks import ChunkSpec, interpolate
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, SpeechBody, Task, TaskBody, TaskHeader
 from shared.stage.inputs import follow_text
 from shared.state.token_log import LogWriter
-from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
+from workers.engine.core.sequence import (
+    FrameDelta,
+    LoggedChoice,
+    RequestOutput,
+    SpokenText,
+    SpokenTokens,
+)
 from workers.engine.log_records import merge_deltas
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 # How often a request that waits for its text reports that it is not forgotten.
 PROGRESS_S = 1.0
 # Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
-CODE_APPENDS_PER_S = 4.0
+CODE_APPENDS_PER_S = 1.0
 # As many as a request may allow. A codec has a thousand codes or two.
 MAX_CODES = 4000
 
@@ -50,22 +56,34 @@ class CodeOutput:
     """The token of each voice, which is the last of a prompt."""
     awaited: frozenset[int] = frozenset()
     """The numbers of frames with which a stage that follows has a further chunk."""
+    frames_per_character: float | None = None
+    """As in the stage's specification."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
         """Raises RequestEnded, and ContextTooLong for a text that is too long."""
-        header, text = task.header, task.body.text
+        header, text, spoken = task.header, task.body.text, None
         if text is None:
-            text = (await _whole_answer(self.bus, header, progress)).text
-        token_ids = self.encode(text)
+            answer = await _whole_answer(self.bus, header, progress)
+            text, spoken = answer.text, self._spoken_of(answer)
+        # A text may be as long as a message. Meanwhile, this loop works for other requests.
+        token_ids = await asyncio.to_thread(self.encode, text)
         voice = self.voices.get(header.voice or "")
         limit = self.max_prompt_tokens - bool(self.voices)
         field = "outputs" if task.body.text is None else "given_text"
         _check_len(len(token_ids), limit, self.stage, field)
         prompt = EngineBody([*token_ids, *([] if voice is None else [voice])], [])
-        return Rendered(Task(replace(header, sampling=self.sampling, adapter=None), prompt))
+        own = replace(header, sampling=self.sampling, adapter=None)
+        return Rendered(Task(own, prompt), spoken=spoken)
+
+    def _spoken_of(self, answer: "_Answer") -> SpokenTokens | None:
+        """An estimate: that all characters of a text are equally long."""
+        length = self.frames_per_character
+        if length is None:
+            return None
+        return lambda num_frames: interpolate(answer.lengths, num_frames / length)
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
@@ -73,15 +91,17 @@ class CodeOutput:
         frames = (f for record in records if isinstance(record, CodeChunk) for f in record.frames)
         return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
 
-    def is_awaited(self, output: RequestOutput) -> bool:
+    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
         return _is_awaited(output, self.awaited)
 
-    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+    async def append(
+        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+    ) -> bool:
         for delta in merge_deltas(outputs):
             found = (token_id for token_id in delta.token_ids if token_id in self.codes)
-            frames = [[self.codes.index(token_id)] for token_id in found]
-            if frames:
-                await log.codes(delta.position, frames)
+            await _append_frames(
+                log, delta.position, [[self.codes.index(token_id)] for token_id in found], spoken
+            )
         return any(output.choices for output in outputs)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
@@ -113,12 +133,34 @@ class TalkerOutput:
                 f"stage {self.stage} speaks no answers about images: ask for text alone",
                 field="outputs",
             )
-        answer = await _whole_answer(self.bus, header, progress)
-        speech = SpokenText(prompt, answer.token_ids, header.voice)
+        speech = SpokenText(prompt, [], header.voice, self.talker.num_inputs(prompt))
         tokens = self.talker.prompt_tokens(speech)
         _check_len(len(tokens), self.max_prompt_tokens, self.stage, "outputs")
+        read: list[int] = []
+        if speech.num_inputs is None:
+            read += (await _whole_answer(self.bus, header, progress)).token_ids
+            speech, growth = SpokenText(prompt, read, header.voice), None
+        else:
+            growth = self._follow(header, speech, speech.num_inputs, read)
         own = replace(header, sampling=self.sampling, adapter=None)
-        return Rendered(Task(own, EngineBody(tokens, [])), speech)
+
+        def spoken(num_frames: int) -> int:
+            # Before each frame the talker reads a token, until it has read the last one. No more
+            # frames are made than the tokens that have been read allow.
+            return min(num_frames, len(read))
+
+        return Rendered(Task(own, EngineBody(tokens, [])), speech, spoken, growth)
+
+    async def _follow(
+        self, header: TaskHeader, speech: SpokenText, num_inputs: int, read: list[int]
+    ) -> AsyncGenerator[SpokenText]:
+        """Yield a growing answer; its tokens are added to `read`. Raises RequestEnded."""
+        async for chunk in follow_text(self.bus, header):
+            for delta in chunk.choices:
+                read += delta.token_ids
+            is_whole = any(delta.finish_reason is not None for delta in chunk.choices)
+            known = None if is_whole else num_inputs + max(0, len(read) - 1)
+            yield SpokenText(speech.prompt_token_ids, [*read], speech.voice, known)
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
@@ -128,18 +170,20 @@ class TalkerOutput:
         residuals = [frame[1:] for frame in frames if len(frame) > 1]
         return [LoggedChoice(codes, finished=False, residuals=residuals)]
 
-    def is_awaited(self, output: RequestOutput) -> bool:
+    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
         return _is_awaited(output, self.awaited)
 
-    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+    async def append(
+        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+    ) -> bool:
         deltas = [delta for output in outputs for delta in output.choices]
         codes, frames = self.talker.codes, []
         for delta in deltas:
             assert isinstance(delta, FrameDelta)
             pairs = zip(delta.token_ids, delta.residuals, strict=True)
             frames += [[codes.index(code), *rest] for code, rest in pairs if code in codes]
-        if frames:
-            await log.codes(deltas[0].position, frames)
+        if deltas:
+            await _append_frames(log, deltas[0].position, frames, spoken)
         return bool(deltas)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
@@ -191,6 +235,7 @@ def stage_output(
         loaded.encode_part,
         {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
         awaited_frames(chunks, max_tokens),
+        stage.frames_per_character,
     )
 
 
@@ -226,10 +271,19 @@ def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
 
 def _is_awaited(output: RequestOutput, awaited: frozenset[int]) -> bool:
     """Whether a stage that follows can go on with the frames of a step."""
-    return any(
-        not awaited.isdisjoint(range(delta.position + 1, delta.position + len(delta.token_ids) + 1))
-        for delta in output.choices
-    )
+    for delta in output.choices:
+        first = delta.position + 1
+        if not awaited.isdisjoint(range(first, first + len(delta.token_ids))):
+            return True
+    return False
+
+
+async def _append_frames(
+    log: LogWriter, position: int, frames: list[list[int]], spoken: SpokenTokens | None
+) -> None:
+    if frames:
+        end_token = None if spoken is None else spoken(position + len(frames))
+        await log.codes(position, frames, end_token)
 
 
 def _summary_of(last: RequestOutput) -> OutputSummary:
@@ -248,6 +302,8 @@ def _summary_of(last: RequestOutput) -> OutputSummary:
 class _Answer(NamedTuple):
     text: str
     token_ids: list[int]
+    lengths: list[tuple[int, int]]
+    """Numbers of characters, and of the tokens that they are, at the end of each record."""
 
 
 async def _whole_answer(bus: Bus, header: TaskHeader, progress: Progress) -> _Answer:
@@ -265,8 +321,11 @@ async def _whole_answer(bus: Bus, header: TaskHeader, progress: Progress) -> _An
 async def _read_answer(bus: Bus, header: TaskHeader) -> _Answer:
     parts: list[str] = []
     token_ids: list[int] = []
+    num_characters, lengths = 0, []
     async for chunk in follow_text(bus, header):
         for delta in chunk.choices:
             parts.append(delta.text)
             token_ids += delta.token_ids
-    return _Answer("".join(parts), token_ids)
+            num_characters += len(delta.text)
+            lengths.append((num_characters, len(token_ids)))
+    return _Answer("".join(parts), token_ids, lengths)

@@ -23,11 +23,13 @@ def num_for_record(outputs: list[RequestOutput]) -> int:
 
 
 def _num_values(output: RequestOutput) -> int:
-    logprobs = [*(output.prompt_logprobs or [])]
+    num_values, logprobs = 0, [*(output.prompt_logprobs or [])]
     for delta in output.choices:
+        num_values += len(delta.token_ids)
         logprobs += delta.logprobs or []
-    num_token_ids = sum(len(delta.token_ids) for delta in output.choices)
-    return num_token_ids + sum(1 + len(found.top_token_ids) for found in logprobs)
+    for found in logprobs:
+        num_values += 1 + len(found.top_token_ids)
+    return num_values
 
 
 def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:

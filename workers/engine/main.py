@@ -110,7 +110,7 @@ def _lead_of(context: Context, model: str) -> CodeLead:
     stage, pipeline = _stage_of(context, model), context.pipelines[model]
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return CodeLead()
-    return CodeLead(stage.output.name, pipeline.chunks_behind(stage.name))
+    return CodeLead(pipeline.chunks_behind(stage.name))
 
 
 def _stage_of(context: Context, model: str) -> StageSpec | None:

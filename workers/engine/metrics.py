@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shared.bus.priorities import load_of
 from shared.protocol.records import AnyRecord, TokenChunk
 from shared.telemetry.metrics import Metrics
-from workers.engine.core.engine import EngineStats
+from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import RequestOutput
 
 
@@ -74,6 +75,7 @@ class EngineMetrics:
         for name, read in (
             ("num_requests_running", lambda: self._stats.num_running),
             ("num_requests_waiting", lambda: self._stats.num_waiting),
+            ("num_requests_without_input", lambda: self._stats.num_without_input),
             (
                 "kv_cache_usage_perc",
                 lambda: 1 - self._stats.num_free_blocks / self._stats.num_blocks,
@@ -153,11 +155,26 @@ class EngineMetrics:
         self._latency.observe(_seconds_between(timing.accepted_ms, ended_ms))
 
 
+def pull_load(
+    stats: EngineStats, used: float, num_ahead: int, num_begun: int, step_tokens: int
+) -> float:
+    """Return the load of an engine of whose places the part `used` is taken.
+
+    `num_ahead` prompt tokens wait, and `num_begun` requests have begun here.
+    """
+    num_hits = stats.prefix_hit_tokens
+    miss_rate = 1 - num_hits / max(1, stats.prefix_query_tokens)
+    # As if one request had found a whole step's tokens before, so that slots begin well.
+    num_saved = num_hits + step_tokens
+    return load_of(used, num_ahead * miss_rate, num_saved / (1 + num_begun))
+
+
 def heartbeat_figures(stats: EngineStats) -> dict[str, float]:
     """Return what an engine's heartbeat tells of its steps."""
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
+        "without_input": stats.num_without_input,
         "free_blocks": stats.num_free_blocks,
         "blocks": stats.num_blocks,
         "prefix_query_tokens": stats.prefix_query_tokens,

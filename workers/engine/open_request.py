@@ -1,15 +1,18 @@
 """A request in the engine, from the claim of its task to the last record of its log."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from shared.protocol.task_messages import TaskHeader
+from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
 from shared.stage.worker_loop import Outcome
-from workers.engine.core.sequence import RequestOutput
+from workers.engine.core.sequence import RequestOutput, SpokenText
 from workers.engine.log_records import num_for_record
 from workers.engine.metrics import RequestTiming
+from workers.engine.stage_output import Rendered
 
 
 @dataclass(slots=True, eq=False)
@@ -19,19 +22,23 @@ class OpenRequest:
     job: Job
     header: TaskHeader
     timing: RequestTiming
+    rendered: Rendered
     pending: list[RequestOutput] = field(default_factory=list)
     """Outputs that are not in the log yet."""
     begun: bool = False
-    """An output is in the log, or on its way there."""
+    """There is an output."""
     ended: bool = False
     """The request was ended elsewhere: no further record is to be written."""
+    error: Exception | None = None
+    """Why the text that the request speaks cannot be read."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reading: asyncio.Task[None] | None = None
 
     def push(self, output: RequestOutput, *, awaited: bool = False) -> None:
-        """Add an output of a step. First tokens, an end, and what is awaited are logged at once."""
+        """Add an output of a step. An end, and what is awaited, are logged at once."""
         self.pending.append(output)
-        if awaited or not self.begun or output.usage is not None or output.error is not None:
-            self.begun = True
+        self.begun = True
+        if awaited or output.usage is not None or output.error is not None:
             self.release()
 
     def release(self) -> None:
@@ -42,13 +49,41 @@ class OpenRequest:
         self.ended = True
         self._changed.set()
 
+    def start_reading(self, extend: Callable[[str, SpokenText], None]) -> None:
+        """Call `extend` with the text that the request speaks, as often as more of it has come."""
+        growth = self.rendered.growth
+        if growth is not None:
+            self._reading = asyncio.create_task(self._read(growth, extend))
+
+    def stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(
+        self, growth: AsyncGenerator[SpokenText], extend: Callable[[str, SpokenText], None]
+    ) -> None:
+        try:
+            async with aclosing(growth):
+                async for speech in growth:
+                    extend(self.header.request_id, speech)
+        except RequestEnded:
+            self.end()
+        except Exception as error:
+            self.error = error
+            self._changed.set()
+
     async def next_outputs(self) -> list[RequestOutput]:
-        """Wait for released outputs; returns those of one record, or none once `ended`."""
+        """Wait for released outputs; returns those of one record, or none once `ended`.
+
+        Raises `error`.
+        """
         while True:
             await self._changed.wait()
             self._changed.clear()
             if self.ended:
                 return []
+            if self.error is not None:
+                raise self.error
             num_outputs = num_for_record(self.pending)
             outputs, self.pending = self.pending[:num_outputs], self.pending[num_outputs:]
             if self.pending:

@@ -20,7 +20,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from workers.engine import kv_transfer
-from workers.engine.core.engine import EngineStats
+from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.main import Built, build
 from workers.engine.step_thread import StepThread

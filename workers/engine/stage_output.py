@@ -4,13 +4,13 @@ The rest of an engine is the same for both. They differ in how a task becomes a 
 records of the log.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shared.protocol.records import AnyRecord, OutputSummary
 from shared.protocol.task_messages import EngineBody, Task, TaskBody
 from shared.state.token_log import LogWriter
-from workers.engine.core.sequence import LoggedChoice, RequestOutput, SpokenText
+from workers.engine.core.sequence import LoggedChoice, RequestOutput, SpokenText, SpokenTokens
 from workers.engine.log_records import logged_choices, merge_deltas
 
 Progress = Callable[[], Awaitable[None]]
@@ -22,6 +22,11 @@ class Rendered(NamedTuple):
     task: Task[EngineBody]
     speech: SpokenText | None = None
     """What a talker speaks, of which the prompt's tokens tell nothing."""
+    spoken: SpokenTokens | None = None
+    """None where that is not known, or nobody asks."""
+    growth: AsyncGenerator[SpokenText] | None = None
+    """The text again, as often as more of it has come; None if `speech` is whole. It is to be
+    followed while the request runs, and raises RequestEnded."""
 
 
 class StageOutput(Protocol):
@@ -45,10 +50,12 @@ class StageOutput(Protocol):
     def appends_per_s(self) -> float:
         """The rate at which a log grows steadily, for readers of what is in between."""
 
-    def is_awaited(self, output: RequestOutput) -> bool:
-        """Whether a stage can go on with these tokens, which are to be appended at once."""
+    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
+        """Whether somebody waits for these tokens, which are to be appended at once."""
 
-    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+    async def append(
+        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+    ) -> bool:
         """Append the tokens of some steps; returns whether there were any."""
 
     def summary(self, last: RequestOutput) -> OutputSummary: ...
@@ -69,10 +76,12 @@ class TextOutput:
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         return logged_choices(records, n)
 
-    def is_awaited(self, output: RequestOutput) -> bool:
-        return False
+    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
+        return is_first
 
-    async def append(self, log: LogWriter, outputs: list[RequestOutput]) -> bool:
+    async def append(
+        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+    ) -> bool:
         choices = merge_deltas(outputs)
         if choices:
             await log.tokens(choices, outputs[0].prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Thread that runs the engine core: takes requests and cancellations, returns step outputs.
+"""Thread that runs the engine core: takes requests, texts and cancellations, returns step outputs.
 
 The thread and asyncio exchange plain objects through queues, and neither side waits for the other.
 """
@@ -8,15 +8,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from workers.engine.core.engine import EngineCore, EngineStats, as_pagemill_error
-from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.core.engine import EngineCore, as_pagemill_error
+from workers.engine.core.engine_stats import EngineStats
+from workers.engine.core.sequence import EngineRequest, RequestOutput, SpokenText
 
 LAST_STEP_S = 1.0
 """Time that `stop` waits for the current step."""
 
 Owner = TypeVar("Owner")
+
+
+class _Growth(NamedTuple):
+    request_id: str
+    speech: SpokenText
 
 
 @dataclass(eq=False)
@@ -34,9 +40,10 @@ class StepThread(Generic[Owner]):
     """Start of the last step on the monotonic clock, for use by `on_step`."""
     _step_began_s: float | None = None
     _owners: dict[str, Owner] = field(default_factory=dict)
-    _commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | str | None] = field(
+    _commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = field(
         default_factory=queue.SimpleQueue
     )
+    _is_idle: bool = False
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
@@ -46,6 +53,10 @@ class StepThread(Generic[Owner]):
 
     def add(self, request: EngineRequest, owner: Owner) -> None:
         self._commands.put((request, owner))
+
+    def extend_speech(self, request_id: str, speech: SpokenText) -> None:
+        """Let a talker go on with more of the text of a request."""
+        self._commands.put(_Growth(request_id, speech))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request; its blocks are free before the next step starts."""
@@ -62,6 +73,11 @@ class StepThread(Generic[Owner]):
         began_s = self._step_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the thread has nothing to do: all requests wait for what others write."""
+        return self._is_idle
+
     def _run(self) -> None:
         try:
             self._step_until_stopped()
@@ -73,9 +89,14 @@ class StepThread(Generic[Owner]):
             outputs: list[tuple[Owner, RequestOutput]] = []
             # An idle loop blocks on the queue; a busy loop polls it between steps.
             while not self._commands.empty() or not (self._core.has_work or outputs):
+                self._is_idle = True
                 command = self._commands.get()
+                self._is_idle = False
                 if command is None:
                     return
+                if isinstance(command, _Growth):
+                    self._core.extend_speech(*command)
+                    continue
                 if isinstance(command, str):
                     self._core.cancel(command)
                     self._owners.pop(command, None)

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
-from shared.bus.priorities import load_of
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.protocol import subjects
@@ -27,15 +26,16 @@ from shared.state.kv_event_log import KVLogWriter
 from shared.state.token_log import is_final, last_record
 from shared.task_set import TaskSet
 from workers.engine.code_lead import CodeLead
-from workers.engine.core.engine import EngineCore, EngineStats
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
-from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures
+from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
 from workers.engine.open_request import NotBegun, OpenRequest, RecordPacer
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
-from workers.engine.stage_output import StageOutput, TextOutput
+from workers.engine.stage_output import Rendered, StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
 
 WATCH_S = 0.5
@@ -44,6 +44,8 @@ MAX_LOGGED_IDS = 8
 GRACE_MS = 2000.0
 # Average pause of a request that finds no place among the grammars that wait for their trial.
 GRAMMAR_PAUSE_S = 5.0
+
+_Prepared = tuple[EngineRequest, Rendered]
 
 
 @dataclass(eq=False)
@@ -122,6 +124,9 @@ class EngineWorker:
                 self._context.log.error("step_hangs", requests=[*self._requests][:MAX_LOGGED_IDS])
                 # Nothing stops a thread. The running requests come to another worker.
                 os._exit(1)
+            if self._steps.is_idle:
+                # All wait for more of their texts. A thread that hangs is not idle.
+                self._stage.claims.progressed(o.job for o in self._requests.values())
 
     def _adjust_capacity(self) -> None:
         """Claim as much as there is room for.
@@ -141,13 +146,10 @@ class EngineWorker:
 
     def _pull_load(self) -> float:
         """Return this engine's load, by which its pulls from slots have their priorities."""
-        num_hits = self._stats.prefix_hit_tokens
-        miss_rate = 1 - num_hits / max(1, self._stats.prefix_query_tokens)
         num_ahead = sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
-        # As if one request had found a whole step's tokens before, so that slots begin well.
-        num_saved = num_hits + self._context.config.engine.max_num_batched_tokens
         used = self._loop.num_claimed / self._max_num_seqs
-        return load_of(used, num_ahead * miss_rate, num_saved / (1 + self._num_begun))
+        step_tokens = self._context.config.engine.max_num_batched_tokens
+        return pull_load(self._stats, used, num_ahead, self._num_begun, step_tokens)
 
     def _load(self) -> dict[str, float]:
         held, opening = len(self._requests), len(self._preparing)
@@ -159,16 +161,15 @@ class EngineWorker:
         assert job.log is not None
         header, records = task.header, job.log.records
         try:
-            request = await self._prepare(task, tensors, job)
+            request, rendered = await self._prepare(task, tensors, job)
         except NotBegun as stopped:
             return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
         self._num_begun += 1
         assert header.ticket is not None
-        accepted_ms = header.ticket.accepted_ms
         num_tokens = len(request.prompt_token_ids)
-        timing = RequestTiming.of(accepted_ms, job.received_ms, num_tokens, records)
+        timing = RequestTiming.of(header.ticket.accepted_ms, job.received_ms, num_tokens, records)
         self._context.log.info(
             "began",
             request_id=header.request_id,
@@ -176,13 +177,10 @@ class EngineWorker:
             prompt_tokens=num_tokens,
             resumed_records=len(records),
         )
-        return await self._run(OpenRequest(job, header, timing), request)
+        return await self._run(OpenRequest(job, header, timing, rendered), request)
 
-    async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> EngineRequest:
-        """Return the request with its prompt, embeddings, grammar and KV blocks.
-
-        Raises BlobLost for an item that is lost.
-        """
+    async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> _Prepared:
+        """Return the request with prompt, items, grammar and KV blocks. May raise BlobLost."""
         assert job.log is not None
         request_id, ticket = task.header.request_id, task.header.ticket
         assert ticket is not None
@@ -202,17 +200,16 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
-            await self._lead.wait(self._context.bus, task.header, progress)
-            task, speech = await self._output.render(task, progress)
-            header = task.header
+            await self._lead.wait(self._context.bus, task.header, job.log.records, progress)
+            rendered = await self._output.render(task, progress)
+            task, header = rendered.task, rendered.task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
             if any(item.embedding is not None for item in task.body.items):
-                now_ms = self._context.bus.now_ms()
                 # The span is of the fan-out stage whose results this engine gathers.
                 edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
                 stage = edges[0].target if edges else ""
-                span = StageSpan(stage, "", job.delivery.attempt, began_ms, now_ms)
-                job.path = [*job.path, span]
+                times = began_ms, self._context.bus.now_ms()
+                job.path = [*job.path, StageSpan(stage, "", job.delivery.attempt, *times)]
             grammar = await self._compile(header, progress)
             request = EngineRequest(
                 request_id=request_id,
@@ -225,13 +222,13 @@ class EngineWorker:
                 adapter=header.adapter,
                 new_token_mask=None if grammar is None else grammar.new_mask,
                 embedding=header.embedding,
-                speech=speech,
+                speech=rendered.speech,
             )
             if self._kv is not None and task.body.kv:
                 request = replace(request, received=await self._kv.read(request, task.body.kv))
                 # The blocks may have taken seconds.
                 await progress()
-            return request
+            return request, rendered
         except RequestEnded as ended:
             raise NotBegun(Ended()) from ended
         finally:
@@ -263,9 +260,11 @@ class EngineWorker:
         self._requests[request_id] = opened
         opened.job.running = True
         self._steps.add(request, opened)
+        opened.start_reading(self._steps.extend_speech)
         try:
             return await self._write(opened)
         finally:
+            opened.stop_reading()
             # Before the job is settled: the request takes no further step.
             if self._requests.get(request_id) is opened:
                 del self._requests[request_id]
@@ -280,16 +279,13 @@ class EngineWorker:
         began_s: float,
         ended_s: float,
     ) -> None:
-        self._stats = stats
-        requests = self._requests
-        first_scheduled = (
-            requests[name].timing for name in stats.first_scheduled if name in requests
-        )
+        self._stats, requests = stats, self._requests
+        first = (requests[name].timing for name in stats.first_scheduled if name in requests)
         timed = ((opened.timing, output) for opened, output in outputs)
-        self._metrics.on_step(first_scheduled, timed, stats, began_s, ended_s)
+        self._metrics.on_step(first, timed, stats, began_s, ended_s)
         self._publish_kv_events()
         for opened, output in outputs:
-            opened.push(output, awaited=self._output.is_awaited(output))
+            opened.push(output, awaited=self._output.is_awaited(output, is_first=not opened.begun))
         self._pacer.release_in_time(len(requests))
         self._adjust_capacity()
         # Never by a timer: a step that hangs reports no progress, and loses its requests.
@@ -297,15 +293,18 @@ class EngineWorker:
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None:
-            now_s = self._context.bus.now_ms() / 1000
-            self._kv_log.put(encode_batches(self._kv_events.take(), now_s))
+            events, now_s = self._kv_events.take(), self._context.bus.now_ms() / 1000
+            self._kv_log.put(encode_batches(events, now_s))
 
     async def _write(self, opened: OpenRequest) -> Outcome:
         """Append the outputs of the steps to the log, until one of them ends the request."""
         job = opened.job
         assert job.log is not None
+        if not self._output.is_answer:
+            # The stages that follow get ready while the first frames are made.
+            await job.log.begin()
         while outputs := await opened.next_outputs():
-            if await self._output.append(job.log, outputs):
+            if await self._output.append(job.log, outputs, opened.rendered.spoken):
                 # This request did not kill the workers that had it before.
                 job.suspect = False
             last = outputs[-1]
@@ -314,8 +313,7 @@ class EngineWorker:
             if last.error is not None:
                 raise last.error
             if last.usage is not None:
-                summary = self._output.summary(last)
-                return Done(summary, lambda: self._on_finished(opened))
+                return Done(self._output.summary(last), lambda: self._on_finished(opened))
             if await self._lead.is_too_long(self._context.bus, opened.header, last):
                 return Requeue()
         return Ended()
@@ -340,6 +338,6 @@ class EngineWorker:
             self._background.start(self._end_if_ended(opened))
 
     async def _end_if_ended(self, opened: OpenRequest) -> None:
-        """Let go of a request whose log confirms the notice that it has ended."""
+        """Let go of a request whose log confirms the notice of its end."""
         if is_final(await last_record(self._context.bus, opened.header.request_id)):
             opened.end()

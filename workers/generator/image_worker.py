@@ -91,7 +91,7 @@ class ImageWorker(GeneratorWorker):
         metrics.set_function("image_steps_total", lambda: self._thread.num_steps)
 
     async def _handle(self, task: Task[PaintBody], _: list[TensorData], job: Job) -> Outcome:
-        request = self._opened(task, job)
+        request = await self._opened(task, job)
         request_id, params = task.header.request_id, request.params
         self._in_flight[request_id], self._open[request_id] = job, request
         try:
@@ -118,7 +118,7 @@ class ImageWorker(GeneratorWorker):
         }
         return Done(OutputSummary(units=units))
 
-    def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
+    async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
         """Open a request. Raises ContextTooLong for a text that the model does not read whole."""
         header, model = task.header, self._model_of_images
         assert job.log is not None
@@ -126,14 +126,19 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
+        # A text may be as long as a message. Meanwhile, this loop works for other requests.
+        tokens = await asyncio.to_thread(model.encode, task.body.text, "prompt")
+        negative = await asyncio.to_thread(
+            model.encode, params.negative_prompt, "image.negative_prompt"
+        )
         return _Open(
             header,
             job,
             job.log,
             params,
             Painting(params, job.log.records),
-            model.encode(task.body.text, "prompt"),
-            model.encode(params.negative_prompt, "image.negative_prompt"),
+            tokens,
+            negative,
             seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
         )

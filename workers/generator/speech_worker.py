@@ -123,7 +123,8 @@ class SpeechWorker(GeneratorWorker):
                 job.request_id, speech.codes, window, dry_at_s, request.speaker
             )
             pcm = samples.astype("<i2").tobytes()
-            await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate)
+            end_token = speech.end_token_at(window.end)
+            await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate, end_token)
             # This request did not kill the workers that had it before.
             job.suspect = False
             self._on_made(request, len(samples))

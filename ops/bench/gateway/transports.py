@@ -19,7 +19,14 @@ from ops.bench.servers import MODEL
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol.records import Failure, Finish, TokenChunk
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import (
+    ContentPart,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+)
 
 # The limit of a line is large enough for log probabilities, which are not used here.
 MAX_LINE = 2**20
@@ -136,7 +143,7 @@ def _message_of(asked: Prepared) -> GenerateRequest:
         return GenerateRequest(
             MODEL, prompt_token_ids=request.token_ids, sampling_params=sampling(request)
         )
-    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
+    parts: list[ContentPart] = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
     return GenerateRequest(MODEL, [Message("user", parts)], sampling(request))
 
 

@@ -4,13 +4,15 @@
 - the sound that is made in a second, and how much more of it at 16 than at 1
 - the steps to the first samples, and the processor time of each stage
 - by how much a kill of the talker delays the last sample
-- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights
+- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; no image
+  is painted twice but those of the last row, which come from the cluster's cache of results
 
 `python -m ops.bench.omni [ROUNDS]`: the two roads take turns, and figures are medians of the
 rounds. Speeches of both have the same samples, or this ends with an error.
 """
 
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
@@ -87,6 +89,8 @@ class Round:
         self.plain_images: dict[int, float] = {}
         self.durable_images: dict[int, float] = {}
         """Images a minute."""
+        self.cached_images = 0.0
+        """The same, of images that were painted before, at the last level."""
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
@@ -105,7 +109,7 @@ async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
         sound_s = sum(one.sound_s for one in spoken)
         used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
         found.processor = {name: 1000 * used[name] / sound_s for name in used}
-    steps = [(await site.speak_one(text))[1] for text in texts[:8]]
+    steps = [await site.steps_of(text) for text in texts[:8]]
     found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
     long = ". ".join(texts[:6])
     found.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
@@ -128,16 +132,19 @@ async def run(rounds: int, num_texts: int, preloader: Preloader) -> list[Round]:
         first_frames = 7
         specs = [*SPECS, *images.SPECS[1:]]
         async with running(config, file, specs, preloader) as (bus, cluster):
-            site = Site(bus, cluster, first_frames)
+            site = Site(bus, cluster, first_frames, Path(name, "nats", "nats-server.pid"))
             await site.speak(texts[:8], 4)
             found = [await measure(plain, site, texts) for _ in range(rounds)]
             painter = images.PlainPainter(Path(name) / "painter")
-            await images.paint_by_queue(bus, texts[:4], 4)
+            await images.paint_by_queue(bus, [images.Wanted(text, 0) for text in texts[:4]], 4)
+            seeds = itertools.count(1)
             for one in found:
                 for at_once in LEVELS:
-                    one.plain_images[at_once] = painter.paint(texts, at_once)
-                    made = await images.paint_by_queue(bus, texts, at_once)
+                    wanted = [images.Wanted(text, next(seeds)) for text in texts]
+                    one.plain_images[at_once] = painter.paint(wanted, at_once)
+                    made = await images.paint_by_queue(bus, wanted, at_once)
                     one.durable_images[at_once] = made
+                one.cached_images = await images.paint_by_queue(bus, wanted, LEVELS[-1])
             return found
 
 
@@ -203,7 +210,8 @@ def image_lines(rounds: Sequence[Round]) -> list[str]:
         plain = statistics.median(one.plain_images[at_once] for one in rounds)
         durable = statistics.median(one.durable_images[at_once] for one in rounds)
         found.append(f"| {at_once} | {plain:.0f} | {durable:.0f} |")
-    return found
+    cached = statistics.median(one.cached_images for one in rounds)
+    return [*found, f"| {LEVELS[-1]}, painted before | - | {cached:.0f} |"]
 
 
 def _run_worker() -> None:

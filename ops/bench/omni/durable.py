@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ops.bench.omni.figures import Spoken
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.reading import StoredMessage
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
@@ -29,18 +31,31 @@ SPECS = [
     WorkerSpec("engine", MODEL, TALKER),
     WorkerSpec("generator", MODEL, VOCODER),
 ]
-STEPS = ("talker begins", "first code", "codes of a chunk", "vocoder", "client")
+STEPS = ("talker begins", "codes of a chunk", "vocoder", "client")
 """The steps to the first samples, each named by what ends it."""
+
+
+class _Heard(NamedTuple):
+    """A speech, and when its client had what."""
+
+    spoken: Spoken
+    request_id: str
+    finish: Finish
+    began_ms: float
+    first_ms: float
 
 
 class Site:
     """A running cluster, and a connection to its broker."""
 
-    def __init__(self, bus: Bus, cluster: LocalCluster, first_frames: int) -> None:
+    def __init__(
+        self, bus: Bus, cluster: LocalCluster, first_frames: int, server_pid_file: Path
+    ) -> None:
         """`first_frames` are the frames that the first chunk needs."""
         self._bus = bus
         self._cluster = cluster
         self._first_frames = first_frames
+        self._server_pid_file = server_pid_file
 
     async def speak(self, texts: Sequence[str], at_once: int) -> list[Spoken]:
         """Speak all texts, `at_once` of them at a time; the next begins when one has ended."""
@@ -49,13 +64,33 @@ class Site:
 
         async def speak_some() -> None:
             while waiting:
-                spoken.append((await self.speak_one(waiting.popleft()))[0])
+                spoken.append((await self._listen(waiting.popleft())).spoken)
 
         await asyncio.gather(*(speak_some() for _ in range(at_once)))
         return spoken
 
-    async def speak_one(self, text: str) -> tuple[Spoken, dict[str, float]]:
-        """Return a speech, and the milliseconds of each of STEPS."""
+    async def steps_of(self, text: str) -> dict[str, float]:
+        """Speak a text; return the milliseconds of each of STEPS."""
+        heard = await self._listen(text)
+        begun = {span.stage: span.received_ms for span in heard.finish.path}
+        codes = await self._log_of(heard.request_id, CODES)
+        audio = await self._log_of(heard.request_id, AUDIO)
+        enough_ms, num_frames = codes[-1].stored_ms, 0
+        for message in codes:
+            record = decode_record(message.data)
+            if isinstance(record, CodeChunk):
+                num_frames += len(record.frames)
+            if num_frames >= self._first_frames:
+                enough_ms = message.stored_ms
+                break
+        times = [heard.began_ms, begun[TALKER], enough_ms]
+        times += [audio[0].stored_ms, heard.first_ms]
+        return {name: times[n + 1] - times[n] for n, name in enumerate(STEPS)}
+
+    async def _log_of(self, request_id: str, output: str) -> list[StoredMessage]:
+        return await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, output))
+
+    async def _listen(self, text: str) -> "_Heard":
         request_id, began_s, began_ms = client.new_request_id(), now_s(), self._bus.now_ms()
         request = GenerateRequest(MODEL, given_text=text, outputs=[AUDIO], timeout_s=60.0)
         finishing = asyncio.create_task(self._finish(request, request_id))
@@ -68,31 +103,13 @@ class Site:
         took_s = now_s() - began_s
         finish = await finishing
         spoken = Spoken(first_s or took_s, took_s, len(sound) / 2 / rate, bytes(sound))
-        return spoken, await self._steps(request_id, finish, began_ms, first_ms)
+        return _Heard(spoken, request_id, finish, began_ms, first_ms)
 
     async def _finish(self, request: GenerateRequest, request_id: str) -> Finish:
         last = [record async for record in client.ask(self._bus, request, request_id)][-1]
         if not isinstance(last, Finish):
             raise SystemExit(f"a speech has failed: {last}")
         return last
-
-    async def _steps(
-        self, request_id: str, finish: Finish, began_ms: float, first_ms: float
-    ) -> dict[str, float]:
-        begun = {span.stage: span.received_ms for span in finish.path}
-        codes = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, CODES))
-        audio = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, AUDIO))
-        enough_ms, num_frames = codes[-1].stored_ms, 0
-        for message in codes:
-            record = decode_record(message.data)
-            if isinstance(record, CodeChunk):
-                num_frames += len(record.frames)
-            if num_frames >= self._first_frames:
-                enough_ms = message.stored_ms
-                break
-        times = [began_ms, begun[TALKER], codes[0].stored_ms, enough_ms]
-        times += [audio[0].stored_ms, first_ms]
-        return {name: times[n + 1] - times[n] for n, name in enumerate(STEPS)}
 
     def processor_s(self) -> dict[str, float]:
         """Processor time of each part so far."""
@@ -101,19 +118,20 @@ class Site:
             name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.slots(spec))
             for name, spec in specs.items()
         }
-        return found | {"client": time.process_time()}
+        server = usage_of(int(self._server_pid_file.read_text()))
+        return found | {"broker": server.cpu_s, "client": time.process_time()}
 
     async def delay_of_kill(self, text: str) -> float:
         """Return by how much a kill of the talker delays the last sample of a speech.
 
         The samples must be the same.
         """
-        undisturbed, _ = await self.speak_one(text)
-        speaking = asyncio.create_task(self.speak_one(text))
+        (undisturbed,) = await self.speak([text], 1)
+        speaking = asyncio.create_task(self.speak([text], 1))
         await asyncio.sleep(undisturbed.first_s)
         for slot in self._cluster.slots(SPECS[1]):
             os.kill(slot.pid, signal.SIGKILL)
-        killed, _ = await speaking
+        (killed,) = await speaking
         if killed.sound != undisturbed.sound:
             raise SystemExit("the speech of a killed talker has other samples")
         return killed.last_s - undisturbed.last_s

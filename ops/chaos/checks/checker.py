@@ -7,7 +7,7 @@ invariants I1 to I16 are those of the documents' page on reliability.
 from collections import Counter
 from dataclasses import dataclass
 
-from ops.chaos.checks import figures, http, requests, scaling, speech, system
+from ops.chaos.checks import figures, http, images, requests, scaling, speech, system
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.checks.violation import Violation
 
@@ -25,7 +25,7 @@ class Verdict:
 
 def check(run: RecordedRun) -> Verdict:
     """Apply all checks to a run."""
-    checks = (requests, http, speech, system, scaling)
+    checks = (requests, http, speech, images, system, scaling)
     found = [violation for module in checks for violation in module.find(run)]
     measured = figures.measure(run) | scaling.measure(run)
     return Verdict(sorted(found), measured, figures.count(run))

@@ -15,7 +15,17 @@ from ops.chaos.history import (
     SessionFailed,
     SoundReceived,
 )
-from shared.protocol.records import AudioChunk, Failure, Finish, LogRecord, OutputEnd, TokenChunk
+from ops.chaos.plan import PAINTED
+from shared.protocol.records import (
+    AudioChunk,
+    Failure,
+    Finish,
+    ImageRecord,
+    LogRecord,
+    OutputEnd,
+    StepState,
+    TokenChunk,
+)
 from shared.state.token_log import is_final
 
 
@@ -71,7 +81,7 @@ def _over_http(run: RecordedRun) -> Counter[str]:
 def _spoken(run: RecordedRun) -> Counter[str]:
     """Count the speeches, their ends, and the outputs that another worker has gone on with."""
     found: Counter[str] = Counter()
-    for id in run.final.ends:
+    for id in run.final.ends.keys() - run.images.keys():
         log = run.final.logs.get(id, []) or run.final.unnamed.get(id, [])
         ended = bool(log) and isinstance(log[-1], Finish)
         found["whole" if ended else "cut"] += 1
@@ -80,6 +90,21 @@ def _spoken(run: RecordedRun) -> Counter[str]:
             chunks = [record for record in records if not isinstance(record, OutputEnd)]
             found[f"resumed {name}"] += len({chunk.attempt for chunk in chunks}) > 1
             found["samples"] += sum(c.num_samples for c in chunks if isinstance(c, AudioChunk))
+    return +found
+
+
+def _images_painted(run: RecordedRun) -> Counter[str]:
+    """Count the requests for images, and those that another worker has gone on with."""
+    found: Counter[str] = Counter()
+    for id in run.images:
+        log, records = run.final.logs.get(id, []), run.final.outputs.get(id, {}).get(PAINTED, [])
+        found["whole" if log and isinstance(log[-1], Finish) else "cut"] += 1
+        made = [record for record in records if not isinstance(record, OutputEnd)]
+        found["resumed"] += len({record.attempt for record in made}) > 1
+        found["images"] += sum(isinstance(record, ImageRecord) for record in made)
+        found["from the result cache"] += bool(made) and not any(
+            isinstance(record, StepState) for record in made
+        )
     return +found
 
 
@@ -120,5 +145,6 @@ def count(run: RecordedRun) -> dict[str, Counter[str]]:
         ),
         "http": _over_http(run),
         "speech": _spoken(run),
+        "images": _images_painted(run),
         "behaviours": Counter(one.behaviour for one in run.planned.values()),
     }

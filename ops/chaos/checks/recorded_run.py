@@ -85,6 +85,8 @@ class RecordedRun:
     bounds: Bounds = field(default_factory=Bounds)
     speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
     """What the requests that are spoken must sound like."""
+    images: dict[str, list[str]] = field(default_factory=dict)
+    """SHA-256 of the files of painted images."""
 
     @cached_property
     def sessions(self) -> dict[str, list[Session]]:

@@ -162,7 +162,7 @@ def _log_faults(
 ) -> Faults:
     outputs = run.final.outputs.get(id, {})
     for name, records in outputs.items():
-        for invariant, what in _output_faults(records):
+        for invariant, what in output_faults(records):
             yield invariant, f"{name}: {what}"
     finished = bool(log) and isinstance(log[-1], Finish)
     made: list[tuple[str, Sequence[int], Sequence[int]]] = [
@@ -173,10 +173,10 @@ def _log_faults(
         if found != wanted[: None if finished else len(found)]:
             at = first_difference(found, wanted)
             yield "I3", f"{name}: {at} of {len(found)} differs, {len(wanted)} are right"
-    yield from _end_faults(run, id, log)
+    yield from end_faults(run, id, log)
 
 
-def _output_faults(records: Sequence[OutputRecord]) -> Faults:
+def output_faults(records: Sequence[OutputRecord]) -> Faults:
     """Check one output's log: no gap, nothing twice, one end, no attempt behind a later one."""
     position = 0
     for wanted, record in enumerate(records):
@@ -228,7 +228,7 @@ def _speech_of_codes(run: RecordedRun, id: str) -> ExpectedSpeech | None:
 # -- I16: outputs end as their request does ----------------------------------------------------
 
 
-def _end_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
+def end_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
     outputs, ends = run.final.outputs.get(id, {}), run.final.ends.get(id)
     end = log[-1] if log else None
     if ends is None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ops.chaos.checks import speech
+from ops.chaos.checks import images, speech
 from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun
 from ops.chaos.checks.violation import Violation
 from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
-from ops.chaos.plan import TALKER, VOCODER
+from ops.chaos.plan import PAINTER, TALKER, VOCODER
 from shared.protocol import subjects
 from shared.protocol.records import Failure
 
@@ -58,7 +58,15 @@ def check_letters(run: RecordedRun) -> Iterator[tuple[str, str]]:
 
 # Thread pools start their threads one by one under load: those of rendering, and asyncio's own, in
 # which workers connect to the owners of payloads.
-POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6, TALKER: 6, VOCODER: 6, "gateway": 6}
+POOL_THREADS = {
+    "renderer": 8,
+    "encoder": 7,
+    "engine": 6,
+    "gateway": 6,
+    TALKER: 6,
+    VOCODER: 6,
+    PAINTER: 6,
+}
 COUNTED_RESOURCES = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 
@@ -184,9 +192,9 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
     over_nats = sorted(
         (sessions[0].opened.t, sessions[0].received[0].t)
         for id, sessions in run.sessions.items()
-        if sessions[0].received and sessions[0].opened.publishes and not run.planned[id].speaks
+        if sessions[0].received and sessions[0].opened.publishes and run.planned[id].writes
     )
-    spoken = speech.first_samples(run)
+    spoken, painted = speech.first_samples(run), images.first_images(run)
     over_http = sorted(
         (sessions[0].opened.t, min(session.events[0].t for session in sessions if session.events))
         for id, sessions in run.http_sessions.items()
@@ -199,6 +207,8 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
         firsts = over_http if fault.role == "gateway" else over_nats
         if fault.role in (TALKER, VOCODER):
             firsts = spoken
+        elif fault.role == PAINTER:
+            firsts = painted
         sent = [t for t, _ in firsts]
         # All requests of the next two seconds count, because the first of them may be a long one.
         start, stop = bisect.bisect(sent, fault.t), bisect.bisect(sent, fault.t + 2.0)

@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 
 from ops.chaos.clients.http_clients import HttpClients
 from ops.chaos.clients.http_exchange import DONE
+from ops.chaos.clients.painted import read_images
 from ops.chaos.clients.sound import SpeechClients, read_sound
 from ops.chaos.history import (
     Accepted,
@@ -44,8 +45,8 @@ from shared.telemetry import logs
 PATIENCE_S = 20.0
 # The pause before a new session after an error.
 RETRY_PAUSE_S = 0.3
-# The end of a sound is stored before that of its request, and a request that was refused has none.
-SOUND_S = 5.0
+# The end of an output is stored before that of its request; one that was refused has none.
+OUTPUT_S = 5.0
 
 app = App(name="chaos-load")
 
@@ -122,13 +123,13 @@ class LoadClients:
         session = self._new_session(planned.id)
         publishes = start is None
         self._journal.write(RequestSent(now(), planned.id, session, start or 0, publishes))
-        sound = self._read_sound(planned, session, beside) if planned.speaks else None
+        output = self._read_output(planned, session, beside)
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
-                    if sound is not None and is_final(record):
-                        # An answer has ended when its sound has, too.
-                        await asyncio.wait([sound], timeout=SOUND_S)
+                    if output is not None and is_final(record):
+                        # An answer has ended when its sound, or its images, have, too.
+                        await asyncio.wait([output], timeout=OUTPUT_S)
                     self._journal.write(RecordReceived(now(), planned.id, session, record))
                     if beside is not None and record.index == planned.after_records:
                         await self._intervene(planned, beside, ended=is_final(record))
@@ -145,22 +146,25 @@ class LoadClients:
             )
             return False
         finally:
-            if sound is not None:
-                sound.cancel()
-                await asyncio.gather(sound, return_exceptions=True)
+            if output is not None:
+                output.cancel()
+                await asyncio.gather(output, return_exceptions=True)
         return True
 
-    def _read_sound(
+    def _read_output(
         self, planned: Planned, session: int, beside: list[asyncio.Task[bool]] | None
-    ) -> asyncio.Task[None]:
-        """Read the sound of a request; a client whose text is given acts in the middle of it."""
+    ) -> asyncio.Task[None] | None:
+        """Read the sound or the images of a request; a client without a text acts meanwhile."""
+        if not (planned.speaks or planned.paints):
+            return None
+        read = read_images if planned.paints else read_sound
 
         async def act(number: int) -> None:
-            given = planned.request.given_text is not None
+            given = planned.paints or planned.request.given_text is not None
             if given and beside is not None and number == planned.after_records:
                 await self._intervene(planned, beside)
 
-        return asyncio.create_task(read_sound(self._bus, planned, session, self._journal, act))
+        return asyncio.create_task(read(self._bus, planned, session, self._journal, act))
 
     def _new_session(self, id: str) -> int:
         self._sessions[id] = session = self._sessions.get(id, 0) + 1
@@ -183,7 +187,8 @@ class LoadClients:
         elif planned.behaviour == "resubmit_during":
             beside.append(asyncio.create_task(self._session(planned, None)))
         elif planned.behaviour == "follow":
-            start = 0 if planned.request.given_text else planned.after_records
+            has_text = not (planned.paints or planned.request.given_text)
+            start = planned.after_records if has_text else 0
             beside.append(asyncio.create_task(self._session(planned, None, start)))
 
 

@@ -26,7 +26,7 @@ from ops.chaos.history import (
     now,
     read_events,
 )
-from ops.chaos.plan import ROOT, TALKER, VOCODER
+from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from workers.cli.local_cluster import Process
 from workers.cli.preloader import Preloader
@@ -49,7 +49,7 @@ FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
 # Workers of these stages → their roles in the product.
-SPEECH_ROLES = {TALKER: "engine", VOCODER: "generator"}
+STAGE_ROLES = {TALKER: "engine", VOCODER: "generator", PAINTER: "generator"}
 
 
 class Brokers(Protocol):
@@ -353,9 +353,9 @@ class Pool:
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
     """Return the command line of a watched worker."""
-    command = [sys.executable, "-m", WORKER_MODULE, SPEECH_ROLES.get(role, role)]
+    command = [sys.executable, "-m", WORKER_MODULE, STAGE_ROLES.get(role, role)]
     command += ["--config", str(config), "--nats", url]
-    command += ["--stage", role] if role in SPEECH_ROLES else []
+    command += ["--stage", role] if role in STAGE_ROLES else []
     return [*command, "--fake", "--step-ms", str(step_ms)] if fake else command
 
 

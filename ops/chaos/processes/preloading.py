@@ -6,13 +6,15 @@ take most of the processor time of a run that kills a worker every second.
 
 import sys
 
-from ops.chaos.plan import TALKER, VOCODER, Settings
+from ops.chaos.plan import PAINTER, TALKER, VOCODER, Settings
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.roles import AUTOSCALER, role_of
 
 MAIN = "ops.chaos.worker.watched_worker"
 LIGHT = "ops.chaos.worker.light"
 GENERATOR = ("workers.generator.loader", "workers.generator.speech_worker")
+FAKE_PAINTER = ("ops.chaos.fake_painter", "workers.generator.image_worker")
+PAINTING = ("workers.generator.image_worker", "workers.generator.painter_model")
 FAKE_ENGINE = ("workers.engine.item_loader", "workers.engine.worker")
 
 
@@ -25,15 +27,22 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules += FAKE_ENGINE
     if settings.vocoders:
         modules += GENERATOR
+    if settings.painters:
+        modules += FAKE_PAINTER
     if settings.scaled is not None:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
-    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, AUTOSCALER)
+    roles = (
+        *("coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, PAINTER),
+        AUTOSCALER,
+    )
     preloaders = dict.fromkeys(roles, light)
     if settings.engine != "fake":
         modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]
+        if settings.painters:
+            modules += PAINTING
         using_torch = fork_preloader(modules, _run_worker)
-        preloaders |= dict.fromkeys(("encoder", "engine", TALKER), using_torch)
+        preloaders |= dict.fromkeys(("encoder", "engine", TALKER, PAINTER), using_torch)
     return preloaders
 
 

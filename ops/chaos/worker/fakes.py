@@ -11,7 +11,8 @@ from ops.chaos.history import Journal, WorkerEvent, now
 from ops.chaos.plan import MODEL
 from shared.stage import runtime
 from shared.stage.runtime import Context
-from workers.engine.core.engine import EngineCore, EngineStats
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.engine_stats import EngineStats
 
 Role = Literal["coordinator", "renderer", "encoder", "engine", "generator", "gateway", "autoscaler"]
 
@@ -43,6 +44,23 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
         _watch_blocks(core, journal)
         opener = ItemLoader(await context.open_blobs(), None, lambda data: data)
         await EngineWorker(context, MODEL, core, opener, _output=output).serve()
+
+    return main
+
+
+def make_painter_main(step_ms: float) -> runtime.Main:
+    """Return the `main` of a generator that paints without a network."""
+
+    async def main(context: Context) -> None:
+        from ops.chaos.fake_painter import FakePainter
+        from workers.generator.image_results import ImageResults
+        from workers.generator.image_thread import ImageThread
+        from workers.generator.image_worker import ImageWorker
+
+        painter, limits = FakePainter(step_ms / 1000), context.config.generator
+        thread = ImageThread(painter, limits.max_images)
+        results = ImageResults(context.bus, limits.result_ttl_s)
+        await ImageWorker(context, MODEL, thread, painter, "fake", results).serve()
 
     return main
 

@@ -71,11 +71,18 @@ def _watch_log(crash: CrashPoints) -> None:
     num_appended: Counter[str] = Counter()
 
     @wrap(Bus, "append")
-    async def append(original: Any, self: Bus, subject: str, data: bytes, last: int) -> int:
+    async def append(
+        original: Any,
+        self: Bus,
+        subject: str,
+        data: bytes,
+        last: int,
+        ttl_s: float | None = None,
+    ) -> int:
         final = not data.startswith(_TOKENS)
         if final:
             crash("before_final")
-        sequence: int = await original(self, subject, data, last)
+        sequence: int = await original(self, subject, data, last, ttl_s)
         if final:
             crash("after_final_before_ack")
         else:

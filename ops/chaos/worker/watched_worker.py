@@ -88,6 +88,8 @@ def prepare(
     alterations.apply(os.environ.get("CHAOS_ALTERATION", ""))
     if fake and role == "engine":
         role_main: runtime.Main = fakes.make_engine_main(journal, step_ms)
+    elif fake and role == "generator":
+        role_main = fakes.make_painter_main(step_ms)
     else:
         if fake and role == "renderer":
             fakes.stand_in_processor()

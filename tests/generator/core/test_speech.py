@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -108,3 +109,22 @@ def test_a_client_is_dry_when_it_has_played_what_it_got() -> None:
     assert playback.dry_at_s == 13.5
     assert playback.add(1.0, now_s=14.0) == 0.5
     assert playback.dry_at_s == 15.0
+
+
+def test_the_text_that_a_chunk_speaks_lies_between_those_of_the_records(vocoder: Vocoder) -> None:
+    speech = Speech(SPEC, vocoder, [])
+    speech.add(codes(0, 1, 2))
+    assert speech.end_token_at(2) is None
+    speech.add(msgspec.structs.replace(codes(2, 1, 2), end_token=2))
+    speech.add(msgspec.structs.replace(codes(4, *range(8)), end_token=3))
+    speech.add(msgspec.structs.replace(codes(12, 1), end_token=3))
+    assert [speech.end_token_at(n) for n in (0, 1, 2, 4, 11, 12, 13, 50)] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        3,
+        3,
+        3,
+    ]

@@ -7,11 +7,12 @@ embeddings by their content hash.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.kv_exchange import KVExchange, KVMemory
 from workers.engine.core.request_state import Decode, RequestFactory, RequestState
@@ -27,37 +28,9 @@ from workers.engine.core.sequence import (
     SampledToken,
     ScheduledSequence,
     Sequence,
+    SpokenText,
 )
 from workers.engine.core.step_runner import StepRunner
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    num_running: int
-    num_waiting: int
-    num_waiting_batch: int
-    """Waiting sequences of the batch lane."""
-    num_free_blocks: int
-    num_blocks: int
-    prefix_query_tokens: int
-    """Tokens looked up in the prefix cache. This and all following counts are since the start."""
-    prefix_hit_tokens: int
-    prefix_evictions: int
-    """Cached blocks that were reused for other content."""
-    num_preemptions: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    """Draft tokens that became part of an output."""
-    kv_waste: float
-    """Fraction of the KV slots in held blocks that held no token, over all steps."""
-    encoded_items: int
-    mm_cache_queries: int
-    mm_cache_hits: int
-    num_steps: int
-    num_batched_tokens: int
-    """Tokens that went through the model in these steps."""
-    first_scheduled: tuple[str, ...]
-    """Ids of requests whose first batch was the last step."""
 
 
 class EngineCore:
@@ -122,6 +95,7 @@ class EngineCore:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_waiting_batch=self._scheduler.num_waiting_batch,
+            num_without_input=self._scheduler.num_without_input,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             prefix_query_tokens=self._scheduler.prefix_cache.query_tokens,
@@ -164,6 +138,12 @@ class EngineCore:
                 self._scheduler.add(choice.sequence)
         if state.finished:
             self._deltas.setdefault(request.request_id, [])
+
+    def extend_speech(self, request_id: str, speech: SpokenText) -> None:
+        """Let a talker go on with more of its text. Does nothing if the request has ended."""
+        if (state := self._requests.get(request_id)) is not None:
+            for choice in state.choices:
+                choice.sequence.speech = speech
 
     def cancel(self, request_id: str) -> None:
         """Drop the request without an output. Does nothing if the request has already ended."""

@@ -198,6 +198,7 @@ class RequestFactory:
                 token_mask=None if new_token_mask is None else new_token_mask(),
                 drafter=self.new_drafter() if _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
+                speech=request.speech,
                 pooling=self.pooling,
             )
             detokenizer = self._new_detokenizer(params)

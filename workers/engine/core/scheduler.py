@@ -12,6 +12,11 @@ makes progress, until enough of them have finished. Two bounds ensure this progr
 can hold a sequence of `max_model_len` tokens, and no more sequences run than the budget has tokens,
 so that decodes leave at least one token for it. A sequence that needs prompt logits may also wait
 for running ones that need them; none behind it is started before it.
+
+A running sequence may wait for input: the row of its next token is made of something that another
+worker has not written yet. It keeps its place and its blocks, and steps pass over it. It is
+preempted like any other one, and also for a waiting sequence of a better priority. Those of a lower
+one wait as long as it does.
 """
 
 from bisect import insort
@@ -93,6 +98,8 @@ class Scheduler:
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._can_admit = True
+        """False while steps admit nobody: they would not before something else has changed."""
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -112,11 +119,21 @@ class Scheduler:
         return sum(sequence.request.lane == "batch" for sequence in self._waiting)
 
     @property
+    def num_without_input(self) -> int:
+        """Running sequences that wait for input."""
+        speeches = (sequence for sequence in self._running if sequence.speech is not None)
+        return sum(sequence.num_computable_tokens == 0 for sequence in speeches)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        """Whether a step could do anything. Not if all sequences wait for input, or for these."""
+        if self._waiting and self._can_admit:
+            return True
+        return any(sequence.num_computable_tokens for sequence in self._running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence with the priority of its lane."""
+        self._can_admit = True
         self._num_added += 1
         delay_steps = LANE_DELAY_STEPS[sequence.request.lane]
         sequence.priority = (self._num_steps + delay_steps, self._num_added)
@@ -124,6 +141,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence and release its blocks."""
+        self._can_admit = True
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
             self.prefix_cache.free(sequence)
@@ -138,10 +156,10 @@ class Scheduler:
         """
         self._num_steps += 1
         step = _StepBudget(self.max_num_batched_tokens)
-        num_running = len(self._running)
+        # A copy, because preemption removes sequences from the list.
+        running = self._running[:]
         prefills = []
-        # Iterates over a copy, because preemption removes sequences from the list.
-        for sequence in self._running[:]:
+        for sequence in running:
             if sequence.num_uncomputed_tokens > 1:
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
@@ -150,8 +168,10 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
         # After a preemption blocks are short: a sequence admitted now would be preempted next.
-        if self._waiting and len(self._running) == num_running:
+        if self._waiting and len(self._running) == len(running):
             self._admit_waiting(step)
+        # If all that run wait for input, the next step would find what this one has found.
+        self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
@@ -203,7 +223,10 @@ class Scheduler:
         num_skipped = reserved_blocks = 0
         without_logits: set[str] = set()
         for sequence in self._waiting[:]:
-            if step.budget == 0 or len(self._running) + num_skipped == self._max_num_seqs:
+            if step.budget == 0:
+                return
+            is_full = len(self._running) + num_skipped == self._max_num_seqs
+            if is_full and not self._preempt_idle(sequence, step):
                 return
             if step.max_new_tokens(sequence) == 0 or sequence.request_id in without_logits:
                 # Later choices wait for the first one, whose log probabilities are logged first.
@@ -212,8 +235,10 @@ class Scheduler:
             match = self.prefix_cache.match_prefix(sequence)
             # All known tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
-            if not self._pool.can_allocate(reserved_blocks + num_missing, also_held=match.blocks):
-                return
+            num_needed = reserved_blocks + num_missing
+            while not self._pool.can_allocate(num_needed, also_held=match.blocks):
+                if not self._preempt_idle(sequence, step):
+                    return
             if self.prefix_cache.is_being_computed(sequence, match):
                 num_skipped += 1
                 reserved_blocks += num_missing
@@ -234,21 +259,20 @@ class Scheduler:
 
         The preempted sequence may be this one, which is then not scheduled.
         """
-        num_uncomputed = sequence.num_uncomputed_tokens
-        num_new_tokens = min(num_uncomputed, step.max_new_tokens(sequence))
+        num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
         if num_new_tokens == 0:
             return
         num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
         num_missing = num_blocks - len(sequence.block_table)
         if num_missing:
             while not self._pool.can_allocate(num_missing):
-                last = self._preempt_last(step)
+                last = self._running[-1]
+                self._preempt(last, step)
                 if last is sequence:
                     return
             sequence.block_table += self._pool.allocate(num_missing)
-        step.add(
-            ScheduledSequence(sequence, num_new_tokens, num_new_tokens == num_uncomputed, copy)
-        )
+        samples = num_new_tokens == sequence.num_uncomputed_tokens
+        step.add(ScheduledSequence(sequence, num_new_tokens, samples, copy))
 
     def _add_drafts(self, step: _StepBudget) -> None:
         """Add drafts to decodes from the remaining budget and the free blocks, in equal shares.
@@ -276,15 +300,27 @@ class Scheduler:
             step.add_drafts(sequence, draft_token_ids)
             budget -= len(draft_token_ids)
 
-    def _preempt_last(self, step: _StepBudget) -> Sequence:
-        """Return the last running sequence to the queue; its tokens are computed again later."""
+    def _preempt_idle(self, candidate: Sequence, step: _StepBudget) -> bool:
+        """Preempt a sequence that waits for input, of lower priority than the candidate.
+
+        Returns whether there is one.
+        """
+        for sequence in reversed(self._running):
+            if sequence.priority < candidate.priority:
+                return False
+            if sequence.num_computable_tokens == 0:
+                self._preempt(sequence, step)
+                return True
+        return False
+
+    def _preempt(self, sequence: Sequence, step: _StepBudget) -> None:
+        """Return a running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
-        sequence = self._running.pop()
+        self._running.remove(sequence)
         step.remove_sequence(sequence)
         self.prefix_cache.free(sequence)
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_priority)
-        return sequence
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

@@ -69,11 +69,18 @@ class LoggedChoice:
 
 @dataclass(frozen=True, slots=True)
 class SpokenText:
-    """What a talker speaks: an answer, with the prompt that it answers."""
+    """What a talker speaks: an answer as far as it is known, with the prompt that it answers."""
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     voice: str | None
+    num_inputs: int | None = None
+    """Tokens of the talker's sequence whose rows can be made of this; None for a whole answer, of
+    which all can."""
+
+
+SpokenTokens = Callable[[int], int]
+"""Returns how many tokens of a text have been spoken after a number of frames."""
 
 
 class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
@@ -132,7 +139,8 @@ class EngineRequest:
     received: ReceivedKV | None = None
     """Blocks of the prompt that another engine has computed."""
     speech: SpokenText | None = None
-    """For a talker: its rows are made of this text, and the prompt's tokens stand for them."""
+    """For a talker: its rows are made of this text, and the prompt's tokens stand for them. More of
+    the text may follow while the request runs."""
     export_run_bytes: int = 0
     """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
@@ -199,6 +207,8 @@ class Sequence:
     """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
     residuals: list[list[int]] = field(default_factory=list)
     """For a talker: the codes of further codebooks of each output token."""
+    speech: SpokenText | None = None
+    """The text that a talker speaks, as far as it has come."""
     pooling: Pooling = LAST_TOKEN
     hidden_sums: dict[int, Any] = field(default_factory=dict)
     """Sums of the hidden states of leading tokens, by their number: before and after the last step.
@@ -237,6 +247,14 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_computable_tokens(self) -> int:
+        """Tokens that can go through the model now; the others wait for their inputs."""
+        known = None if self.speech is None else self.speech.num_inputs
+        num_ready = self.num_tokens if known is None else min(known, self.num_tokens)
+        # What is found in the prefix cache may be ahead of the text that has been read again.
+        return max(0, num_ready - self.num_computed_tokens)
 
     @property
     def samples_tokens(self) -> bool:

@@ -50,16 +50,21 @@ class Qwen3Talker(Talker):
         )
 
     def prompt_tokens(self, speech: SpokenText) -> list[int]:
-        user, _ = self._split(speech)
+        user, _ = self._split(speech.prompt_token_ids)
         # A token that is never sampled, so that no penalty meets it.
         return [self._config.talker_config.codec_pad_id] * (len(user) + OPENING_LEN)
 
     def has_voice(self, name: str) -> bool:
         return name.lower() in self.voices
 
+    def num_inputs(self, prompt_token_ids: list[int]) -> int:
+        user, turn = self._split(prompt_token_ids)
+        # The last row of the prompt is made of the first token of the text.
+        return len(user) + OPENING_LEN - 1 + len(turn) - HEADER_LEN
+
     def make_rows(self, speech: SpokenText) -> SpeechRows:
         config, talker = self._config.talker_config, self._talker
-        user, answer = self._split(speech)
+        user, turn = self._split(speech.prompt_token_ids)
         codec = [
             config.codec_nothink_id,
             config.codec_think_bos_id,
@@ -68,17 +73,34 @@ class Qwen3Talker(Talker):
             config.codec_pad_id,
             config.codec_bos_id,
         ]
-        pad, bos, end = (
-            self._config.tts_pad_token_id,
-            self._config.tts_bos_token_id,
-            self._config.tts_eos_token_id,
-        )
-        header, text = answer[:HEADER_LEN], [*answer[HEADER_LEN:], end, pad]
-        opening = self._project([*header, pad, pad, pad, pad, bos, text[0]])
+        pad, bos = self._config.tts_pad_token_id, self._config.tts_bos_token_id
+        opening = self._project([*turn[:HEADER_LEN], pad, pad, pad, pad, bos])
         codec_rows = talker.get_input_embeddings()(self._tensor(codec))
-        opening[-len(codec) :] = opening[-len(codec) :] + codec_rows
+        opening[HEADER_LEN:] = opening[HEADER_LEN:] + codec_rows[:-1]
         prompt = torch.cat([self._project(user), opening]) if user else opening
-        return SpeechRows(prompt, self._project(text[1:]))
+        rows = SpeechRows(prompt, opening[:0], codec_rows[-1:])
+        self._add_text(rows, turn[HEADER_LEN:])
+        self.read_on(rows, speech)
+        return rows
+
+    def read_on(self, rows: SpeechRows, speech: SpokenText) -> None:
+        if rows.is_whole:
+            return
+        # The last token of an answer is not spoken, and this may be the last one.
+        token_ids = speech.answer_token_ids[rows.num_read : -1]
+        rows.num_read += len(token_ids)
+        rows.is_whole = speech.num_inputs is None
+        end = [self._config.tts_eos_token_id, self._config.tts_pad_token_id]
+        self._add_text(rows, [*token_ids, *(end if rows.is_whole else [])])
+
+    def _add_text(self, rows: SpeechRows, token_ids: list[int]) -> None:
+        if not token_ids:
+            return
+        text = self._project(token_ids)
+        if rows.last is not None:
+            rows.prompt = torch.cat([rows.prompt, rows.last + text[:1]])
+            rows.last, text = None, text[1:]
+        rows.text = torch.cat([rows.text, text])
 
     def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
         tables = [self._talker.get_input_embeddings(), *self._predictor.get_input_embeddings()]
@@ -113,9 +135,9 @@ class Qwen3Talker(Talker):
         head = self._talker.codec_head
         return run_decoder(self.decoder, head, embeddings, positions, sampled_rows, **attention)
 
-    def _split(self, speech: SpokenText) -> tuple[list[int], list[int]]:
-        """The user's turns, and the assistant's last turn without the last token of the answer."""
-        config, prompt = self._config, speech.prompt_token_ids
+    def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The user's turns, and the beginning of the assistant's last turn."""
+        config = self._config
         user, turn, begin = [], 0, None
         for index, token_id in enumerate(prompt):
             if token_id == config.im_start_token_id:
@@ -126,7 +148,7 @@ class Qwen3Talker(Talker):
                 user.append(token_id)
         if begin is None or len(prompt) - begin < HEADER_LEN:
             raise InvalidRequest("the prompt has no turn of the assistant to speak", field="prompt")
-        return user, [*prompt[begin:], *speech.answer_token_ids[:-1]]
+        return user, prompt[begin:]
 
     def _project(self, token_ids: list[int]) -> Tensor:
         rows: Tensor = self._talker.text_projection(self._embed_text(self._tensor(token_ids)))

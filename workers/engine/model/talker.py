@@ -1,12 +1,14 @@
 """Talkers of omni models: decoders whose tokens are codes, and whose inputs are more than tokens.
 
 The rows of a prompt are made of the text that is spoken. The row of a frame is made of all of its
-codes, and of the next row of the text: a talker reads while it speaks.
+codes, and of the next row of the text: a talker reads while it speaks. Some read a text that is not
+whole yet.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +22,18 @@ from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
 from workers.engine.sampling.truncation import draw, truncate, unnormalized_probs
 
 
-class SpeechRows(NamedTuple):
-    """What a text contributes to the inputs of a talker."""
+@dataclass(slots=True)
+class SpeechRows:
+    """What a text contributes to the inputs of a talker, as far as it has been read."""
 
-    prompt: Tensor  # [num_prompt_tokens, hidden_size]
+    prompt: Tensor  # [num_prompt_tokens, hidden_size], one less while `last` is wanted
     text: Tensor  # [num_rows, width], one for each frame; further frames have the last one
+    last: Tensor | None = None
+    """The prompt's last row without its part of the text, [1, hidden_size], until that is read."""
+    num_read: int = 0
+    """Tokens of the answer that have been read."""
+    is_whole: bool = False
+    """Whether the end has been read."""
 
 
 class Talker(LanguageAdapter):
@@ -56,9 +65,20 @@ class Talker(LanguageAdapter):
         Raises InvalidRequest for a prompt that cannot be spoken.
         """
 
+    def num_inputs(self, prompt_token_ids: list[int]) -> int | None:
+        """The tokens of a sequence whose rows are made of the prompt alone.
+
+        Each token of the answer adds one, but for the last one, which is not spoken. None for a
+        talker that reads whole answers only.
+        """
+        return None
+
     @abstractmethod
     def make_rows(self, speech: SpokenText) -> SpeechRows:
-        """The rows that are made of a text."""
+        """The rows that are made of a text, as far as it has come."""
+
+    def read_on(self, rows: SpeechRows, speech: SpokenText) -> None:
+        """Add the rows of what has come since."""
 
     @abstractmethod
     def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
@@ -98,6 +118,8 @@ class Talker(LanguageAdapter):
     def write_rows(self, rows: Tensor, s: ScheduledSequence, speech: SpeechRows) -> None:
         """Write the rows of a sequence's tokens in a step into `rows`, [num_new_tokens, …]."""
         sequence = s.sequence
+        assert sequence.speech is not None
+        self.read_on(speech, sequence.speech)
         start = sequence.num_computed_tokens
         in_prompt = speech.prompt[start : start + len(rows)]
         rows[: len(in_prompt)] = in_prompt

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shared.errors import PagemillError
-from shared.protocol.chunks import ChunkSpec
+from shared.protocol.chunks import ChunkSpec, interpolate
 from shared.protocol.records import AnyRecord, AudioChunk, CodeChunk
 from workers.generator.core.schedule import Window, window_at
 from workers.generator.core.vocoder import Codes, Vocoder
@@ -31,6 +31,8 @@ class Speech:
             raise PagemillError("another vocoder has begun this sound, so it cannot go on")
         self.codes: Codes = np.empty((0, vocoder.num_codebooks), np.int32)
         """All frames so far. The array is never changed, but replaced."""
+        self._spoken: list[tuple[int, int]] = []
+        """Numbers of frames, and of the tokens of the text that they speak."""
         self.is_complete = False
         """Whether there will be no more frames."""
 
@@ -57,6 +59,12 @@ class Speech:
                 )
         if chunk.frames:
             self.codes = np.concatenate([self.codes, np.array(chunk.frames, np.int32)])
+        if chunk.end_token is not None:
+            self._spoken.append((len(self.codes), chunk.end_token))
+
+    def end_token_at(self, num_frames: int) -> int | None:
+        """Tokens of the text that are spoken after so many frames; None if that is not known."""
+        return interpolate(self._spoken, num_frames) if self._spoken else None
 
     def next_window(self) -> Window | None:
         """The window of the next chunk; None until its frames are there, and at the end."""

@@ -1,0 +1,75 @@
+"""The images that the requests of a plan must yield: painted by themselves, by a plain loop."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ops.chaos.expected_answers import CACHE
+from ops.chaos.fake_painter import FakePainter
+from ops.chaos.plan import PAINTER, ROOT, Planned, Settings
+from shared.config import Config
+from shared.protocol.images import PaintParams, parse_size, resolve_image
+from shared.protocol.pipeline import StageSpec
+from shared.stage.pipelines import pipelines_of
+from workers.generator.core.denoising import ImageModel, Step, noise_of, time_of
+from workers.generator.image_worker import to_png
+
+
+def expect_images(
+    settings: Settings, config: Config, planned: Sequence[Planned]
+) -> dict[str, list[str]]:
+    """Return the SHA-256 of the file of each image, by request id."""
+    painted = [one for one in planned if one.paints]
+    if not painted:
+        return {}
+    name, model = next(iter(config.models.items()))
+    stage = pipelines_of(config)[name].stage(PAINTER)
+    assert stage is not None
+    file = CACHE / f"{_digest(settings, painted, stage)}.msgpack"
+    if settings.engine == "demo" and file.exists():
+        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, list[str]])
+    painter: ImageModel = FakePainter()
+    if settings.engine == "demo":
+        from workers.generator.painter_model import load_painter
+
+        assert stage.path is not None
+        painter = load_painter(Path(stage.path), model.dtype, stage.sizes, PAINTER)
+
+    @functools.cache
+    def paint(prompt: str, params: PaintParams, number: int) -> str:
+        return hashlib.sha256(_painted(painter, prompt, params, number)).hexdigest()
+
+    found = {}
+    for one in painted:
+        request = one.request
+        params = resolve_image(request.image, stage.sampling_defaults, stage.sizes)
+        alone = msgspec.structs.replace(params, n=1)
+        found[one.id] = [paint(request.prompt or "", alone, n) for n in range(params.n)]
+    if settings.engine == "demo":
+        CACHE.mkdir(exist_ok=True)
+        file.write_bytes(msgspec.msgpack.encode(found))
+    return found
+
+
+def _painted(painter: ImageModel, prompt: str, params: PaintParams, number: int) -> bytes:
+    assert params.seed is not None
+    shape = painter.latents_shape(*parse_size(params.size))
+    latents = noise_of(params.seed, number, shape, painter.dtype)
+    texts = painter.encode(prompt, ""), painter.encode(params.negative_prompt, "")
+    for step in range(params.steps):
+        times = time_of(step, params.steps), time_of(step + 1, params.steps)
+        latents = painter.step([Step(latents, *texts, params.guidance, *times)])[0].latents
+    return to_png(painter.pixels(latents))
+
+
+def _digest(settings: Settings, painted: Sequence[Planned], stage: StageSpec) -> str:
+    digest = hashlib.sha256()
+    digest.update(msgspec.json.encode([settings.engine, painted, stage]))
+    files = sorted((ROOT / "workers" / "generator").rglob("*.py"))
+    assert stage.path is not None
+    for file in [*files, *sorted(path for path in Path(stage.path).iterdir() if path.is_file())]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:24]

@@ -1,0 +1,164 @@
+"""An engine worker with a talker that speaks a text while it is written."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.client import follow
+from shared.config import EngineConfig
+from shared.errors import LogTruncated, WorkerFailure
+from shared.protocol import subjects
+from shared.protocol.messages import decode_attempt
+from shared.protocol.records import Failure, Finish, TokenChunk
+from shared.protocol.task_messages import EngineBody, Task
+from shared.stage.inputs import RequestEnded
+from shared.stage.job import Job
+from shared.state.request_status import find
+from shared.state.token_log import end_request
+from tests.engine.core.test_kv_events import put_task
+from tests.engine.test_engine_worker import start_worker
+from workers.engine import worker as engine_worker
+from workers.engine.core.sequence import SpokenText
+from workers.engine.stage_output import Progress, Rendered, TextOutput
+from workers.engine.worker import EngineWorker
+
+PROMPT = [1, 2, 3, 4]
+NUM_TOKENS = 6
+
+
+class Typist(TextOutput):
+    """Each number that is put into the queue is how many tokens can go on; None is the end."""
+
+    def __init__(self) -> None:
+        self.typed: asyncio.Queue[int | Exception | None] = asyncio.Queue()
+        self.num_readers = 0
+
+    async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
+        return Rendered(task, self.known(0), growth=self.growth())
+
+    def known(self, number: int | None) -> SpokenText:
+        return SpokenText([], [], None, None if number is None else len(PROMPT) - 1 + number)
+
+    async def growth(self) -> AsyncGenerator[SpokenText]:
+        self.num_readers += 1
+        try:
+            while True:
+                typed = await self.typed.get()
+                if isinstance(typed, Exception):
+                    raise typed
+                yield self.known(typed)
+                if typed is None:
+                    return
+        finally:
+            self.num_readers -= 1
+
+
+class Rig:
+    """A worker with one request, whose steps take no time."""
+
+    def __init__(self, bus: Bus, worker: EngineWorker) -> None:
+        self.bus, self.worker = bus, worker
+        self.typist = Typist()
+        worker._output = self.typist
+        self.name = f"typed-{secrets.token_hex(8)}"
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def until_it_waits(self) -> None:
+        await self.until(lambda: self.worker._stats.num_without_input == 1)
+
+
+@pytest.fixture
+async def rig(bus: Bus) -> AsyncGenerator[Rig]:
+    model = f"m-{secrets.token_hex(4)}"
+    worker, runner, context = await start_worker(bus, model, EngineConfig())
+    runner.go_on.release(1000)
+    rig = Rig(bus, worker)
+    serving = asyncio.create_task(worker.serve())
+    await put_task(bus, model, rig.name, PROMPT, max_tokens=NUM_TOKENS)
+    await rig.until_it_waits()
+    yield rig
+    assert rig.typist.num_readers == 0
+    assert not worker._requests
+    assert worker._stats.num_free_blocks == worker._stats.num_blocks
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+
+
+async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> None:
+    shutdown = rig.worker._context.shutdown
+    shutdown.asked.set()
+    shutdown.hurry.set()
+
+    async def outcomes() -> list[object]:
+        subject = subjects.attempts(rig.name)
+        stored = await rig.bus.read(subjects.ATTEMPTS_STREAM, subject)
+        return [a and a.outcome for a in (decode_attempt(message.data) for message in stored)]
+
+    async with asyncio.timeout(20):
+        while await outcomes() != ["open", "requeued"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await rig.until(lambda: not rig.worker._requests)
+    await rig.until(lambda: rig.worker._stats.num_free_blocks == rig.worker._stats.num_blocks)
+
+
+async def test_a_request_goes_on_as_its_text_comes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits, the broker hears that it is not forgotten."""
+    monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
+    reported: list[list[Job]] = []
+
+    def progressed(jobs: Iterable[Job]) -> None:
+        reported.append([*jobs])
+
+    monkeypatch.setattr(rig.worker._stage.claims, "progressed", progressed)
+    (opened,) = rig.worker._requests.values()
+    await rig.until(lambda: [opened.job] in reported)
+    assert rig.worker._load()["without_input"] == 1
+    async with asyncio.timeout(20):
+        while "wait for more of a text" not in (await find(rig.bus, rig.name)).why:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    reading = follow(rig.bus, rig.name)
+    rig.typist.typed.put_nowait(1)
+    first = await anext(reading)
+    assert isinstance(first, TokenChunk)
+    assert len(first.choices[0].token_ids) == 1
+    await rig.until_it_waits()
+    for known in (2, 2, 4, None):
+        rig.typist.typed.put_nowait(known)
+    async with asyncio.timeout(20):
+        *chunks, last = [record async for record in reading]
+    assert isinstance(last, Finish)
+    assert last.usage.completion_tokens == NUM_TOKENS
+    # A step that the thread does not begin is not counted: of the prompt's first part, and tokens.
+    assert rig.worker._stats.num_steps == 1 + NUM_TOKENS
+    await rig.until(lambda: not rig.worker._requests)
+    assert all(record.attempt == 1 for record in chunks)
+
+
+async def test_a_text_that_cannot_be_read_fails_its_request(rig: Rig) -> None:
+    rig.typist.typed.put_nowait(LogTruncated("gone"))
+    async with asyncio.timeout(20):
+        (record,) = [record async for record in follow(rig.bus, rig.name)]
+    assert isinstance(record, Failure)
+    assert record.error.code == LogTruncated.code
+    await rig.until(lambda: rig.worker._stats.num_running == 0)
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_a_request_that_ends_while_it_waits_is_let_go(rig: Rig, is_noticed: bool) -> None:
+    await end_request(rig.bus, rig.name, 1, WorkerFailure("it was ended"), [])
+    if is_noticed:
+        await rig.bus.notify(subjects.ended(rig.name))
+    else:
+        rig.typist.typed.put_nowait(RequestEnded())
+    await rig.until(lambda: not rig.worker._requests)
+    await rig.until(lambda: rig.worker._stats.num_running == 0)
