@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +32,23 @@ MAX_PROMPT_LEN = 4
 REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 
 
+def _keep_output() -> None:
+    """Have the terminal keep what was written and not yet read when Ctrl-C comes.
+
+    By default it is discarded, and a test would miss text that `pagemill` has printed.
+    """
+    attributes = termios.tcgetattr(0)
+    attributes[3] |= termios.NOFLSH
+    termios.tcsetattr(0, termios.TCSANOW, attributes)
+
+
 class Terminal:
     """A running `pagemill chat` and what it has written."""
 
     def __init__(self, cluster: Cluster, state: Path, *options: str) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            _keep_output()
             env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(state)}
             env |= {"TERM": "dumb", "COLUMNS": "400"}
             command = [*PAGEMILL, "chat", "--nats", cluster.url, *options]
