@@ -57,6 +57,7 @@ def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "NATS_URL": cluster.url,
+        "NATS_NKEY": str(cluster.client_key),
         "PAGEMILL_NATS__URL": cluster.url,
         "no_proxy": "*",
         "NO_PROXY": "*",

@@ -19,13 +19,14 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
+from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.task_set import TaskSet
 from shared.telemetry.metrics import Metrics
-from workers.gateway.caches import SignsCache, TokenBytesCache
+from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
@@ -70,6 +71,8 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
         self.token_bytes = TokenBytesCache(bus)
+        self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
+        self.store_use = StoreUseCache(bus)
         self.heartbeats = SignsCache(bus.read_heartbeats)
         self.start_reports = SignsCache(bus.read_start_reports)
         self.assemblers: dict[str, MakeAssembler] = {}

@@ -1,12 +1,18 @@
-"""Caches of what workers tell: the bytes of tokens, heartbeats and reports of their start."""
+"""Caches of what workers and the broker tell: heartbeats, bytes of tokens, use of the store."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.metering import LogUse
+from shared.errors import Unavailable
+from shared.lru import ByteLRU
+from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport
 from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
@@ -16,6 +22,11 @@ Sign = TypeVar("Sign", Heartbeat, StartReport)
 
 READ_TIMEOUT_S = 2.0
 FRESH_S = 0.5
+SIZE_FRESH_S = 1.0
+USE_FRESH_S = 1.0
+FIRST_MEASURE_S = 1.0
+ANEW_S = 5.0
+MAX_TENANTS = 10_000
 
 
 class SignsCache(Generic[Sign]):
@@ -33,6 +44,104 @@ class SignsCache(Generic[Sign]):
                 self._signs = await self._ask()
             self._read_s = time.monotonic()
         return self._signs
+
+
+class SizeCache:
+    """The bytes that a stream takes, read at most once in `SIZE_FRESH_S`."""
+
+    def __init__(self, bus: Bus, stream: str) -> None:
+        self._bus = bus
+        self._stream = stream
+        self._num_bytes = 0
+        self._read_s = float("-inf")
+
+    async def read(self) -> int:
+        """Raises Unavailable."""
+        if time.monotonic() - self._read_s > SIZE_FRESH_S:
+            self._num_bytes = await self._bus.stream_bytes(self._stream)
+            self._read_s = time.monotonic()
+        return self._num_bytes
+
+
+class StoreUseCache:
+    """What each tenant's responses take in the store.
+
+    The broker is asked what is new at most once in `USE_FRESH_S`. What has expired or was deleted
+    elsewhere counts until all is measured anew, which a tenant who has reached a limit waits for.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        # Each entry counts as one byte.
+        self._uses = ByteLRU[str, _TenantUse](MAX_TENANTS)
+
+    async def read(self, tenant: str) -> LogUse:
+        """Return the use, with what this gateway has added since it was measured.
+
+        It is small while a first measurement takes long.
+        """
+        use = self._uses.get(tenant)
+        if use is None:
+            use = _TenantUse(self._bus, subjects.steps_of_tenant(tenant))
+            self._uses.put(tenant, use, 1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_MEASURE_S):
+                    await asyncio.shield(use.measure(anew=True))
+        elif time.monotonic() - use.measured_s > USE_FRESH_S:
+            use.measure(anew=False)
+        return use.known
+
+    async def read_anew(self, tenant: str) -> LogUse:
+        """Return the use without what has expired."""
+        use = self._uses.get(tenant)
+        if use is None:
+            return await self.read(tenant)
+        if time.monotonic() - use.measured_anew_s > ANEW_S:
+            await asyncio.shield(use.measure(anew=True))
+        return use.known
+
+    def note_added(self, tenant: str, num_bytes: int) -> None:
+        """Count a response that this gateway has stored since its tenant's were measured."""
+        if (use := self._uses.get(tenant)) is not None:
+            use.added = _sum(use.added, 1, num_bytes)
+
+    def note_deleted(self, tenant: str, num_bytes: int) -> None:
+        if (use := self._uses.get(tenant)) is not None:
+            use.measured = _sum(use.measured, -1, -num_bytes)
+
+
+class _TenantUse:
+    def __init__(self, bus: Bus, subject: str) -> None:
+        self._bus = bus
+        self._subject = subject
+        self.measured = LogUse()
+        self.added = LogUse()
+        self._measuring: asyncio.Task[None] | None = None
+        self.measured_s = self.measured_anew_s = float("-inf")
+
+    @property
+    def known(self) -> LogUse:
+        return _sum(self.measured, self.added.num_logs, self.added.num_bytes)
+
+    def measure(self, *, anew: bool) -> "asyncio.Task[None]":
+        """Return the task that measures, which may have begun before."""
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.create_task(self._measure(anew=anew))
+        return self._measuring
+
+    async def _measure(self, *, anew: bool) -> None:
+        added, now_s = self.added, time.monotonic()
+        before = LogUse() if anew else self.measured
+        with contextlib.suppress(Unavailable):  # The last measure counts until the next one.
+            found = await self._bus.measure_logs(subjects.STEPS_STREAM, self._subject, before)
+            self.measured, self.measured_s = found, now_s
+            self.measured_anew_s = now_s if anew else self.measured_anew_s
+            # What was added meanwhile may be counted twice until the next time.
+            self.added = _sum(self.added, -added.num_logs, -added.num_bytes)
+
+
+def _sum(use: LogUse, num_logs: int, num_bytes: int) -> LogUse:
+    return replace(use, num_logs=use.num_logs + num_logs, num_bytes=use.num_bytes + num_bytes)
 
 
 class TokenBytesCache:

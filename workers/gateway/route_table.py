@@ -43,7 +43,9 @@ class ApiOperation(Struct, frozen=True):
     answer: Any = None
     """The type of a JSON response, or the media type of any other response."""
     body: Any = None
-    """The type of the JSON body."""
+    """The type of the JSON body, or of the fields of a form."""
+    file: str = ""
+    """The field of the form that is a file; without one the body is JSON."""
     chunk: Any = None
     """The type of the data of events, where the response may be a stream."""
     refuses: Errors = ()

@@ -47,7 +47,7 @@ return texts.map((element) => {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browsing(tmp_path_factory.mktemp("chromium")) as browser:
         yield browser

@@ -8,17 +8,22 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec import envelope
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config_agent import AgentConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.items import MessageItem
 from shared.protocol.messages import Heartbeat, RequestRecord, StartReport
+from shared.protocol.steps import Begun
 from shared.stage.runtime import VERSION
 from shared.state import request_registry
+from shared.state.step_log import StepLog
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Start, free_port
 from tests.tasks import engine_task
@@ -63,7 +68,8 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
         for role in roles:
             beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], {})
             await bus.publish_heartbeat(beat.worker, to_json(beat))
-        context = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1")
+        config = replace(CONFIG, agent=AgentConfig(store_mib=1))
+        context = AppContext(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
         answer = await health.ready(context, Request({"type": "http"}), cast(Caller, None))
         return answer.status_code, json.loads(bytes(answer.body))
 
@@ -82,6 +88,10 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
         ready = {"status": "ok", "models": {"demo": "ok"}}
         assert await ask("coordinator", "renderer", "engine") == (200, ready)
         assert await describe_request(bus) == ("queued", "engine", None)
+        large = MessageItem("user", "x" * 2**20)
+        await StepLog(bus, "", "resp_large").append(Begun(0, 1, "demo", "", [large], {}))
+        full = ready | {"responses": "store is full"}
+        assert await ask("coordinator", "renderer", "engine") == (200, full)
     finally:
         await bus.close()
         await asyncio.to_thread(server.stop)

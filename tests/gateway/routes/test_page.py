@@ -5,8 +5,10 @@ import hashlib
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ops.browser import ENTER, ESCAPE, TAB, Browser
 from ops.demo import IMAGES
@@ -31,6 +33,8 @@ from tests.gateway.routes.conftest import (
 
 pytestmark = needs_browser
 
+RECORDED = Path(__file__).parents[2] / "recorded"
+
 
 def test_a_question_about_an_image(page: Browser) -> None:
     page.type("#file", str(IMAGES / "red.png"))
@@ -45,6 +49,24 @@ def test_a_question_about_an_image(page: Browser) -> None:
     for fact in (".first", ".tokens", ".prompt", ".request"):
         assert re.search(r"\d", page.text(f"{LAST} {fact}")), fact
     assert page.text(f"{LAST} .resumed") == "never"
+
+
+def test_a_question_about_a_clip_plays_what_is_sent(page: Browser, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (112, 84), (40 * i, 0, 0)) for i in range(4)]
+    frames[0].save(
+        tmp_path / "clip.gif", save_all=True, append_images=frames[1:], duration=250, loop=0
+    )
+    page.type("#file", f"{tmp_path / 'clip.gif'}\n{RECORDED / 'clip.mp4'}")
+    page.wait("document.querySelectorAll('#images li').length === 2")
+    assert page.run("return document.querySelector('#images img').src").startswith("data:image/gif")
+    assert page.run("return document.querySelector('#images video').src").startswith(
+        "data:video/mp4"
+    )
+    page.click("#images li:last-child button")
+    ask(page, "What color is it?")
+    assert ended(page).startswith("Done in ")
+    assert page.run("return document.querySelector('.turn .thumbs img').alt") == "clip.gif"
+    assert page.console_errors() == []
 
 
 def test_an_encoder_is_shown_as_a_stage(

@@ -92,9 +92,9 @@ def test_the_drop_area_is_highlighted_while_files_are_dragged(page: Browser) -> 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("notes.png", b"no image at all", "notes.png is not a PNG, JPEG or WebP image."),
+        ("notes.png", b"no image at all", "notes.png is not a PNG, JPEG or WebP image, a GIF,"),
         ("page.png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.png is not a PNG"),
-        ("moving.png", b"GIF89a" + bytes(60), "moving.png is not a PNG"),
+        ("moving.png", b"GIF89a" + bytes(60), "moving.png is damaged"),
         ("cut.png", (IMAGES / "red.png").read_bytes()[:60], "cut.png is damaged"),
         ("empty.png", b"", "empty.png is not a PNG"),
     ],
@@ -177,7 +177,8 @@ def test_the_focus_is_visible(page: Browser) -> None:
     return [style.outlineStyle, style.boxShadow];
     """
     page.run("const e = document.querySelector('.skip'); e.focus(); e.blur()")
-    names = ["OpenAPI", "log", "question", "file", "model", "send", "Key and parameters"]
+    names = ["Responses", "OpenAPI", "log", "question", "file", "record", "model", "send"]
+    names.append("Key and parameters")
     for name in names:
         page.press(TAB)
         focused = "const e = document.activeElement; return e.id || e.innerText"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -18,6 +19,9 @@ from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.sampling import StructuredOutputs
+from shared.tool_calls.grammars import required_grammar, strict_grammar
+from shared.tool_calls.parser import ToolParser
+from shared.tool_calls.scanner import Call
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, start_gateway
 from tests.gateway.routes.test_chat import ROOT
@@ -25,9 +29,6 @@ from workers.engine.sampling.grammar import to_llguidance
 from workers.engine.sampling.grammar_sandbox import compile_grammar
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
-from workers.gateway.openai.strict_tools import strict_grammar
-from workers.gateway.openai.tool_parser import ToolParser
-from workers.gateway.openai.tool_scanner import Call
 from workers.gateway.schemas.openai_request import ChatMessage, ChatRequest, StructuredOutputsBody
 
 PAINT = {
@@ -138,18 +139,48 @@ def test_the_grammar_rejects_invalid_calls(matcher: LLMatcher, text: str) -> Non
     assert len(take(matcher.deep_copy(), text.encode())) < len(text.encode())
 
 
+@pytest.mark.parametrize(
+    ("one_call", "text", "accepted"),
+    [
+        (True, WHOLE[1], True),
+        (True, "", False),
+        (True, f"So. {WHOLE[1]}", False),
+        (True, WHOLE[1] * 2, False),
+        (False, WHOLE[1] * 2, True),
+        (False, f"{WHOLE[1]}\n{WHOLE[1]}", True),
+        (False, '<tool_call>{"name": "free", "arguments": [1]}</tool_call>', False),
+        (False, '<tool_call>{"name": "now", "arguments": {}}</tool_call>', True),
+    ],
+)
+def test_required_calls_are_all_of_an_answer(one_call: bool, text: str, accepted: bool) -> None:
+    grammar = required_grammar(TOOLS, [None, None], one_call=one_call)
+    definition = to_llguidance(StructuredOutputs(grammar=grammar))
+    matcher = compile_grammar(LLTokenizer("byte"), definition)
+    assert not matcher.is_error(), matcher.get_error()
+    whole = take(matcher, text.encode()) == text.encode()
+    assert (whole and matcher.is_accepting()) == accepted
+
+
 def request(**fields: Any) -> ChatRequest:
     return ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS, **fields)
 
 
-def test_only_optional_calls_get_a_grammar() -> None:
-    assert "grammar" in plan_chat(request(), CARD).sampling["structured_outputs"]
-    assert (
-        "json_schema"
-        in plan_chat(request(tool_choice="required"), CARD).sampling["structured_outputs"]
-    )
+def test_calls_get_a_grammar_in_the_models_own_format() -> None:
+    for choice in ("auto", "required"):
+        plan = plan_chat(request(tool_choice=choice), CARD)
+        assert "grammar" in plan.sampling["structured_outputs"]
+        # The tags of a call may be special tokens.
+        assert plan.sampling["skip_special_tokens"] is False
+    untrained = msgspec.structs.replace(CARD, tool_parser=None, call_signs=None)
+    with pytest.raises(UnsupportedParameter, match="was not trained to call tools"):
+        plan_chat(request(), untrained)
+    plan = plan_chat(request(tool_choice="required"), untrained)
+    assert "json_schema" in plan.sampling["structured_outputs"]
     assert "structured_outputs" not in plan_chat(request(tool_choice="none"), CARD).sampling
+    # Other servers read other grammars.
     assert "structured_outputs" not in plan_chat(request(), CARD, strict=False).sampling
+    plan = plan_chat(request(tool_choice="required"), CARD, strict=False)
+    assert "json_schema" in plan.sampling["structured_outputs"]
     free = ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS[2:])
     assert "structured_outputs" not in plan_chat(free, CARD).sampling
 

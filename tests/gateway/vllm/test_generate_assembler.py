@@ -36,7 +36,10 @@ def shape(name: str, **changed: Any) -> GenerateShape:
         "logprobs": 2,
         "prompt_token_ids": whole["prompt_token_ids"],
         "return_token_ids": True,
-        "placeholders": [PlaceholderInfo(**p) for p in whole["mm_placeholders"]["image"]],
+        "placeholders": {
+            modality: [PlaceholderInfo(**place) for place in places]
+            for modality, places in whole["mm_placeholders"].items()
+        },
         "include_usage": True,
     }
     return GenerateShape(**fields | changed)

@@ -203,7 +203,7 @@ def test_metadata_override_an_item_only_where_they_differ() -> None:
 
 def test_the_shape_has_only_what_the_answer_needs() -> None:
     plain = shape_of(parse(msgspec.json.encode(with_image())), "w")
-    assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], [])
+    assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], {})
     asked = with_image() | {
         "return_token_ids": True,
         "stream": True,
@@ -211,7 +211,7 @@ def test_the_shape_has_only_what_the_answer_needs() -> None:
     }
     shown = shape_of(parse(msgspec.json.encode(asked)), "w")
     assert shown.prompt_token_ids == [1, 2, 2, 3]
-    assert shown.placeholders == [PlaceholderInfo(1, 2)]
+    assert shown.placeholders == {"image": [PlaceholderInfo(1, 2)]}
     # As in vLLM, the one has no effect without the other.
     assert (shown.include_usage, shown.continuous_usage) == (False, False)
 

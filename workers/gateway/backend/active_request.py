@@ -1,6 +1,7 @@
 """A request that a gateway answers, from its record and its token logs."""
 
 import asyncio
+import base64
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -20,7 +21,7 @@ from starlette.requests import Request
 
 from shared import client
 from shared.errors import Cancelled, DecodeError, NotFound, PagemillError, Unavailable
-from shared.protocol import subjects
+from shared.protocol import names
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import (
@@ -29,9 +30,11 @@ from shared.protocol.records import (
     ErrorInfo,
     Failure,
     Finish,
+    ImageRecord,
     LogRecord,
     OutputEnd,
     OutputSummary,
+    StepState,
     TokenChunk,
 )
 from shared.state import request_registry
@@ -41,12 +44,16 @@ from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import options_of_part, translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
+from workers.gateway.core.part_order import in_part_order
 from workers.gateway.core.speech_order import in_speech_order
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
 
 T = TypeVar("T")
+
+# Peak memory of a character of an image in base64, with the JSON that is made of it.
+ENCODED_BYTES = 3
 
 _log = structlog.get_logger()
 
@@ -99,7 +106,7 @@ class ActiveRequest:
             shown = await self._add_record(part, record, self._event_id(position), start[part])
             for one in shown:
                 if position[part] >= start[part]:
-                    yield self.encode(to_json(one), self._event_id(position))
+                    yield self._named(one) + self.encode(to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 
@@ -108,13 +115,19 @@ class ActiveRequest:
     ) -> Any:
         """Read the logs to their ends, and return the whole answer.
 
-        Memory for a speech is reserved in the `scope` of the HTTP request. Raises Failed,
-        AnswerTooLarge or Overloaded.
+        Memory for a speech, and for images, is reserved in the `scope` of the HTTP request. Raises
+        Failed, AnswerTooLarge or Overloaded.
         """
+        budget = self._context.answer_budget
         async for part, record in self._merged(logs):
             if isinstance(record, AudioChunk):
                 num_bytes = self._assembler.sample_bytes * record.num_samples
-                self._context.answer_budget.extend(scope, num_bytes)
+                budget.extend(scope, num_bytes, self.record.kind)
+            elif isinstance(record, ImageRecord):
+                file = await self._read_file(record)
+                budget.extend(scope, ENCODED_BYTES * len(file), self.record.kind)
+                self._assembler.add_image(record, file)
+                continue
             await self._add_record(part, record, "", 0)
         return self._assembler.answer()
 
@@ -132,10 +145,23 @@ class ActiveRequest:
     def _merged(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
     ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
-        merged, speech = merge_logs(logs), self.record.options.get("speech")
-        if speech is None:
-            return merged
+        merged, options = merge_logs(logs), self.record.options
+        if "speech" not in options and self.record.output is None:
+            return in_part_order(merged) if options.get("in_order") else merged
+        speech = options.get("speech", {})
         return in_speech_order(merged, timed=speech.get("timed", False))
+
+    async def _read_file(self, record: StepState | ImageRecord) -> str:
+        """Return the file that is shown of a record in base64. Raises Unavailable if it is gone."""
+        media = self._assembler.file_of(record)
+        if not media:
+            return ""
+        data = await client.read_media(self._context.bus, media, self.record.tenant)
+        return base64.b64encode(data).decode()
+
+    def _named(self, one: Any) -> bytes:
+        name = self._assembler.event_name(one)
+        return f"event: {name}\n".encode() if name else b""
 
     async def _add_record(
         self, part: int, record: AnyRecord, event_id: str, start: int
@@ -155,10 +181,8 @@ class ActiveRequest:
             case Finish():
                 ended = self._assembler.end_outputs(self._client_outputs(record.outputs))
                 return ended + self._assembler.finish(part, record.usage)
-            case AudioChunk() | OutputEnd():
-                if isinstance(record, AudioChunk) and record.first_sample == 0 and start == 0:
-                    self._first_audio_s.observe(time.monotonic() - self._began_s)
-                return self._assembler.add_audio(record)
+            case AudioChunk() | OutputEnd() | StepState() | ImageRecord():
+                return await self._add_output(record, start)
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
                 if is_cancelled and (shown := self._assembler.abort()) is not None:
@@ -169,6 +193,19 @@ class ActiveRequest:
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
             case _:
                 return []
+
+    async def _add_output(
+        self, record: AudioChunk | OutputEnd | StepState | ImageRecord, start: int
+    ) -> list[Any]:
+        if isinstance(record, AudioChunk | OutputEnd):
+            if isinstance(record, AudioChunk) and record.first_sample == 0 and start == 0:
+                self._first_audio_s.observe(time.monotonic() - self._began_s)
+            return self._assembler.add_audio(record)
+        # A preview that the client has seen is not read again.
+        is_seen = (record.index + 1) * self._assembler.max_events <= start
+        is_needed = isinstance(record, ImageRecord) or not is_seen
+        file = await self._read_file(record) if is_needed else ""
+        return self._assembler.add_image(record, file)
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
         """Return the outputs, with errors whose fields have the client's names."""
@@ -188,15 +225,14 @@ class ActiveRequest:
     def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended.
 
-        That of the speech, if there is one, is the last.
+        That of an output beside the text, if there is one, is the last.
         """
         bus, rest_s = self._context.bus, max(0.0, self._rest_s)
         logs: list[AsyncIterator[AnyRecord]] = [
             client.follow(bus, part, timeout_s=rest_s) for part in self.parts
         ]
-        speech = self.record.options.get("speech")
-        if speech is not None:
-            output = speech["output"]
+        output = self.record.output
+        if output is not None:
             logs.append(client.follow_output(bus, self.request_id, output, timeout_s=rest_s))
         return logs
 
@@ -284,7 +320,7 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     """
     name = request.path_params["id"]
     client_ids = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
-    ids = [name, *client_ids] if subjects.is_request_id(name) else client_ids
+    ids = [name, *client_ids] if names.is_request_id(name) else client_ids
     for request_id in ids:
         record = await request_registry.find(context.bus, request_id)
         if record is not None and record.tenant == caller.tenant:

@@ -35,6 +35,8 @@ from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, ru
 
 # Options that may differ when a client comes back for the same answer.
 _STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
+# Options of an output beside the text, of which the client has chosen the format.
+_OUTPUT_OPTIONS = frozenset({"speech", "images"})
 # Fields that are newer than the digest, with their defaults. A request without them has the same
 # digest at a gateway that does not know them, as in a rolling upgrade.
 _NEWER_FIELDS = {"on_late": "fail", "image": None}
@@ -126,6 +128,9 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
 def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan) -> str:
     """Return the digest of all that the answer depends on. How it is delivered is left out."""
     shape = {name: value for name, value in plan.options.items() if name not in _STREAM_OPTIONS}
+    for name in shape.keys() & _OUTPUT_OPTIONS:
+        # The rest is configured, or in the requests.
+        shape[name] = {"format": shape[name]["format"]}
     contents = [_content_of(request) for request in requests]
     return hashlib.sha256(to_json([contents, plan.sampling, shape])).hexdigest()
 

@@ -11,7 +11,15 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
+from shared.protocol.records import (
+    AudioChunk,
+    ImageRecord,
+    OutputEnd,
+    OutputSummary,
+    StepState,
+    TokenChunk,
+    Usage,
+)
 
 TokenBytes = Mapping[int, bytes]
 """Bytes of tokens, by token id."""
@@ -41,6 +49,18 @@ class Assembler(ABC):
     def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
         """Return the events that a stream shows of a record of the speech."""
         return []
+
+    def file_of(self, record: StepState | ImageRecord) -> str:
+        """Return the `media:` URL of the file that is shown of an image; "" for none."""
+        return ""
+
+    def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
+        """Return the events that a stream shows of an image; `file` is base64, or "" for none."""
+        return []
+
+    def event_name(self, event: Any) -> str:
+        """Return the name of an event of a stream; "" for none."""
+        return ""
 
     def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
         """Return the events that a stream shows when all outputs beside the text have ended.

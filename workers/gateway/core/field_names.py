@@ -33,8 +33,23 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
         "embedding": "model",
     },
     "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
+    "images": {
+        "image.size": "size",
+        "image.n": "n",
+        "image.steps": "num_inference_steps",
+        "image.guidance": "guidance_scale",
+        "image.negative_prompt": "negative_prompt",
+        "outputs": "model",
+    },
     "rerank": {**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"},
+    "response": {
+        **dict.fromkeys(PROMPT_FIELDS, "input"),
+        "items": "input",
+        "sampling_params.structured_outputs": "text.format",
+        "sampling_params.max_tokens": "max_output_tokens",
+    },
     "speech": {"given_text": "input", "outputs": "model"},
+    "transcription": dict.fromkeys((*PROMPT_FIELDS, "items", "url"), "file"),
     "score": {**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"},
 }
 """Client's field by bus field, for each kind of RequestRecord. Others have the same name."""

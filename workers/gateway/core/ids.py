@@ -17,9 +17,11 @@ PREFIXES = {
     "demo": "demo",
     "embedding": "embd",
     "generate": "gen",
+    "images": "img",
     "rerank": "rerank",
     "score": "score",
     "speech": "speech",
+    "transcription": "transcr",
 }
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")

@@ -1,9 +1,9 @@
-"""Memory budget for answers that are not streamed: log probabilities, embeddings, speech. Pure.
+"""Memory budget for answers that are not streamed: log probabilities, embeddings, speech, images.
 
 A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
 end, and there may be gigabytes, so their memory is reserved before the request is published.
-Embeddings are never streamed. How long a speech will be is not known, so its memory is reserved
-while it grows.
+Embeddings are never streamed. How long a speech will be is not known, nor how large the file of an
+image, so their memory is reserved as they come. Pure.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -152,16 +152,19 @@ class AnswerBudget:
             )
         self._take(scope, num_bytes)
 
-    def extend(self, scope: MutableMapping[str, Any], more_bytes: int) -> None:
-        """Reserve memory for more of a speech, in addition to what the request has.
+    def extend(self, scope: MutableMapping[str, Any], more_bytes: int, kind: str) -> None:
+        """Reserve memory for more of a speech or images, in addition to what the request has.
 
         Raises AnswerTooLarge or Overloaded.
         """
         if scope.get("answer_bytes", 0) + more_bytes > self._max_mib * 2**20:
+            what, field, advice = "speech", "stream", "a stream has no limit"
+            if kind == "images":
+                what, field, advice = "images", "response_format", "ask for their URLs"
             raise AnswerTooLarge(
-                f"the speech of this answer takes more than the limit of {self._max_mib} MiB"
-                " without a stream: a stream has no limit",
-                field="stream",
+                f"the {what} of this answer would take more than the limit of {self._max_mib} MiB"
+                f" without a stream: {advice}",
+                field=field,
             )
         self._take(scope, more_bytes)
 

@@ -38,8 +38,7 @@ class BodyReader:
         Raises BodyTooLarge as soon as the limit is passed, Overloaded, RequestTimeout,
         WrongContentType for a compressed body, or ClientDisconnect.
         """
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise WrongContentType("the body must not be compressed: leave Content-Encoding out")
+        check_not_compressed(request)
         limit, timeout_s = self._limits.max_body_mib * 2**20, self._limits.body_timeout_s
         too_large = BodyTooLarge(f"a body may have {self._limits.max_body_mib} MiB")
         length = request.headers.get("content-length", "0")
@@ -52,14 +51,11 @@ class BodyReader:
                     total += len(part)
                     if total > limit:
                         raise too_large
-                    self._reserve(request, len(part))
+                    self.reserve(request, len(part))
                     parts.append(part)
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
-        body = b"".join(parts)
-        if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
-            raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
-        return body
+        return b"".join(parts)
 
     async def decode(
         self, request: Request, body_type: type[T], unsupported: frozenset[str] = frozenset()
@@ -72,6 +68,7 @@ class BodyReader:
         if not declares_json(request):
             raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
         body = await self.read(request)
+        check_num_values(body)
         try:
             check_json(body)
             return msgspec.json.decode(body, type=body_type)
@@ -84,11 +81,33 @@ class BodyReader:
         """Free everything that this request has reserved. A second call has no effect."""
         self._free_bytes += request.scope.pop("body_bytes", 0)
 
-    def _reserve(self, request: Request, num_bytes: int) -> None:
+    def reserve(self, request: Request, num_bytes: int) -> None:
+        """Reserve memory until `release`. Raises Overloaded."""
         if num_bytes > self._free_bytes:
             raise Overloaded("too many large request bodies are being received")
         self._free_bytes -= num_bytes
         request.scope["body_bytes"] = request.scope.get("body_bytes", 0) + num_bytes
+
+
+def check_not_compressed(request: Request) -> None:
+    """Raises WrongContentType."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise WrongContentType("the body must not be compressed: leave Content-Encoding out")
+
+
+def check_form(request: Request) -> str:
+    """Return the content type of a form. Raises WrongContentType for any other body."""
+    content_type = request.headers.get("content-type", "")
+    if not content_type.lower().startswith("multipart/form-data"):
+        raise WrongContentType("the body must be a form: send `multipart/form-data`")
+    check_not_compressed(request)
+    return content_type
+
+
+def check_num_values(body: bytes) -> None:
+    """Raise BodyTooLarge for JSON that a decoder would take too long for."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
 
 
 def declares_json(request: Request) -> bool:

@@ -56,6 +56,22 @@ class ReusedId(RequestError):
     code = "request_id_reused"
 
 
+class UnknownPreviousResponse(RequestError):
+    code = "previous_response_not_found"
+
+
+class ApprovalUsed(RequestError):
+    code = "approval_used"
+
+
+class StoreFull(PagemillError):
+    """The store of responses has no room, or a tenant's share of it is used up."""
+
+    code = "response_store_full"
+    retryable = True
+    retry_after_s = 60.0
+
+
 class WrongMethod(RequestError):
     code = "method_not_allowed"
 
@@ -116,12 +132,14 @@ STATUSES = {
     "unknown_adapter": 404,
     "not_found": 404,
     UnknownRoute.code: 404,
+    UnknownPreviousResponse.code: 404,
     WrongMethod.code: 405,
     RequestTimeout.code: 408,
     "log_truncated": 410,
     "payload_too_large": 413,
     BodyTooLarge.code: 413,
     WrongContentType.code: 415,
+    ApprovalUsed.code: 409,
     RangeNotSatisfiable.code: 416,
     "invalid_media": 422,
     "media_too_large": 422,
@@ -132,6 +150,7 @@ STATUSES = {
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
+    StoreFull.code: 503,
     "grammar_not_tried": 503,
     Interrupted.code: 503,
     "deadline_exceeded": 504,
@@ -142,6 +161,8 @@ STATUSES = {
 _MESSAGES = {
     "unavailable": "the service is temporarily unavailable; try again",
     "overloaded": "too many requests are waiting; try again a little later",
+    StoreFull.code: "no further response can be stored, not even with `store: false`: delete some,"
+    " or wait until some have expired",
     "grammar_not_tried": "the machine was too busy to check the grammar; try again a little later",
     Interrupted.code: "this gateway is shutting down, and the request continues without it: ask"
     " another gateway for /v1/requests/{id} with the id from the header X-Request-Id",
@@ -159,12 +180,17 @@ _TYPES = {
 }
 
 
-UNSUPPORTED_CONTENT = (
-    *("input_audio", "audio_url", "video_url"),
-    *("file", "image_embeds", "audio_embeds"),
-)
+UNSUPPORTED_CONTENT = ("file", "image_embeds", "audio_embeds", "video_embeds")
 """Types of message parts that other servers accept. They have an error of their own, because they
 are not typing errors."""
+
+
+UNSUPPORTED_TOOLS = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom"),
+    *("namespace", "tool_search", "programmatic_tool_calling"),
+)
+"""Types of tools that OpenAI runs itself."""
 
 
 class ErrorBody(Struct, frozen=True):
@@ -221,6 +247,8 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
             return UnsupportedContent(
                 f"{part} is not supported by this model", field=field.removesuffix(".type")
             )
+    if any(complaint == f"Invalid value {kind!r}" for kind in UNSUPPORTED_TOOLS):
+        return UnsupportedParameter(f"{field}: {complaint} is not supported here", field=field)
     root = field.partition(".")[0].partition("[")[0]
     if root in unsupported:
         return UnsupportedParameter(f"{root}: this value is not supported here", field=root)

@@ -7,14 +7,17 @@ from msgspec import Struct
 from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import (
+    AudioPart,
+    AudioURL,
     ContentPart,
     GenerateRequest,
     ImagePart,
     Message,
     TextPart,
-    Tool,
     ToolCall,
+    VideoPart,
 )
+from shared.tool_calls.grammars import COMPACT, arguments_schema, calls_schema, required_grammar
 from workers.gateway.core.plan import (
     STRUCTURE_FIELD,
     SubmitPlan,
@@ -24,13 +27,16 @@ from workers.gateway.core.plan import (
     sampling_of,
 )
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.strict_tools import call_schema, strict_structure
+from workers.gateway.openai.strict_tools import strict_structure
 from workers.gateway.schemas.openai_request import (
+    ChatAudioPart,
+    ChatInputAudioPart,
     ChatMessage,
     ChatPart,
     ChatRefusalPart,
     ChatRequest,
     ChatTextPart,
+    ChatVideoPart,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
@@ -41,7 +47,7 @@ class ToolPlan(Struct, frozen=True):
     """Format of the tool calls of an answer: the model's own, or one that it is constrained to."""
 
     form: str | None = None
-    """Format of `tool_parser.Form`. None: the answer has no calls."""
+    """Format of `shared.tool_calls.parser.Form`. None: the answer has no calls."""
     names: list[str] = []
     """Functions that may be called."""
     one_call: bool = False
@@ -54,13 +60,13 @@ def plan_chat(
 ) -> SubmitPlan:
     """Return the plan of a request. `card` is needed for a request with tools.
 
-    Without `strict`, the attribute of that name is ignored for functions that the model may choose
-    not to call. Raises a RequestError with the field.
+    Without `strict`, for a request that another server is to answer, the attribute of that name is
+    ignored for functions that the model may choose not to call, and required calls are a list in
+    JSON: other servers read other grammars. Raises a RequestError with the field.
     """
-    tools = tool_plan(request, card)
+    tools = tool_plan(request, card, own_form=strict)
     structure = tools.structure
-    is_unconstrained = tools.form is not None and structure is None
-    if strict and is_unconstrained and card is not None:
+    if strict and tools.form is not None and structure is None and card is not None:
         structure = strict_structure(request, card)
     sampling, fields = sampling_of(request) | _logprobs_of(request), client_fields_of(request)
     limit = request.max_completion_tokens
@@ -72,7 +78,7 @@ def plan_chat(
     if structure is not None:
         sampling["structured_outputs"] = structure
         fields[STRUCTURE_FIELD] = "tools"
-    if is_unconstrained:
+    if tools.form not in (None, "named", "required"):
         # The tags by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
     options: dict[str, Any] = {"logprobs": bool(request.logprobs), "fields": fields}
@@ -116,6 +122,12 @@ def _part_of(part: ChatPart) -> ContentPart:
     match part:
         case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
+        case ChatInputAudioPart(input_audio=sound):
+            return AudioPart(AudioURL(f"data:;base64,{sound.data}", sound.overflow))
+        case ChatAudioPart():
+            return AudioPart(part.audio_url)
+        case ChatVideoPart():
+            return VideoPart(part.video_url)
         case _:
             return ImagePart(part.image_url)
 
@@ -126,8 +138,11 @@ def _logprobs_of(request: ChatRequest) -> dict[str, int]:
     return {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
 
 
-def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
-    """Return the plan for tool calls. Raises a RequestError if the calls could not be found."""
+def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -> ToolPlan:
+    """Return the plan for tool calls. Raises a RequestError if the calls could not be found.
+
+    With `own_form`, required calls have the model's own form if a grammar can hold it.
+    """
     tools, choice = request.tools or [], request.tool_choice
     if not tools and choice not in (None, "none"):
         raise InvalidRequest("tool_choice requires tools", field="tool_choice")
@@ -141,10 +156,13 @@ def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
             raise InvalidRequest(f"there is no tool {wanted!r}", field="tool_choice.function.name")
         chosen = tools[names.index(wanted)]
         return ToolPlan(
-            "named", [wanted], True, {"json_schema": _arguments_schema(chosen) | COMPACT}
+            "named", [wanted], True, {"json_schema": arguments_schema(chosen) | COMPACT}
         )
+    if choice == "required" and own_form and card is not None and card.call_signs is not None:
+        grammar = required_grammar(tools, card.call_signs, one_call=one_call)
+        return ToolPlan(card.tool_parser, names, one_call, {"grammar": grammar})
     if choice == "required":
-        schema = _calls_schema(tools, one_call=one_call)
+        schema = calls_schema(tools, one_call=one_call)
         return ToolPlan("required", names, one_call, {"json_schema": schema})
     if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
         raise UnsupportedParameter(
@@ -158,26 +176,3 @@ def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
             field="tools",
         )
     return ToolPlan(card.tool_parser, names, one_call)
-
-
-# An option of llguidance. A model that is forced to write JSON and tends to do otherwise would
-# write spaces for ever.
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-
-
-def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
-
-
-def _calls_schema(tools: list[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions move to its top, so `$ref` finds them."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        arguments = dict(_arguments_schema(tool))
-        definitions |= arguments.pop("$defs", {})
-        calls.append(call_schema(tool, "parameters", arguments))
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if one_call:
-        schema["maxItems"] = 1
-    return schema | COMPACT | ({"$defs": definitions} if definitions else {})

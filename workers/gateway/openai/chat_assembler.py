@@ -1,6 +1,7 @@
 """Assembler of chat completions. Pure."""
 
 import base64
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ class ChatOptions(AnswerOptions, frozen=True, kw_only=True):
 
 # Peak memory of one sample of a whole speech; tracemalloc has shown 10 bytes.
 SAMPLE_BYTES = 12
+
+# With the spaces before each, so that all of them together are the text.
+_WORDS = re.compile(r"\s*\S+|\s+$")
 
 
 @dataclass(slots=True)
@@ -125,7 +129,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         speech, audio = self._speech, self.options.speech
         if speech is None or audio is None or not content:
             return UNSET
-        speech.pieces.append((delta.position + len(delta.token_ids), content))
+        speech.pieces += _pieces_of(delta, content)
         if audio.timed:
             return UNSET
         return AudioDelta(speech.id, transcript=speech.transcribe(None))
@@ -188,3 +192,13 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             choice.finish_reason,
             or_unset(choice.stop_reason),
         )
+
+
+def _pieces_of(delta: ChoiceDelta, content: str) -> list[tuple[int, str]]:
+    """Return the words of a record's text, each with the number of tokens that it ends with.
+
+    Words of a record with several tokens are taken to have equally many.
+    """
+    words, num_tokens = _WORDS.findall(content), len(delta.token_ids)
+    ends = (-(-num_tokens * number // len(words)) for number in range(1, len(words) + 1))
+    return [(delta.position + end, word) for end, word in zip(ends, words, strict=True)]

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
-from shared.protocol.pipeline import AUDIO, TEXT, Pipeline
+from shared.protocol.pipeline import AUDIO, IMAGE_KIND, TEXT, Pipeline
 from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import PCM16, WAV
@@ -36,6 +36,12 @@ def with_speech(
     """
     given: Sequence[str] | None = request.modalities
     modalities = given or [TEXT]
+    if IMAGE_KIND in modalities:
+        raise UnsupportedParameter(
+            f"modalities: {IMAGE_KIND!r} is not supported in a chat: a stage that paints reads one"
+            " text and no conversation; /v1/images/generations has it paint",
+            field="modalities",
+        )
     if AUDIO not in modalities:
         if request.audio is not None:
             raise InvalidRequest(f"audio requires {AUDIO!r} in modalities", field=AUDIO)

@@ -21,6 +21,7 @@ from workers.gateway.routes import (
     demo,
     derender,
     embeddings,
+    files,
     generate,
     health,
     images,
@@ -28,12 +29,15 @@ from workers.gateway.routes import (
     openai,
     render,
     requests,
+    responses,
     scores,
     speech,
     tokenize,
+    transcription,
 )
 
 JSON = "application/json"
+FORM = "multipart/form-data"
 
 ROUTES = RouteTable("Server")
 
@@ -45,7 +49,7 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 TABLES = (
     *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
-    *(images.ROUTES, requests.ROUTES),
+    *(transcription.ROUTES, files.ROUTES, images.ROUTES, responses.ROUTES, requests.ROUTES),
     *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
     *(health.ROUTES, ROUTES),
 )
@@ -103,11 +107,19 @@ def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     if parameters := _parameters(operation):
         described["parameters"] = parameters
     if operation.body is not None:
-        content = {JSON: {"schema": schemas.of(operation.body)}}
+        schema = schemas.of(operation.body)
+        content = {FORM: {"schema": _form(schema, operation.file)}} if operation.file else {}
+        content = content or {JSON: {"schema": schema}}
         described["requestBody"] = {"required": True, "content": content}
     if operation.public:
         described["security"] = []
     return described
+
+
+def _form(fields: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the schema of a form with these fields and a file."""
+    is_file = {"type": "string", "contentMediaType": "application/octet-stream"}
+    return {"allOf": [fields], "properties": {file: is_file}, "required": [file]}
 
 
 def _name(operation: ApiOperation) -> str:

@@ -15,7 +15,6 @@ from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, NotFound,
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Feature, GenerateRequest, Message
 from shared.state import request_registry
@@ -54,7 +53,7 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
 @ROUTES.endpoint(
     "POST",
     "/inference/v1/generate",
-    "Tokens and images of a rendered request in, tokens out",
+    "Tokens and media of a rendered request in, tokens out",
     answer=GenerateResponse,
     body=RenderedRequest,
     chunk=GenerateChunk,
@@ -139,7 +138,7 @@ async def _store(context: AppContext, item: WireItem, tenant: str) -> Feature:
     stored = None
     if item.data is not None:
         stored = await client.pin_media(context.bus, item.data, tenant)
-    return Feature(IMAGE, item.mm_hash, item.place.offset, item.place.length, stored)
+    return Feature(item.modality, item.mm_hash, item.place.offset, item.place.length, stored)
 
 
 async def _record_alias(

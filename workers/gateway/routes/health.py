@@ -1,6 +1,6 @@
 """Liveness, readiness, version and metrics of a gateway."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from shared.stage.runtime import VERSION
 from shared.telemetry import prometheus
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.pools import read_pools
+from workers.gateway.backend.responses import is_store_full
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import RouteTable
 
@@ -26,6 +27,8 @@ class Ready(Struct, frozen=True, omit_defaults=True):
     models: dict[str, str] = {}
     """`ok`, or the stages that no worker serves, such as `no engine` or `engine is starting`, by
     model."""
+    responses: Literal["ok", "store is full"] = "ok"
+    """Whether further responses can be stored."""
 
 
 class Version(Struct, frozen=True):
@@ -48,11 +51,13 @@ async def health(_: AppContext, __: Request, ___: Caller) -> Response:
 async def ready(context: AppContext, _: Request, __: Caller) -> Response:
     try:
         states = {model: await read_pools(context, model) for model in context.config.models}
+        is_full = await is_store_full(context)
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
     accepts = any(state.accepts for state in states.values()) and not context.draining
     told = {name: " and ".join(s.missing.values()) or "ok" for name, s in states.items()}
-    status = Ready("ok" if accepts else "draining" if context.draining else "not ready", told)
+    state: Any = "ok" if accepts else "draining" if context.draining else "not ready"
+    status = Ready(state, told, "store is full" if is_full else "ok")
     return Json(status, 200 if accepts else 503)
 
 

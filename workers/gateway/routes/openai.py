@@ -32,7 +32,7 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETE
 @ROUTES.endpoint(
     "POST",
     "/v1/chat/completions",
-    "Answer a conversation, with images",
+    "Answer a conversation, with images, videos and sounds",
     answer=ChatCompletion,
     body=ChatRequest,
     chunk=ChatChunk,

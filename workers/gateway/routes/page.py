@@ -23,6 +23,7 @@ from workers.roles import role_of
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+        " media-src data:;"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'"
     ),
@@ -80,6 +81,8 @@ def _limits(config: Config) -> dict[str, int]:
         "maxImageBytes": config.renderer.max_image_bytes,
         "maxImagePixels": config.renderer.max_image_pixels,
         "maxImageSide": config.renderer.max_image_side,
+        "maxAudioBytes": config.renderer.max_audio_bytes,
+        "maxVideoBytes": config.renderer.max_video_bytes,
         "maxBodyBytes": config.gateway.max_body_mib * 2**20,
     }
 

@@ -14,7 +14,7 @@ from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.body import declares_json
+from workers.gateway.http.body import check_num_values, declares_json
 from workers.gateway.http.errors import WrongContentType, unwrap_reply
 from workers.gateway.route_table import RouteTable
 from workers.gateway.vllm.errors import body_of, status_of
@@ -38,7 +38,9 @@ async def read_body(context: AppContext, request: Request) -> bytes:
     """Return the body of a request that declares JSON. Raises a RequestError."""
     if not declares_json(request):
         raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-    return await context.bodies.read(request)
+    body = await context.bodies.read(request)
+    check_num_values(body)
+    return body
 
 
 def resolve_model(context: AppContext, name: str | None) -> str:

@@ -41,6 +41,9 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Time from acceptance to the last image. The configured value is the default and maximum."""
 
+    durable: bool | None = None
+    """Go on painting when the connection closes."""
+
     # Only values without an effect.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.requests import FunctionCall, ImageURL, OnLate, Tool
+from shared.protocol.multimodal import Overflow
+from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
 from workers.gateway.schemas.sampling_fields import SamplingFields
@@ -131,7 +132,31 @@ class ChatImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_
     image_url: ImageURL
 
 
-ChatPart = ChatTextPart | ChatImagePart | ChatRefusalPart
+class InputAudio(Struct, frozen=True, forbid_unknown_fields=True):
+    """A sound in the message itself."""
+
+    data: str
+    """Base64 of the file."""
+    format: str
+    """No effect: the file itself says what it is."""
+    overflow: Overflow = "refuse"
+    """As in `audio_url`."""
+
+
+class ChatInputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_audio"):
+    input_audio: InputAudio
+
+
+class ChatAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"):
+    audio_url: AudioURL
+
+
+class ChatVideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"):
+    video_url: VideoURL
+
+
+ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart
+ChatPart = ChatTextPart | ChatRefusalPart | ChatFilePart
 
 
 class ChatToolCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,8 +222,9 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    modalities: list[Literal["text", "audio"]] | None = None
-    """`["text"]`, or `["text", "audio"]` to have the answer spoken as well."""
+    modalities: list[Literal["text", "audio", "image"]] | None = None
+    """`["text"]`, or `["text", "audio"]` to have the answer spoken as well. `image` is refused:
+    images are painted by `/v1/images/generations`."""
     audio: ChatAudio | None = None
     on_late: OnLate | None = None
     """`text`: when the speech fails or is late, end with the text if that is complete."""

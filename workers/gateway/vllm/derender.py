@@ -124,7 +124,7 @@ def chat_format_of(model: str, request: dict[str, Any], card: ModelCard) -> Chat
     except msgspec.ValidationError as error:
         complaint, path = split_validation_error(error)
         raise body_error(f"chat_request.{path}", complaint) from error
-    plan = tool_plan(asked, card)
+    plan = tool_plan(asked, card, own_form=False)
     # The marks by which calls are found may be special tokens.
     needs_marks = plan.form is not None and plan.structure is None
     return ChatFormat(

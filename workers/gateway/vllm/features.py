@@ -1,4 +1,4 @@
-"""Images of the token protocol: rendered ones with their bytes and consistency checks, and
+"""Media of the token protocol: rendered ones with their bytes and consistency checks, and
 unprocessed ones beside token ids that have one placeholder for each. Pure."""
 
 import base64
@@ -6,12 +6,12 @@ import binascii
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from shared.errors import InvalidRequest, UnsupportedContent
-from shared.protocol.multimodal import IMAGE
+from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import ImagePart, ImageURL
 from shared.protocol.value_limits import check_msgpack
@@ -28,16 +28,17 @@ _encode_item = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class WireItem:
-    """An image of the prompt, processed by another server."""
+    """An image, video or sound of the prompt, processed by another server."""
 
+    modality: Modality
     mm_hash: str
     place: PlaceholderInfo
     data: bytes | None
-    """None for an image that is sent by its hash alone."""
+    """None for an item that is sent by its hash alone."""
 
 
 def check_features(features: FeaturesInfo) -> None:
-    """Raises a RequestError for inconsistent features, and for items that are not images."""
+    """Raises a RequestError for inconsistent features, and for items of other modalities."""
     _check_ranges(features)
     modalities = set(features.mm_hashes)
     if set(features.mm_placeholders) != modalities:
@@ -52,7 +53,7 @@ def check_features(features: FeaturesInfo) -> None:
     ranges = sorted((place.offset, place.offset + place.length) for place in places)
     if any(start < end for (_, end), (start, _) in itertools.pairwise(ranges)):
         raise body_error("features", "mm_placeholders must be globally non-overlapping and sorted")
-    for modality in modalities - {IMAGE}:
+    for modality in modalities - set(get_args(Modality)):
         raise UnsupportedParameter(
             f"items of modality {modality!r} are not supported here",
             field=f"body.features.mm_hashes.{modality}",
@@ -83,25 +84,36 @@ def _check_lengths(features: FeaturesInfo, modality: str, length: int) -> None:
 
 
 def items_of(features: FeaturesInfo) -> list[WireItem]:
-    """Return the images in the order of the prompt."""
-    hashes = features.mm_hashes.get(IMAGE, [])
-    absent: list[str | None] = [None] * len(hashes)
-    data = (features.kwargs_data or {}).get(IMAGE, absent)
-    metadata = (features.mm_metadata or {}).get(IMAGE, absent)
+    """Return the items in the order of the prompt."""
     items = [
-        WireItem(mm_hash, place, _item_bytes(i, data[i], metadata[i]))
-        for i, (mm_hash, place) in enumerate(
-            zip(hashes, features.mm_placeholders.get(IMAGE, []), strict=True)
-        )
+        item
+        for modality in get_args(Modality)
+        if modality in features.mm_hashes
+        for item in _items_of_modality(features, modality)
     ]
     return sorted(items, key=lambda item: item.place.offset)
 
 
-def _item_bytes(index: int, data: str | None, metadata: str | None) -> bytes | None:
+def _items_of_modality(features: FeaturesInfo, modality: Modality) -> list[WireItem]:
+    hashes, places = features.mm_hashes[modality], features.mm_placeholders[modality]
+    absent: list[str | None] = [None] * len(hashes)
+    data = (features.kwargs_data or {}).get(modality, absent)
+    metadata = (features.mm_metadata or {}).get(modality, absent)
+    return [
+        WireItem(
+            modality,
+            mm_hash,
+            place,
+            _item_bytes(f"body.features.kwargs_data.{modality}.{i}", data[i], metadata[i]),
+        )
+        for i, (mm_hash, place) in enumerate(zip(hashes, places, strict=True))
+    ]
+
+
+def _item_bytes(field: str, data: str | None, metadata: str | None) -> bytes | None:
     """Return the item. Fields in its metadata replace those of the item."""
     if data is None:
         return None
-    field = f"body.features.kwargs_data.{IMAGE}.{index}"
     item = _decode_base64(data, field)
     if metadata is None:
         return item
@@ -197,7 +209,7 @@ def insert_images(
             )
         run, feature = runs[len(items)], rendered.features[len(items)]
         place = PlaceholderInfo(len(expanded), len(run))
-        items.append(WireItem(feature.mm_hash, place, feature.kwargs_data))
+        items.append(WireItem(IMAGE, feature.mm_hash, place, feature.kwargs_data))
         expanded += run
     if len(items) < len(runs):
         raise body_error("content_parts", "token_ids have fewer placeholders than there are images")

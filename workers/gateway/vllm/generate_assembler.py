@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
@@ -43,7 +42,8 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int] = []
     """Empty unless the answer has them or their log probabilities."""
     return_token_ids: bool = False
-    placeholders: list[PlaceholderInfo] = []
+    placeholders: dict[str, list[PlaceholderInfo]] = {}
+    """Places of the items by modality."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -183,8 +183,8 @@ class GenerateAssembler(Assembler):
 
     def _placeholders(self) -> dict[str, list[PlaceholderInfo]] | None:
         shape = self._shape
-        shown = shape.return_token_ids and shape.placeholders
-        return {IMAGE: shape.placeholders} if shown else None
+        shown = shape.return_token_ids and bool(shape.placeholders)
+        return shape.placeholders if shown else None
 
     def _whole_choice(self, index: int, state: _ChoiceState) -> GenerateChoice:
         state.finish_reason = state.finish_reason or "stop"

@@ -4,12 +4,13 @@ The checks come in the order in which vLLM makes them: the form of the body, the
 fields, then the sampling parameters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import InvalidRequest
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.schemas.generate import FeaturesInfo, RenderedRequest
+from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo, RenderedRequest
 from workers.gateway.vllm.errors import body_error, decode
 from workers.gateway.vllm.features import WireItem, check_features, items_of
 from workers.gateway.vllm.generate_assembler import GenerateShape
@@ -55,11 +56,18 @@ def shape_of(parsed: ParsedRequest, wire_id: str) -> GenerateShape:
         logprobs=sampling["logprobs"],
         prompt_token_ids=body.token_ids if shows_ids else [],
         return_token_ids=bool(body.return_token_ids),
-        placeholders=[item.place for item in parsed.items] if body.return_token_ids else [],
+        placeholders=_places_of(parsed.items) if body.return_token_ids else {},
         stream=bool(body.stream),
         include_usage=usage,
         continuous_usage=bool(usage and options and options.continuous_usage_stats),
     )
+
+
+def _places_of(items: Sequence[WireItem]) -> dict[str, list[PlaceholderInfo]]:
+    places: dict[str, list[PlaceholderInfo]] = {}
+    for item in items:
+        places.setdefault(item.modality, []).append(item.place)
+    return places
 
 
 def _check_salt(salt: str | None) -> None:

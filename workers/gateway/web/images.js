@@ -1,13 +1,14 @@
+import { HEAD_BYTES, typeOf, viewOf } from "./media.js";
 import { LIMITS } from "./pipeline.js";
 
-// The images of the next question: chosen, dropped or pasted.
+// The images and clips of the next question: chosen, dropped or pasted.
 
-const KINDS = "PNG, JPEG or WebP";
+const KINDS = "a PNG, JPEG or WebP image, a GIF, MP4 or WebM clip, or a WAV, FLAC, OGG or MP3 sound";
 const MIB = 2 ** 20;
 
-/** The list of images: `chosen` has the name, the size and the data: URL of each, in order. */
+/** The list of files: `chosen` has the name, the size, the kind and the data: URL of each, in order. */
 export class Images {
-  /** `refuse` is called with a sentence about each file that is not an image or is too large. */
+  /** `refuse` is called with a sentence about each file that is no image or clip, or is too large. */
   constructor(area, input, list, refuse) {
     this.area = area;
     this.input = input;
@@ -71,9 +72,7 @@ export class Images {
 
   item(image) {
     const item = document.createElement("li");
-    const preview = item.appendChild(document.createElement("img"));
-    preview.src = image.url;
-    preview.alt = "";
+    item.appendChild(viewOf(image.url, ""));
     const name = item.appendChild(document.createElement("span"));
     name.textContent = image.name;
     const size = name.appendChild(document.createElement("small"));
@@ -90,18 +89,20 @@ export class Images {
 
 /** Return an image, or the fault of a file that is none. */
 async function readImage(file) {
-  const fault = await findFault(file);
+  const head = new Uint8Array(await file.slice(0, HEAD_BYTES).arrayBuffer().catch(() => new ArrayBuffer(0)));
+  const found = typeOf(head);
+  const fault = await findFault(file, found);
   if (fault !== null) return { fault };
-  return describe(file).then((image) => ({ image }), () => ({ fault: `${file.name} cannot be read.` }));
+  return describe(file, found).then((image) => ({ image }), () => ({ fault: `${file.name} cannot be read.` }));
 }
 
 /** Return a sentence about a file that the server would refuse, or null. The bytes decide, not the name. */
-async function findFault(file) {
-  if (file.size > LIMITS.maxImageBytes) {
-    return `${file.name} has ${mebibytes(file.size)}, over the limit of ${mebibytes(LIMITS.maxImageBytes)}.`;
-  }
-  const head = new Uint8Array(await file.slice(0, 12).arrayBuffer().catch(() => new ArrayBuffer(0)));
-  if (!isImage(head)) return `${file.name} is not a ${KINDS} image.`;
+async function findFault(file, found) {
+  const limits = { audio: LIMITS.maxAudioBytes, video: LIMITS.maxVideoBytes };
+  const limit = limits[found?.kind] ?? LIMITS.maxImageBytes;
+  if (file.size > limit) return `${file.name} has ${mebibytes(file.size)}, over the limit of ${mebibytes(limit)}.`;
+  if (found === null) return `${file.name} is not ${KINDS}.`;
+  if (!found.type.startsWith("image/")) return null;
   let bitmap;
   try {
     bitmap = await createImageBitmap(file);
@@ -117,27 +118,18 @@ async function findFault(file) {
   );
 }
 
-/** Return whether a file's first bytes are those of the kinds that the renderer decodes. */
-function isImage(head) {
-  const text = String.fromCharCode(...head);
-  return (
-    text.startsWith("\x89PNG\r\n\x1a\n") ||
-    text.startsWith("\xff\xd8\xff") ||
-    (text.startsWith("RIFF") && text.slice(8) === "WEBP")
-  );
-}
-
 /** Return a size with enough digits to differ from the limit that is shown beside it. */
 function mebibytes(bytes) {
   if (bytes < MIB / 10) return `${bytes.toLocaleString("en")} bytes`;
   return `${(bytes / MIB).toLocaleString("en", { maximumFractionDigits: 2 })} MiB`;
 }
 
-function describe(file) {
+function describe(file, { type, kind }) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
-    reader.onload = () => resolve({ name: file.name, size: file.size, url: reader.result });
+    reader.onload = () => resolve({ name: file.name, size: file.size, kind, url: reader.result });
     reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
+    // The type that the browser has derived of the name may be another.
+    reader.readAsDataURL(new Blob([file], { type }));
   });
 }

@@ -1,6 +1,8 @@
 // The page: a conversation that uses the public API alone.
 
 import { Images } from "./images.js";
+import { Recorder } from "./recorder.js";
+import { partOf } from "./media.js";
 import { Painting, bodyOf } from "./painting.js";
 import { LIMITS, PAINTERS } from "./pipeline.js";
 import { Run, explain } from "./run.js";
@@ -17,6 +19,7 @@ const MIB = 2 ** 20;
 const $ = (id) => document.getElementById(id);
 
 const images = new Images($("drop"), $("file"), $("images"), (faults) => showLines($("notice"), faults));
+new Recorder($("record"), (files) => images.add(files), (faults) => showLines($("notice"), faults));
 const follower = new Follower($("log"), $("turns"), $("to-end"));
 let turns = [];
 let voices = {}; // the first voice of each model that speaks
@@ -87,9 +90,7 @@ function saver(turn) {
 /** Show the conversation that this tab had before it was loaded again, and continue its last answer. */
 function restore() {
   for (const { turn: kept, urls } of store.load()) {
-    const turn = show(kept, urls);
-    if (kept.painted === null) finishTimeline(turn);
-    else if (turn.busy) turn.end("cancelled", "Ended by a reload");
+    finishTimeline(show(kept, urls));
   }
   resume();
 }
@@ -149,7 +150,7 @@ function compose() {
     if (images.chosen.length) return complain("This model paints images, and takes none.", $("question"));
     return { question, body: bodyOf($("model").value, question, more) };
   }
-  const parts = images.chosen.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const parts = images.chosen.map((image) => partOf(image, image.url));
   const content = parts.length ? [...parts, { type: "text", text: question }] : question;
   const model = $("model").value;
   const isSpoken = $("speak").checked && model in voices;

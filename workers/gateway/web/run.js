@@ -15,6 +15,9 @@ const MAX_ARRIVAL_MS = 10_000;
 const MIN_RATE_MS = 200;
 
 export class Run {
+  path = "v1/chat/completions";
+  done = "Done";
+
   /** `changed` is called after each change of the turn. `player` is null for an answer that is not spoken. */
   constructor(turn, headers, changed, player = null) {
     this.turn = turn;
@@ -39,7 +42,7 @@ export class Run {
       resumed: (after) => this.resumed(after),
     };
     try {
-      const events = ask(id ?? name, body, this.headers, this.abort.signal, listener, last);
+      const events = ask(this.path, id ?? name, body, this.headers, this.abort.signal, listener, last);
       this.watch(body === null ? 0 : MAX_UNANSWERED_MS + body.length / UPLOAD_BYTES_PER_MS);
       for await (const event of events) {
         if (event.chunk.error) throw new Refused(200, event.chunk.error);
@@ -47,7 +50,7 @@ export class Run {
         this.take(event.chunk);
         this.changed();
       }
-      this.turn.end("done", `Done in ${duration(Date.now() - this.kept.beganMs)}`);
+      this.turn.end("done", `${this.done} in ${duration(Date.now() - this.kept.beganMs)}`);
     } catch (error) {
       this.stop(error);
     }

@@ -19,21 +19,21 @@ export class Refused extends Error {
 }
 
 /**
- * Post `body` and yield the answer's events, each once and in order: their chunk and their id.
+ * Post `body` to `path` and yield the answer's events, each once and in order: their chunk and their id.
  *
  * A `body` of null reads a request that was posted before, after its event `last`. A broken connection
  * is opened again after the last event that was read. `listener` has the methods accepted(id),
  * lost(error) and resumed(last event's id or null). Throws Refused, or the reason with which `signal`
  * was aborted.
  */
-export async function* ask(name, body, headers, signal, listener, last = null) {
+export async function* ask(path, name, body, headers, signal, listener, last = null) {
   let id = body === null ? name : null;
   let lostAt = body === null ? performance.now() : null;
   let pauseMs = FIRST_PAUSE_MS;
   for (;;) {
     let error;
     try {
-      const response = await open(name, body, headers, signal, id, last);
+      const response = await open(path, name, body, headers, signal, id, last);
       id = response.headers.get("X-Request-Id") ?? id ?? name;
       listener.accepted(id);
       if (lostAt !== null) listener.resumed(last);
@@ -57,10 +57,10 @@ export async function* ask(name, body, headers, signal, listener, last = null) {
   }
 }
 
-async function open(name, body, headers, signal, id, last) {
+async function open(path, name, body, headers, signal, id, last) {
   const from = last === null ? {} : { "Last-Event-ID": last };
   const response = await (id === null
-    ? fetch("v1/chat/completions", {
+    ? fetch(path, {
         method: "POST",
         headers: {
           ...headers,

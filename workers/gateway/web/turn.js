@@ -1,5 +1,6 @@
 // One turn of the conversation: what was asked, its answer, and the path of its request.
 
+import { partOf, viewOf } from "./media.js";
 import { Stages, duration } from "./stages.js";
 import { TextWriter } from "./text.js";
 
@@ -19,7 +20,7 @@ const NARROW = matchMedia("(max-width: 56rem)");
 export function newTurn(question, images) {
   return {
     question,
-    images: images.map(({ name, size }) => ({ name, size })),
+    images: images.map(({ name, size, kind }) => ({ name, size, kind })),
     state: "running", // or done, failed, cancelled
     name: `page-${crypto.getRandomValues(new BigUint64Array(1))[0].toString(16).padStart(16, "0")}`,
     id: null,
@@ -65,7 +66,7 @@ export class Turn {
   }
 
   get content() {
-    const images = (this.urls ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+    const images = (this.urls ?? []).map((url, at) => partOf(this.kept.images[at], url));
     return images.length ? [...images, { type: "text", text: this.kept.question }] : this.kept.question;
   }
 
@@ -142,7 +143,7 @@ export class Turn {
     this.kept.images.forEach(({ name }, at) => {
       const item = add(list, "li");
       if (this.urls === null) item.textContent = name;
-      else Object.assign(add(item, "img"), { src: this.urls[at], alt: name, title: name });
+      else item.append(Object.assign(viewOf(this.urls[at], name), { title: name }));
     });
     if (this.kept.images.length) asked.append(list);
     add(asked, "p", "question").textContent = this.kept.question;

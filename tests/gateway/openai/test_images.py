@@ -1,0 +1,182 @@
+"""Plans and answers of `/v1/images/generations`, and the events of its streams."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import InvalidRequest
+from shared.protocol.images import ImageParams
+from shared.protocol.messages import RequestRecord
+from shared.protocol.pipeline import OutputSpec, StageSpec
+from shared.protocol.records import (
+    AudioChunk,
+    ChoiceDelta,
+    ImageRecord,
+    OutputEnd,
+    OutputSummary,
+    StepState,
+    TokenChunk,
+    Usage,
+)
+from workers.gateway.openai.images import ImageAssembler, plan_images
+from workers.gateway.schemas.images import ImagesRequest, usage_of
+
+BASE = "https://gateway.example/v1/images/"
+PAINTER = StageSpec(
+    "dit", "generator", sizes=["16x16", "12x8"], output=OutputSpec("picture", "image")
+)
+
+
+def images_request(**changes: Any) -> ImagesRequest:
+    return msgspec.convert({"model": "m", "prompt": "a star"} | changes, ImagesRequest)
+
+
+def image_assembler(**changes: Any) -> ImageAssembler:
+    """The assembler of a request, made from what is stored of its plan."""
+    plan = plan_images(images_request(**changes), PAINTER, BASE)
+    options = msgspec.json.decode(msgspec.json.encode(plan.options))
+    record = RequestRecord("images", "m", "", 7, False, options)
+    return ImageAssembler.of_record("images-1", record, {})
+
+
+def painted(number: int) -> ImageRecord:
+    return ImageRecord(number, 1, number, f"media:{number}", 16, 16, 5)
+
+
+def end_of_images(*, cut: bool = False) -> OutputEnd:
+    return OutputEnd(9, 1, OutputSummary(units={"prompt_tokens": 6.0}), cut)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
+    plan = plan_images(
+        images_request(
+            n=2,
+            size="12x8",
+            seed=3,
+            num_inference_steps=4,
+            guidance_scale=1.5,
+            negative_prompt="a moon",
+            timeout_s=8,
+            durable=True,
+        ),
+        PAINTER,
+        BASE,
+    )
+    (request,) = plan.requests
+    assert (request.prompt, request.outputs, request.timeout_s) == ("a star", ["picture"], 8)
+    assert request.image == ImageParams("12x8", 2, 4, 1.5, "a moon", 3)
+    assert (plan.stream, plan.durable, plan.sampling) == (False, True, {})
+    assert plan.options == {
+        "images": {"output": "picture", "format": "b64_json", "size": "12x8", "base_url": BASE}
+    }
+
+
+@pytest.mark.parametrize("size", [None, "auto"])
+def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
+    plan = plan_images(images_request(size=size), PAINTER, BASE)
+    # What is not given is left to the stage.
+    assert plan.requests[0].image == ImageParams()
+    assert plan.options["images"]["size"] == "16x16"
+    configured = msgspec.structs.replace(PAINTER, sampling_defaults={"size": "12x8"})
+    plan = plan_images(images_request(size=size), configured, BASE)
+    assert plan.options["images"]["size"] == "12x8"
+
+
+def test_a_stream_has_one_image_and_its_previews() -> None:
+    plan = plan_images(images_request(stream=True, partial_images=3), PAINTER, BASE)
+    assert plan.requests[0].image == ImageParams(n=1, partial_images=3)
+    assert plan.stream
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"size": "99x99"}, "size"),
+        ({"output_format": "webp"}, "output_format"),
+        ({"response_format": "file"}, "response_format"),
+        ({"response_format": "url", "stream": True}, "response_format"),
+        ({"n": 2, "stream": True}, "n"),
+        ({"partial_images": 1}, "partial_images"),
+    ],
+)
+def test_what_is_not_painted_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        plan_images(images_request(**changes), PAINTER, BASE)
+    assert refused.value.field == field
+    assert refused.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("stage", [None, msgspec.structs.replace(PAINTER, output=None)])
+def test_a_model_without_a_painter_is_refused(stage: StageSpec | None) -> None:
+    with pytest.raises(InvalidRequest, match="m paints no images") as refused:
+        plan_images(images_request(), stage, BASE)
+    assert refused.value.field == "model"
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
+    assembler = image_assembler(n=2)
+    for number in (1, 0):
+        record = painted(number)
+        assert assembler.file_of(record) == record.media
+        assert assembler.add_image(record, f"file {number}") == []
+    assembler.add_audio(end_of_images())
+    answer = assembler.answer()
+    assert [entry.b64_json for entry in answer.data] == ["file 0", "file 1"]
+    assert (answer.created, answer.size, answer.usage) == (7, "16x16", usage_of(6))
+    assert msgspec.to_builtins(answer)["data"][0] == {"b64_json": "file 0"}
+    assert answer.usage.total_tokens == 6
+
+
+def test_urls_are_answered_without_reading_the_files() -> None:
+    assembler = image_assembler(response_format="url")
+    assert assembler.file_of(painted(0)) == ""
+    assembler.add_image(painted(0), "")
+    assert assembler.add_audio(end_of_images()) == []
+    assert msgspec.to_builtins(assembler.answer())["data"] == [{"url": f"{BASE}0"}]
+
+
+def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
+    assembler = image_assembler(stream=True, partial_images=2, size="12x8")
+    assembler.collects_answer = False
+    shown = []
+    for step, preview in enumerate(["", "media:a", "", "media:b"]):
+        record = StepState(step, 1, 0, step, 4, "media:state", preview)
+        assert assembler.file_of(record) == preview
+        shown += assembler.add_image(record, f"file of {preview}")
+    assert assembler.add_image(painted(0), "file") == []
+    shown += assembler.add_audio(end_of_images())
+    assert [
+        (assembler.event_name(event), event.b64_json, event.created_at, event.size)
+        for event in shown
+    ] == [
+        ("image_generation.partial_image", "file of media:a", 7, "12x8"),
+        ("image_generation.partial_image", "file of media:b", 7, "12x8"),
+        ("image_generation.completed", "file", 7, "12x8"),
+    ]
+    assert [event.partial_image_index for event in shown[:2]] == [0, 1]
+    assert shown[2].usage == usage_of(6)
+    assert "usage" not in msgspec.to_builtins(shown[0])
+
+
+def test_an_answer_reads_no_previews() -> None:
+    step = StepState(0, 1, 0, 1, 4, preview="media:a")
+    assert image_assembler().file_of(step) == ""
+
+
+def test_records_of_other_kinds_show_nothing() -> None:
+    assembler = image_assembler()
+    assembler.add_image(painted(0), "file")
+    assert assembler.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 0, [5], "x")])) == []
+    assert assembler.add_audio(AudioChunk(0, 1, 0, 1, 24_000, "AAA=")) == []
+    # An output that is cut has no event: the request has ended otherwise.
+    assert assembler.add_audio(end_of_images(cut=True)) == []
+    assert assembler.end_outputs({}) == []
+    assert assembler.finish(0, Usage(0, 0)) == []
+    assert assembler.answer().usage == usage_of(0)

@@ -1,0 +1,184 @@
+"""`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import InvalidRequest
+from shared.protocol.images import ImageParams
+from shared.protocol.messages import RequestRecord
+from shared.protocol.pipeline import StageSpec
+from shared.protocol.records import (
+    AudioChunk,
+    ImageRecord,
+    OutputEnd,
+    OutputSummary,
+    StepState,
+    TokenChunk,
+    Usage,
+)
+from shared.protocol.requests import GenerateRequest
+from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.choices import check_choice
+from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.schemas.images import (
+    AUTO,
+    B64_JSON,
+    PNG,
+    URL,
+    ImageEntry,
+    ImageEvent,
+    ImagesAnswer,
+    ImagesRequest,
+    ImageUsage,
+    usage_of,
+)
+
+_MEDIA = "media:"
+
+
+class PaintedOptions(Struct, frozen=True, kw_only=True):
+    """How images are answered."""
+
+    output: str
+    """Name of the model's output of images."""
+    format: str
+    size: str
+    base_url: str
+    """What stands before the name of a file in its URL."""
+
+
+class ImageOptions(Struct, frozen=True, kw_only=True):
+    """Options of images, stored in the RequestRecord."""
+
+    images: PaintedOptions
+
+
+def plan_images(asked: ImagesRequest, painter: StageSpec | None, base_url: str) -> SubmitPlan:
+    """Return the plan of a request for images. Raises InvalidRequest with the field."""
+    if painter is None or painter.output is None:
+        raise InvalidRequest(f"{asked.model} paints no images", field="model")
+    _check(asked, painter)
+    size = None if asked.size == AUTO else asked.size
+    params = ImageParams(
+        size,
+        # A stream has one image, whatever number is configured.
+        1 if asked.stream else asked.n,
+        asked.num_inference_steps,
+        asked.guidance_scale,
+        asked.negative_prompt,
+        asked.seed,
+        asked.partial_images,
+    )
+    output = painter.output.name
+    wanted = GenerateRequest(
+        asked.model,
+        prompt=asked.prompt,
+        image=params,
+        outputs=[output],
+        timeout_s=asked.timeout_s,
+    )
+    options = PaintedOptions(
+        output=output,
+        format=asked.response_format,
+        size=size or str(painter.sampling_defaults.get("size", painter.sizes[0])),
+        base_url=base_url,
+    )
+    return SubmitPlan(
+        [wanted],
+        {},
+        {"images": msgspec.structs.asdict(options)},
+        stream=asked.stream,
+        durable=bool(asked.durable),
+    )
+
+
+def _check(asked: ImagesRequest, painter: StageSpec) -> None:
+    """Raise InvalidRequest for what the model, or this endpoint, does not paint."""
+    if asked.size not in (None, AUTO):
+        check_choice("size", str(asked.size), painter.sizes)
+    check_choice("output_format", asked.output_format, [PNG])
+    check_choice("response_format", asked.response_format, [B64_JSON, URL])
+    if asked.stream:
+        check_choice("response_format", asked.response_format, [B64_JSON])
+        if (asked.n or 1) > 1:
+            raise InvalidRequest(f"n: a stream has one image, not {asked.n}", field="n")
+    elif asked.partial_images:
+        raise InvalidRequest("partial_images: previews require stream", field="partial_images")
+
+
+@dataclass(eq=False)
+class ImageAssembler(Assembler):
+    """Assembler of images, and of the events of one while it sharpens."""
+
+    created_s: int
+    options: PaintedOptions
+    entries: dict[int, ImageEntry] = field(default_factory=dict)
+    num_previews: int = 0
+    usage: ImageUsage = field(default_factory=lambda: usage_of(0))
+
+    @classmethod
+    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
+        return cls(record.created_s, msgspec.convert(record.options, ImageOptions).images)
+
+    def add(self, part: int, record: TokenChunk) -> list[Any]:
+        return []
+
+    def file_of(self, record: StepState | ImageRecord) -> str:
+        if isinstance(record, ImageRecord):
+            return record.media if self.options.format == B64_JSON else ""
+        return "" if self.collects_answer else record.preview
+
+    def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
+        if isinstance(record, ImageRecord):
+            self.entries[record.number] = (
+                ImageEntry(b64_json=file)
+                if self.options.format == B64_JSON
+                else ImageEntry(url=self.options.base_url + record.media.removeprefix(_MEDIA))
+            )
+            return []
+        if not record.preview:
+            return []
+        self.num_previews += 1
+        return [
+            ImageEvent(
+                type="image_generation.partial_image",
+                b64_json=file,
+                created_at=self.created_s,
+                size=self.options.size,
+                partial_image_index=self.num_previews - 1,
+            )
+        ]
+
+    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+        """The event of an image comes with the end of the output, which has its usage."""
+        if isinstance(record, AudioChunk) or record.cut:
+            return []
+        self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
+        return [
+            ImageEvent(
+                type="image_generation.completed",
+                b64_json=entry.b64_json,
+                created_at=self.created_s,
+                size=self.options.size,
+                usage=self.usage,
+            )
+            for entry in self.entries.values()
+            if entry.b64_json
+        ]
+
+    def event_name(self, event: ImageEvent) -> str:
+        return event.type
+
+    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
+        return []
+
+    def finish(self, part: int, usage: Usage) -> list[Any]:
+        return []
+
+    def answer(self) -> ImagesAnswer:
+        entries = [self.entries[number] for number in sorted(self.entries)]
+        return ImagesAnswer(self.created_s, entries, self.options.size, self.usage)
