@@ -1,7 +1,7 @@
-"""Client: publish requests, follow their token logs, cancel them, store images, ask renderers."""
+"""Client: publish requests, follow their token logs, cancel them, store media, ask renderers."""
 
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,8 +9,8 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
+from shared.protocol import names, subjects
 from shared.protocol import renderer_rpc as rpc
-from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import LogRecord, OutputRecord
@@ -56,16 +56,21 @@ async def ask(
 
 
 async def follow(
-    bus: Bus, request_id: str, start: int = 0, timeout_s: float | None = None
+    bus: Bus,
+    request_id: str,
+    start: int = 0,
+    timeout_s: float | None = None,
+    is_void: Callable[[], Awaitable[bool]] | None = None,
 ) -> AsyncIterator[LogRecord]:
     """Yield the log of a request from record `start` on: the stored records, then new ones.
 
     Raises LogTruncated when the next record has been removed. `timeout_s` is the time by which the
     request must have ended. Well after it this raises LogTruncated if there is no record at all,
-    and Unavailable if there is no final one.
+    and Unavailable if there is no final one. `is_void` tells, when a log without any record has
+    been silent, whether it will never have one.
     """
     async with _open_log(bus, request_id, start) as reader:
-        async for record in reader.records(at_once=True, timeout_s=timeout_s):
+        async for record in reader.records(at_once=True, timeout_s=timeout_s, is_void=is_void):
             if isinstance(record, LogRecord):
                 yield record
 
@@ -89,7 +94,8 @@ async def _open_log(
     bus: Bus, request_id: str, start: int, output: str = TEXT
 ) -> AsyncIterator[LogReader]:
     """Raise LogTruncated for a log of which no record was seen when its request had to be over."""
-    _check_name(request_id, "request_id")
+    if not names.is_task_id(request_id):
+        raise InvalidRequest(f"request_id {names.NAME_RULE}", field="request_id")
     async with LogReader(bus, request_id, start, output) as reader:
         try:
             yield reader
@@ -104,13 +110,16 @@ async def cancel(bus: Bus, request_id: str) -> None:
 
     The log then ends with the error `cancelled`, unless it ended before.
     """
-    _check_request_id(request_id)
+    name, tenant = names.split_id(request_id)
+    _check_request_id(name)
+    if tenant:
+        _check_name(tenant, "request_id")
     # The stream stores one cancellation per request, so duplicates need no message id.
     await bus.publish_without_id(subjects.cancel(request_id), b"")
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
-    """Store the file of an image, and return the URL by which any number of requests may name it.
+    """Store a media file, and return the URL by which any number of requests may name it.
 
     The file stays for at least as long as the longest request may take, counted again from each
     request that names it. Requests of other tenants do not find it. Raises Unavailable.
@@ -133,7 +142,7 @@ async def read_media(bus: Bus, url: str, tenant: str = "") -> bytes:
     """Return the file that a `media:` URL names. Raises Unavailable if it is not stored."""
     data = await find_media(bus, url, tenant)
     if data is None:
-        raise Unavailable("the file of an image is not stored any more")
+        raise Unavailable("the media file is not stored any more")
     return data
 
 
@@ -174,6 +183,17 @@ async def detokenize(
     )
 
 
+async def split_sound(
+    bus: Bus, model: str, url: str, tenant: str = ""
+) -> rpc.SoundPieces | rpc.ErrorReply:
+    """Return the pieces of a stored recording, each short enough for a model to hear.
+
+    Raises as `render` does.
+    """
+    question = to_json(rpc.SplitRequest(url))
+    return rpc.decode_sound_pieces(await _request(bus, model, "split", question, tenant))
+
+
 async def model_card(
     bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> rpc.ModelCard | rpc.ErrorReply:
@@ -203,19 +223,19 @@ async def _request(
 
 def _check_request_id(value: str) -> None:
     _check_name(value, "request_id")
-    if not subjects.is_request_id(value):
+    if not names.is_request_id(value):
         raise InvalidRequest(
-            f"request ids must not start with {subjects.RESERVED_PREFIX!r}: that prefix is reserved"
+            f"request ids must not start with {names.RESERVED_PREFIX!r}: that prefix is reserved"
             " for item tasks",
             field="request_id",
         )
 
 
 def _check_model(name: str) -> None:
-    if not subjects.is_model_name(name):
-        raise InvalidRequest(f"model {subjects.MODEL_NAME_RULE}", field="model")
+    if not names.is_model_name(name):
+        raise InvalidRequest(f"model {names.MODEL_NAME_RULE}", field="model")
 
 
 def _check_name(value: str, field: str) -> None:
-    if not subjects.is_name(value):
-        raise InvalidRequest(f"{field} {subjects.NAME_RULE}", field=field)
+    if not names.is_name(value):
+        raise InvalidRequest(f"{field} {names.NAME_RULE}", field=field)

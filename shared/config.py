@@ -4,7 +4,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.config_agent import AgentConfig
+from shared.config_encoder import EmbeddingsConfig, EncoderConfig
 from shared.config_generator import GeneratorConfig
+from shared.config_renderer import RendererConfig
 from shared.config_scale import ScaleConfig
 from shared.config_stages import MAX_SLOTS, Graph, Positive, StageConfig
 
@@ -20,6 +23,17 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     password_file: str | None = None
     """File with the password of the users that `url` names without one, relative to the
     configuration file; refused without a `url`."""
+    keys: str | None = None
+    """Folder of `pagemill keys`, relative to the configuration file: each worker takes the key of
+    its role from there, and commands take the operator's. `pagemill up` makes the keys of its
+    embedded server in `store_dir`."""
+    tls_ca: str | None = None
+    """Certificates of the authorities that may sign the server's, in PEM format; the connection is
+    then encrypted."""
+    tls_cert: str | None = None
+    """Certificate by which the server knows this client, with `tls_key`."""
+    tls_key: str | None = None
+    """Private key of `tls_cert`."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"
@@ -47,12 +61,20 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8
     """Limit on images per request."""
+    max_videos: Annotated[int, Meta(ge=0)] = 2
+    """Limit on videos per request."""
+    max_audios: Annotated[int, Meta(ge=0)] = 4
+    """Limit on sounds per request."""
+    max_frames: Positive = 768
+    """Limit on the frames that are taken of one video."""
+    max_frames_mib: Positive = 64
+    """Limit on the size of these frames together, after they have been resized."""
     tower: Literal["engine", "encoder"] = "engine"
-    """The worker that computes image embeddings: the engine, or encoders (`pagemill worker
+    """The worker that computes embeddings of media: the engine, or encoders (`pagemill worker
     encoder`), so that the engine loads only the language model."""
     local_tokens: Annotated[int, Meta(ge=0)] = 0
-    """With `tower: encoder`, the engine still encodes images of at most this many tokens, and
-    therefore loads the vision tower too."""
+    """With `tower: encoder`, the engine still encodes items of at most this many tokens, and
+    therefore loads the tower too."""
     prefill: Literal["engine", "prefill"] = "engine"
     """The worker that computes long prompts: the engine, or prefill workers (`pagemill worker
     prefill`), which give the engine the KV blocks."""
@@ -70,14 +92,14 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """The format of the model's tool calls; by default derived from the chat template."""
     hash_model_id: str | None = None
-    """Model name in mm_hashes of images for other servers, the same in all; by default `path`."""
+    """Model name in mm_hashes of media for other servers, the same in all; by default `path`."""
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: peft's folders, relative to the configuration file."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Queues of the model's engines in each lane. With more than 1, requests with the same
     beginning wait in the same one, which one engine serves before the others do."""
     graph: Graph | None = None
-    """Further stages that come with the product, for a model that speaks; `stages` changes them."""
+    """Further stages that come with the product; by default those of the model's folder."""
     stages: dict[str, StageConfig] = {}
     """Changes and additions to the model's pipeline, by stage name; see `pagemill check`."""
 
@@ -102,7 +124,7 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Positive = 10_000
     """Limit on requests that are accepted and have not ended. Further requests are refused."""
     max_request_mib: Positive = 1024
-    """Limit on all accepted requests together, with their images. Further requests are refused."""
+    """Limit on all accepted requests together, with their media. Further requests are refused."""
     max_stage_mib: Positive = 2048
     """Limit on all forwarded work together. Beyond it, stages wait before they forward more."""
     max_token_log_mib: Positive = 2048
@@ -112,7 +134,7 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_job_mib: Positive = 128
     """Limit on all request records of gateways together. Beyond it, the oldest are deleted."""
     max_media_mib: Positive = 1024
-    """Limit on fetched and pinned images together. Beyond it, the oldest are deleted."""
+    """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"
@@ -138,30 +160,6 @@ class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str | None = None
     """Name or address of this machine as other machines see it; by default `listen`, or if that is
     `0.0.0.0` or `::`, the address from which this worker's connection to the broker comes."""
-
-
-class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits on images and on fetching them."""
-
-    max_image_bytes: Positive = 32 * 2**20
-    """Limit on the size of one image file."""
-    max_image_pixels: Positive = 33_554_432
-    """Limit on the pixels of one image."""
-    max_image_side: Positive = 16_384
-    """Limit on the width and the height of one image, in pixels."""
-    media_hosts: list[str] = []
-    """Hosts from which images may be fetched by URL; `*` matches any part of a name. None by
-    default. Addresses outside the public internet are refused even so."""
-    media_networks: list[str] = []
-    """Private networks that are exempt from that refusal, such as `10.1.0.0/16`."""
-    fetch_timeout_s: Seconds = 5.0
-    """Time from the resolution of the name to the last byte of a fetched image."""
-    url_cache_mib: Positive = 64
-    """Size of the cache of fetched files by URL."""
-    concurrency: Positive = 8
-    """Limit on tasks in flight in one renderer."""
-    threads: Positive = 2
-    """Number of threads that decode and process images."""
 
 
 class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,49 +205,18 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Publish cached blocks on `pm.kv.<engine>` for routers that route by cached prefix. The events
     include token ids, so a reader of the stream can read prompts."""
     embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
-    """Size of the cache of image embeddings, for images that recur in other prompts; 0 for none."""
+    """Size of the cache of media embeddings, for media that recur in other prompts; 0 for none."""
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
     """Limit on appends to token logs of all requests together; each log gets at most 25, one of
-    codes 4. First tokens, ends and codes that complete a chunk are appended at once. Those between
+    codes 1. First tokens, ends and codes that complete a chunk are appended at once. Those between
     are batched, so that several share a record and logging takes little time from the model."""
     step_timeout_s: Seconds = 120.0
     """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     speculative: SpeculativeConfig = SpeculativeConfig()
-
-
-class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The encoder: device and batches."""
-
-    device: str = "cpu"
-    """`cpu`, or `cuda` for an NVIDIA GPU."""
-    threads: Annotated[int, Meta(ge=0)] = 0
-    """Number of torch threads; 0 leaves it to torch."""
-    max_batch_tokens: Positive = 4096
-    """Limit on the embeddings of one batch, which may hold images of several requests. A larger
-    image gets a batch of its own."""
-    max_tasks: Positive = 32
-    """Limit on tasks in flight."""
-    step_timeout_s: Seconds = 120.0
-    """A batch that takes longer counts as hung, and the process ends."""
-
-
-class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage in which encoders leave embeddings for engines."""
-
-    storage: Literal["memory", "directory"] = "memory"
-    """The encoder's memory, read through the transports of `blobs`; or a directory of safetensors
-    files."""
-    path: str | None = None
-    """Directory that all workers share, relative to the configuration file."""
-    ttl_s: Seconds = 600.0
-    """Time for which embeddings are stored."""
-    max_mib: Positive = 4096
-    """Limit on the files of one model in the directory. In memory the limit is
-    `blobs.arena_mib`."""
 
 
 # Workers of one machine share a configuration, and listen on a port each.
@@ -303,7 +270,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     header_timeout_s: Seconds = 10.0
     """Time in which the headers, or a TLS handshake, must arrive."""
     body_timeout_s: Seconds = 60.0
-    """Time in which the complete body must arrive."""
+    """Time in which the complete body must arrive; for a file, any next part of it."""
+    upload_timeout_s: Seconds = 600.0
+    """Time in which a file must arrive completely."""
     send_timeout_s: Seconds = 60.0
     """Time in which the client must read some of the data that waits to be sent."""
     max_answer_mib: Positive = 256
@@ -337,6 +306,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     engine: EngineConfig = EngineConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    agent: AgentConfig = AgentConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     scale: ScaleConfig = ScaleConfig()

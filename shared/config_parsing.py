@@ -17,9 +17,9 @@ from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.images import ImageParams
+from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.protocol.pipeline import IMAGE_KIND, Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
@@ -162,6 +162,11 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
             "it is for the users in nats.url, and there is none: the embedded server has no"
             " passwords",
         )
+    nats = config.nats
+    if (nats.tls_cert is None) != (nats.tls_key is None):
+        yield Fault("nats.tls_key", "set both tls_cert and tls_key, or neither")
+    if nats.tls_cert is not None and nats.tls_ca is None:
+        yield Fault("nats.tls_ca", "tls_cert is for a server whose own certificate tls_ca accepts")
     for section, settings, name, limit_name in (
         ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
         # A token log outlives its request, because only the log records the end.
@@ -171,11 +176,16 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
         value, limit = getattr(settings, name), getattr(settings, limit_name)
         if value > limit:
             yield Fault(f"{section}.{name}", f"{value:g} is more than {limit_name}, {limit:g}")
-    for network in config.renderer.media_networks:
-        try:
-            ip_network(network)
-        except ValueError as error:
-            yield Fault("renderer.media_networks", str(error))
+    networks = {
+        "renderer.media_networks": config.renderer.media_networks,
+        "agent.mcp_networks": config.agent.mcp_networks,
+    }
+    for key, texts in networks.items():
+        for network in texts:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                yield Fault(key, str(error))
 
 
 def _faults_of_gateway(config: Config) -> Iterator[Fault]:

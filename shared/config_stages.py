@@ -8,7 +8,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 
-Graph = Literal["qwen3-omni", "qwen2.5-omni"]
+Graph = Literal["qwen3-omni", "qwen2.5-omni", "none"]
 """A talker and a vocoder, which load their parts of the model's folder; see `stage.graphs`."""
 Positive = Annotated[int, Meta(ge=1)]
 Voice = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -58,6 +58,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     voices: list[Voice] = []
     """Names of the voices of a stage that speaks; the first one is the default. The model has a
     token `<|voice_NAME|>` for each."""
+    frames_per_character: Annotated[float, Meta(gt=0)] | None = None
+    """For a stage that speaks a whole text: how many codec frames a character of it has on average.
+    By this, an output of sound that is `timed` tells how much of the text has been spoken."""
     sizes: list[ImageSize] = []
     """Sizes of image, such as `96x96`, of a stage with an output of kind `image`; the first one is
     the default."""

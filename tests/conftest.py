@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Generator, Iterator
 import httpcore2
 import hypothesis
 import pytest
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
@@ -37,7 +39,11 @@ httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 # No test measures time, because it would fail on a busy machine.
 hypothesis.settings.register_profile(
-    "pagemill", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "pagemill",
+    deadline=None,
+    # A property that needs more says so. `--hypothesis-profile default` tries twice as many.
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("pagemill")
 
@@ -46,8 +52,16 @@ INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object
 # Files that take minutes, most of them waiting. A long file that starts last would keep one worker
 # of pytest-xdist busy alone, so they begin early, and between them those that keep the processors
 # busy meanwhile. Workers take files in the order of items.
-LONG = ("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py")
+LONG = (
+    *("tests/gateway/http/", "tests/gateway/routes/"),
+    *("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py"),
+)
 COMPUTING = "tests/engine/"
+# Files with one of these beginnings share a cluster, and those of the page a browser.
+GROUPS = (
+    *("tests/gateway/http/", "tests/gateway/routes/test_page", "tests/gateway/routes/"),
+    "tests/agent/",
+)
 
 # Most skipped tests by reason, of those that no setting of a CI machine can avoid. A reason that is
 # not listed fails the run unless it begins with a line of the environment variable
@@ -55,7 +69,7 @@ COMPUTING = "tests/engine/"
 ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 1,
-    "needs Debian's packages chromium and chromium-driver": 58,
+    "needs Debian's packages chromium and chromium-driver": 65,
     "needs curl": 2,
     "needs a Docker engine with the image pagemill": 1,
     "needs docker compose": 3,
@@ -74,11 +88,26 @@ def pytest_configure(config: pytest.Config) -> None:
         " deselected without it",
     )
     if config.getoption("numprocesses", None):
-        preloaded.serve()
         # A fork with torch in memory might not be able to use a GPU.
-        if shutil.which("nvidia-smi") is None:
-            python = shlex.join(preloaded.PYTHON)
-            config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+        if shutil.which("nvidia-smi") is not None:
+            preloaded.serve()
+            return
+        ignored = [f"--ignore={path}" for path in config.option.ignore or ()]
+        preloaded.serve([*ignored, *config.args])
+        python = shlex.join(preloaded.COLLECTED_PYTHON)
+        config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+
+
+class _Groups(LoadFileScheduling):  # type: ignore[misc]  # xdist has no annotations.
+    """A scheduler by which files that share a cluster or a browser run in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next(filter(file.startswith, GROUPS), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Groups:
+    return _Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,6 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = [file for pair in zip(long, computing, strict=False) for file in pair]
     order = [*dict.fromkeys(order + long + files)]
     items.sort(key=lambda item: order.index(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without collections of garbage, which would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
 """Runs a Python program as a fork of the preloader of the tests, in place of the interpreter.
 
-    forked_python.py [-u] (-m MODULE | -c SCRIPT) [ARGUMENT ...]
+    forked_python.py [--collected] [-u] (-m MODULE | -c SCRIPT) [ARGUMENT ...]
 
 This process imports as little as possible. It forwards signals to the program and ends as the
 program does; when it is killed, the program receives SIGTERM. Without a preloader, which only runs
@@ -18,12 +18,15 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main() -> None:
     arguments = sys.argv[1:]
+    # The processes of pytest-xdist are forks of one that has all modules of tests in memory too.
+    is_collected = arguments[:1] == ["--collected"]
+    del arguments[:is_collected]
     if "TESTS_PRELOADER" not in os.environ:
         os.execv(sys.executable, [sys.executable, *arguments])
     if arguments[:1] == ["-u"]:
         del arguments[0]
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect(os.environ["TESTS_PRELOADER"])
+    channel.connect(os.environ["TESTS_PRELOADER"] + "-collected" * is_collected)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     socket.send_fds(channel, [b"-"], [0])
     start = {

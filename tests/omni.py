@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,6 +221,10 @@ def _save(model: Any, folder: Path) -> None:
     files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (*files, "preprocessor_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
+    # A folder has one file for what sees and what hears.
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"feature_size": EARS["num_mel_bins"]}
+    file.write_text(json.dumps(settings))
 
 
 def reference_qwen3(folder: Path, dtype: torch.dtype = torch.float64) -> Any:

@@ -3,11 +3,14 @@
 Tests start a hundred workers and clusters. The imports of each would take one to five seconds of
 processor time, the longest part of a run. `tests.preloading` imports them once, and forks for each
 connection a preloader of `pagemill up`, with the whole command line as what it forks. The processes
-of pytest-xdist share it, and are forks too.
+of pytest-xdist share it, and are forks of a fork that has collected the tests: each of them would
+take 15 s to import and compile the same modules.
 """
 
 import atexit
+import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -27,8 +30,18 @@ ROOT = Path(__file__).parent.parent
 ADDRESS = "TESTS_PRELOADER"
 # Environment variable that names a module whose `register_roles` a command calls first.
 ROLES_OF = "TESTS_ROLES_OF"
+# Environment variable that names an interpreter for the workers that `pagemill up` does not fork.
+PYTHON_OF = "TESTS_PYTHON_OF_WORKERS"
 # An interpreter with the options -m and -c, whose programs are forks in runs of pytest-xdist.
 PYTHON = [sys.executable, "-IS", str(ROOT / "tests" / "forked_python.py")]
+# One whose programs have the modules of the tests in memory too.
+COLLECTED_PYTHON = [*PYTHON, "--collected"]
+
+
+def write_python(file: Path) -> None:
+    """Write a command that is used like PYTHON where one path is expected."""
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
+    file.chmod(0o755)
 
 
 class ForkedCommand:
@@ -110,19 +123,30 @@ class _Forks:
 _running: _Forks | None = None
 
 
-def serve() -> str:
-    """Start the preloader, unless a parent process has done it, and return its address."""
+def serve(collecting: Sequence[str] | None = None) -> str:
+    """Start the preloader, unless a parent process has done it, and return its address.
+
+    With arguments of pytest that select tests, a fork of it collects these, and serves
+    COLLECTED_PYTHON.
+    """
     if ADDRESS not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="pagemill-tests-")
         os.environ[ADDRESS] = str(Path(folder.name) / "preloader")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(os.environ[ADDRESS])
-            listener.listen()
+        with contextlib.ExitStack() as stack:
+            listeners = []
+            for suffix in ("",) if collecting is None else ("", "-collected"):
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                listeners.append(stack.enter_context(listener).fileno())
+                listener.bind(os.environ[ADDRESS] + suffix)
+                listener.listen()
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.preloading", str(listener.fileno())],
+                [
+                    *(sys.executable, "-m", "tests.preloading"),
+                    *(",".join(map(str, listeners)), *(collecting or ())),
+                ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
+                pass_fds=listeners,
                 start_new_session=True,
             )
         atexit.register(_stop, process, folder)

@@ -1,11 +1,14 @@
 """The process that tests fork commands and other Python programs from; `tests.preloaded` starts it.
 
-python -m tests.preloading <descriptor of a listening socket>
+python -m tests.preloading <descriptors of listening sockets> [ARGUMENT OF PYTEST ...]
+
+The second descriptor, if there is one, is that of a fork which collects the tests first.
 """
 
 import atexit
 import gc
 import importlib
+import itertools
 import os
 import runpy
 import signal
@@ -15,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import msgspec
@@ -23,13 +27,14 @@ from huggingface_hub.utils import _cache_manager
 from rich.console import Console
 
 from shared.bus.embedded_server import end_with_parent
-from tests.preloaded import ROLES_OF
+from tests.preloaded import PYTHON_OF, ROLES_OF
 from workers import __main__ as pagemill
 from workers import roles
-from workers.cli import preloader, terminal
-from workers.cli.models import download
+from workers.cli import local_cluster, preloader, terminal
+from workers.cli.models import download, generated, reports
 from workers.cli.models.reports import Report
 from workers.engine.model import check_folders
+from workers.engine.model.check_folders import PoolingMode
 
 # What workers import at their start and, with the demo model, later; and what tests import.
 MODULES = [
@@ -48,8 +53,11 @@ MODULES = [
 ]
 
 
-def _check_folders(folders: Sequence[Path], _: Sequence[str | None] = ()) -> list[Report]:
-    said = [check_folders._report(folder) for folder in folders]
+def _check_folders(
+    folders: Sequence[Path], poolings: Sequence[PoolingMode | None] = ()
+) -> list[Report]:
+    pairs = itertools.zip_longest(folders, poolings)
+    said = [check_folders._report(folder or Path(), pooling) for folder, pooling in pairs]
     return msgspec.convert(said, list[Report], from_attributes=True)
 
 
@@ -60,14 +68,17 @@ def _main() -> None:
         roles._ROLES[spec.name] = replace(spec, uses_torch=True)
     if (own := os.environ.get(ROLES_OF)) is not None:
         importlib.import_module(own).register_roles()
+    if (python := os.environ.get(PYTHON_OF)) is not None:
+        vars(local_cluster)["sys"] = SimpleNamespace(executable=python, stderr=sys.stderr)
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))
     # So does the hub's library read its address and its folders, when it is imported.
     for module in (constants, _cache_manager):
         importlib.reload(module)
-    # `pagemill pull` would start a process that imports transformers, which is in memory here.
-    vars(download).update(check_folders=_check_folders)
+    # Commands would start a process that imports transformers, which is in memory here.
+    for module in (download, generated, reports):
+        vars(module).update(check_folders=_check_folders)
     try:
         pagemill.main()
     except SystemExit as end:
@@ -108,6 +119,8 @@ def _run_program() -> None:
         case ["-c", script, *arguments]:
             sys.argv[:] = ["-c", *arguments]
             _call_with_room(lambda: exec(script, {"__name__": "__main__"}))
+            if "pytest" in sys.modules:
+                _exit(SystemExit(0))
         case _:
             _main()
 
@@ -125,7 +138,7 @@ def _call_with_room(function: Callable[[], None]) -> None:
 _call_with_room.__code__ = _call_with_room.__code__.replace(co_stacksize=2**16)
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket, collecting: socket.socket | None = None) -> None:
     """Fork a preloader for each connection, which ends with it.
 
     The first message on a connection may have a descriptor: stdin of what is forked.
@@ -137,6 +150,14 @@ def _serve(listener: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Linux then removes ended preloaders.
+    if collecting is not None:
+        if os.fork() == 0:
+            end_with_parent()
+            listener.close()
+            listener = collecting
+            _collect(sys.argv[2:])
+        else:
+            collecting.close()
     while True:
         channel, _ = listener.accept()
         if os.fork() == 0:
@@ -151,6 +172,23 @@ def _serve(listener: socket.socket) -> None:
         channel.close()
 
 
+def _collect(arguments: Sequence[str]) -> None:
+    """Import the modules of tests as pytest does; those that fail are imported again, and told."""
+    # Commands behave otherwise where it is imported, and so the other fork must be without it.
+    import pytest
+
+    outputs = [(output, os.dup(output)) for output in (1, 2)]
+    with Path(os.devnull).open("wb") as nowhere:
+        for output, _ in outputs:
+            os.dup2(nowhere.fileno(), output)
+    pytest.main(["--collect-only", "--quiet", *arguments])
+    for output, saved in outputs:
+        os.dup2(saved, output)
+        os.close(saved)
+    gc.collect()
+    gc.freeze()
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1].split(",")))

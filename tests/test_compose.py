@@ -17,10 +17,14 @@ import yaml
 from ops.cluster import compose as containers
 from ops.cluster.checks import BLOB_PORT, ENGINE_GRACE_S, connections
 from ops.cluster.compose import Container
+from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
+from shared.bus.login import Login, seed_file
 from shared.config import Config
 from shared.config_parsing import parse_config
+from shared.errors import Unavailable
 from shared.stage.pipelines import default_stage, pipelines_of
+from workers.cli.keyring import Keyring
 from workers.pools import pools_of
 from workers.roles import AUTOSCALER, all_roles
 
@@ -79,7 +83,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert networks["bus"] == {"internal": True}
     for name, service in services().items():
         assert ("ports" in service) == (name == "gateway"), name
-        if name not in ("gateway", PROXY, *ONCE):
+        if name not in ("agent", "gateway", PROXY, *ONCE):
             assert service["networks"] == ["bus"], name
     (port,) = services()["gateway"]["ports"]
     assert port.startswith("127.0.0.1:")
@@ -146,7 +150,7 @@ def test_health_checks_ask_the_configured_port() -> None:
 
 def test_servers_and_configuration_name_one_another() -> None:
     nats = config().nats
-    assert nats.url == ",".join(f"nats://pagemill@{name}:4222" for name in BROKERS)
+    assert nats.url == ",".join(f"nats://{name}:4222" for name in BROKERS)
     assert nats.replicas == len(BROKERS)
     for name in BROKERS:
         assert services()[name]["environment"]["NATS_NAME"] == name
@@ -157,9 +161,9 @@ def test_servers_and_configuration_name_one_another() -> None:
 
 
 def test_no_file_has_a_secret() -> None:
-    """The password is in one file, which the first start makes."""
-    file = config().nats.password_file
-    assert file == "/run/secrets/nats_password"
+    """The keys and the brokers' own password are in files, which the first start makes."""
+    assert config().nats.keys == "/run/secrets/keys"
+    assert "include ../../run/secrets/keys/accounts.conf" in member_config()
     for name, service in services().items():
         if name not in ("pull", PROXY):
             mount = "secrets:/run/secrets" + ("" if name == "secrets" else ":ro")
@@ -224,10 +228,13 @@ def member_config() -> str:
 
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[int]:
-    """The port of a started server of a cluster, with a password."""
+    """The port of a started server of a cluster, whose clients need keys."""
     port = free_port()
+    keyring = Keyring(tmp_path / "keys")
+    keyring.complete()
     text = member_config().replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}")
     text = text.replace("port: 6222", f"port: {free_port()}").replace("0.0.0.0", "127.0.0.1")
+    text = text.replace("../../run/secrets/keys", "keys")
     file = tmp_path / "nats-member.conf"
     file.write_text(text)
     shutil.copy(FOLDER / "nats.conf", tmp_path)
@@ -253,22 +260,13 @@ def member(tmp_path: Path) -> Iterator[int]:
         log.close()
 
 
-def reply_to(port: int, options: str) -> bytes:
-    with (
-        socket.create_connection(("127.0.0.1", port), 10) as connection,
-        connection.makefile("rb") as lines,
-    ):
-        lines.readline()
-        connection.sendall(b'CONNECT {"verbose": false%s}\r\nPING\r\n' % options.encode())
-        return lines.readline().strip()
-
-
-def test_a_member_asks_for_the_password(member: int) -> None:
-    assert reply_to(member, ', "user": "pagemill", "pass": "pm12e45"') == b"PONG"
-    refused = b"-ERR 'Authorization Violation'"
-    # nats.conf, which the file includes, lets in whoever reaches the loopback address.
-    assert reply_to(member, "") == refused
-    assert reply_to(member, ', "user": "pagemill", "pass": "pagemill"') == refused
+async def test_a_member_asks_for_a_key(member: int, tmp_path: Path) -> None:
+    url = f"nats://127.0.0.1:{member}"
+    bus = await Bus.connect(Login(url, "engine", seed_file(tmp_path / "keys", "engine")), "test")
+    await bus.close()
+    for given in (url, url.replace("//", "//pagemill:pm12e45@")):
+        with pytest.raises(Unavailable, match="refuses this login"):
+            await Bus.connect(Login(given), "test", 0.3)
 
 
 # -- the acceptance test --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ops import write_api_doc, write_messages_doc, write_metrics_doc, write_sett
 from ops.struct_tables import structs_in
 from shared.config_parsing import parse_config
 from shared.errors import PagemillError
-from shared.protocol import messages, renderer_rpc, subjects
+from shared.protocol import messages, names, renderer_rpc, subjects
 from workers.gateway.http.errors import STATUSES, status_of
 from workers.gateway.openapi.document import document
 
@@ -70,7 +70,7 @@ def test_the_encoded_names_of_models_are_those_of_the_code() -> None:
     assert shown == {name: subjects.request(name) for name in shown}
     python = page.partition("In Python:\n\n```python\n")[2].partition("```")[0]
     for name in shown:
-        assert eval(python, {"re": re, "name": name}) == subjects.encode_model(name)
+        assert eval(python, {"re": re, "name": name}) == names.encode_model(name)
 
 
 def test_the_examples_of_messages_can_be_decoded() -> None:

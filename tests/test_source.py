@@ -28,10 +28,22 @@ SOCKETS = {"socket.create_connection", "socket.socket", "socket.getaddrinfo", "s
 SOCKETS |= {"asyncio.open_connection", "prometheus_client.start_http_server"}
 FILES_BY_NAME = {"open", "io.open", "os.open", "PIL.Image.open"}
 FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
+FILES_BY_NAME |= {"av.open", "soundfile.SoundFile"}
 
 ALLOWED = {
     "workers.renderer.media.fetcher": {"httpcore2", "socket.getaddrinfo"},
+    # Every dial for a client goes through it, to a checked address.
+    "shared.dialing": {"httpcore2"},
+    "workers.agent.mcp_client": {"httpcore2"},
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
+    # Decoders open bytes, in a sandbox, and the sockets between them and the renderer.
+    "workers.renderer.decoding.decoding": {"socket.socket"},
+    "workers.renderer.decoding.image_video": {"PIL.Image.open"},
+    "workers.renderer.decoding.job": {"socket.socket"},
+    "workers.renderer.decoding.packets": {"av.open"},
+    "workers.renderer.decoding.sound_file": {"soundfile.SoundFile"},
+    "workers.renderer.decoding.spawner": {"os.open", "socket.socket"},  # /dev/null
+    "workers.renderer.decoding.spawning": {"socket.socket", "socket.socketpair"},
     "shared.blobs.transports": {
         "socket.socket",
         "socket.create_connection",
@@ -50,8 +62,14 @@ ALLOWED = {
     # The operator's own files, on the operator's own machine.
     "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.models.families.llava": {".read_bytes"},
+    "shared.models.frames": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},
     "workers.cli.settings": {".read_text"},
+    # Keys of the bus, and where they are.
+    "shared.bus.local_keys": {".read_text"},
+    "shared.bus.login": {".read_bytes"},
+    "workers.cli.keyring": {".read_bytes", "os.open"},
+    "workers.cli.commands.keys": {".read_bytes", ".read_text"},  # the server's process id, /proc
     # What the operator pulls, from the hub of HF_ENDPOINT; no other module downloads.
     "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
     "workers.cli.models.download": {"huggingface_hub", "httpx2", "os.open", ".open"},

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ModelConfig, RendererConfig
-from shared.protocol.multimodal import IMAGE, PlaceholderRange
+from shared.config import ModelConfig
+from shared.config_renderer import RendererConfig
+from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import last_token
 from workers.cli.settings import DEMO_MODEL
@@ -21,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
 # Where something is kept for a later request, one line each.
 KEEPS = re.compile(
-    r"= ByteLRU\(|lru_cache|functools\.cache|mm_items\.put_item\(|pool\.register\(|subjects\.item\("
+    r"[=:] ByteLRU\(|lru_cache|functools\.cache|mm_items\.put_item\(|pool\.register\(|"
+    r"subjects\.item\("
 )
 NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
@@ -31,6 +33,8 @@ NOT_OF_REQUESTS = [
     *("workers/engine/sampling/logits_processors.py",) * 2,
     # Where segments begin, by their lengths alone.
     *("shared/vision/layers.py", "shared/vision/layers.py"),
+    # Weights of a resized axis, by its two lengths alone.
+    *("shared/models/resizing.py",) * 2,
     # This machine and its library.
     *("shared/native/library.py", "shared/native/library.py", "shared/native/tower_kernels.py"),
 ]
@@ -39,7 +43,7 @@ NOT_OF_REQUESTS = [
 class Fetched:
     """In the place of the fetcher: the cache behind it is what is looked at."""
 
-    def fetch(self, url: str, field: str) -> bytes:
+    def fetch(self, url: str, field: str, modality: Modality) -> bytes:
         return b"picture"
 
 
@@ -74,7 +78,7 @@ def url_key(tenant: str, processor: Processor) -> object:
     media = MediaLoader(RendererConfig())
     media._fetcher = Fetched()  # type: ignore[assignment]
     media.read(URL, "field", tenant)
-    (key,) = media._fetched._entries
+    (key,) = media._fetched[IMAGE]._entries
     return key
 
 

@@ -32,6 +32,7 @@ COMMANDS = (
     "workers.cli.commands.scale:scale",
     "workers.cli.commands.dead:dead",
     "workers.cli.commands.configure:key",
+    "workers.cli.commands.keys:keys",
     "workers.cli.commands.configure:check",
     "workers.cli.commands.kubernetes:manifests",
     "workers.cli.commands.docker:docker_proxy",

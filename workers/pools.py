@@ -75,7 +75,9 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
         pools[made.name] = made
     settings = {name: pool.settings for name, pool in pools.items()}
     try:
-        scaling = ScalingSettings(settings, tuple(_edges(pools, pipelines)), config.scale.budget)
+        # A stage may have an edge for each modality.
+        edges = tuple(dict.fromkeys(_edges(pools, pipelines)))
+        scaling = ScalingSettings(settings, edges, config.scale.budget)
     except ConfigError as error:
         key = f"scale.{error.field}"
         raise ConfigError(f"{source}: scale.{error.message}", field=key) from error

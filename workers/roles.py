@@ -44,6 +44,7 @@ class RoleSpec:
         return self.uses_torch or self.may_load_torch
 
 
+AGENT = "agent"
 AUTOSCALER = "autoscaler"
 
 _ROLES: dict[str, RoleSpec] = {}
@@ -104,6 +105,15 @@ for _spec in (
         # The one vocoder that there is computes with numpy; a stage that paints loads torch itself.
         uses_torch=False,
         may_load_torch=True,
+    ),
+    RoleSpec(
+        AGENT,
+        "workers.agent.worker",
+        "Agent",
+        "carries out responses, and calls tools",
+        serves_stages=False,
+        one_model=False,
+        uses_torch=False,
     ),
     RoleSpec(
         AUTOSCALER,

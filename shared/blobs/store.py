@@ -33,7 +33,7 @@ from shared.blobs.transports import (
 from shared.bus.bus import Bus
 from shared.config import BlobsConfig
 from shared.errors import BlobLost, Unavailable
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.messages import BlobAddress, decode_heartbeat
 from shared.protocol.multimodal import BlobRef
 from shared.task_set import TaskSet
@@ -248,7 +248,7 @@ class Blobs:
         return Blob(arena.view(slot), functools.partial(arena.slots.unpin_all, reader))
 
     async def _transports_to(self, owner: str) -> list[Transport]:
-        if not subjects.is_name(owner):  # The name becomes part of a subject.
+        if not names.is_name(owner):  # The name becomes part of a subject.
             return []
         if owner in self._transports:
             self._transports.move_to_end(owner)

@@ -1,4 +1,4 @@
-"""Processed images in the format of vLLM's render and generate endpoints.
+"""Processed media in the format of vLLM's render and generate endpoints.
 
 An item is msgpack: a map from field names to `{"data": tensor, "field": [kind, arguments]}`. A
 tensor is `[dtype, shape, bytes]`, with the bytes in C order and little endian in an extension of
@@ -7,6 +7,7 @@ decoding them would execute a stranger's code. They are refused like everything 
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from shared.errors import InvalidRequest
 
 MAX_FIELDS = 16
 MAX_SLICES = 64
+MAX_NUMBERS = 4096
 _RAW_VIEW = 3
 
 _Size = Annotated[int, Meta(ge=0)]
@@ -62,20 +64,22 @@ class WireField:
 
     tensor: TensorData
     kind: Kind
+    is_list: bool = False
+    """Whether it is written as a list of numbers; then it has one dimension of float64."""
 
 
 def encode_item(fields: Mapping[str, WireField]) -> bytes:
     """Encode an item byte for byte as vLLM does, with its fields in the order of `fields`."""
     return msgspec.msgpack.encode(
         {
-            name: {"data": _pack_tensor(field.tensor), "field": _pack_kind(field.kind)}
+            name: {"data": _pack_data(field), "field": _pack_kind(field.kind)}
             for name, field in fields.items()
         }
     )
 
 
 def metadata_of(fields: Mapping[str, WireField]) -> dict[str, WireField]:
-    """Return the fields that the language model needs, whichever server encodes the image."""
+    """Return the fields that the language model needs, whichever server encodes the item."""
     return {name: field for name, field in fields.items() if field.kind.keep_on_cpu}
 
 
@@ -88,32 +92,71 @@ def decode_item(data: bytes, field: str) -> dict[str, WireField]:
         elements = _item.decode(data)
         return {name: _unpack_field(element) for name, element in elements.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidRequest(f"not the data of an image: {error}", field=field) from error
+        raise InvalidRequest(f"not the data of an item: {error}", field=field) from error
 
 
-def mm_hash(modality: str, file: bytes, model_id: str) -> str:
-    """Return vLLM's mm_hash, with its default algorithm, of an image that was fetched or sent as a
+@dataclass(frozen=True, slots=True)
+class VideoFacts:
+    """What vLLM's mm_hash of a video covers besides its file."""
+
+    num_frames: int
+    """Frames in the file."""
+    fps: float
+    indexes: tuple[int, ...]
+    """The frames that were sampled."""
+    is_sequence: bool
+    """Whether the file is a sequence of JPEG files: their base64 with commas between them."""
+
+
+def mm_hash(modality: str, file: bytes, model_id: str, video: VideoFacts | None = None) -> str:
+    """Return vLLM's mm_hash, with its default algorithm, of a medium that was fetched or sent as a
     file. `model_id` is the model name with which its servers were started.
 
     vLLM also hashes other properties that determine the pixels: an image that is not RGB, or that
-    has a UUID as its EXIF ImageID, has a different hash there.
+    has a UUID as its EXIF ImageID, has a different hash there, and so has a video whose sampled
+    frames together are smaller than its file.
     """
-    leaves = {modality: _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)}
-    leaves["model_id"] = _LEAF + _frame(model_id.encode())
+    leaf = _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)
+    if video is not None:
+        leaf = _SEQUENCE + _length(2) + leaf + _hash_facts(video)
+    leaves = {modality: leaf, "model_id": _LEAF + _frame(model_id.encode())}
     digest = blake3()
     for name in sorted(leaves):
         digest.update(_frame(name.encode()) + leaves[name])
     return digest.hexdigest()
 
 
-_LEAF = b"\x03"
+_SEQUENCE, _MAPPING, _LEAF = b"\x01", b"\x02", b"\x03"
+
+
+def _hash_facts(video: VideoFacts) -> bytes:
+    """Numbers are hashed as those of numpy: 8 bytes each, and a truth value as one."""
+    indexes = b"".join(_LEAF + _frame(struct.pack("<q", index)) for index in video.indexes)
+    backend = b"jpeg_sequence" if video.is_sequence else b"opencv"
+    values = {
+        b"total_num_frames": _LEAF + _frame(struct.pack("<q", video.num_frames)),
+        b"fps": _LEAF + _frame(struct.pack("<d", video.fps)),
+        b"duration": _LEAF + _frame(struct.pack("<d", video.num_frames / video.fps)),
+        b"video_backend": _LEAF + _frame(backend),
+        b"frames_indices": _SEQUENCE + _length(len(video.indexes)) + indexes,
+        b"do_sample_frames": _LEAF + _frame(b"\0"),
+    }
+    pairs = b"".join(_frame(name) + value for name, value in values.items())
+    return _MAPPING + _length(len(values)) + pairs
+
+
+def _length(number: int) -> bytes:
+    return number.to_bytes(8, "little")
 
 
 def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(8, "little") + data
+    return _length(len(data)) + data
 
 
-def _pack_tensor(tensor: TensorData) -> list[Any]:
+def _pack_data(field: WireField) -> list[Any]:
+    tensor = field.tensor
+    if field.is_list:
+        return [value for (value,) in struct.iter_unpack("<d", tensor.data)]
     raw = msgspec.msgpack.Ext(_RAW_VIEW, tensor.data)
     return [tensor.dtype, tensor.shape, raw]
 
@@ -130,10 +173,13 @@ _Argument = bool | int | Annotated[list[list[int | Bounds | None]], Meta(max_len
 
 
 class _Element(Struct, frozen=True, forbid_unknown_fields=True):
-    data: tuple[DType, Annotated[list[_Size], Meta(max_length=MAX_DIMS)], msgspec.msgpack.Ext]
+    data: msgspec.Raw
     field: tuple[Literal["batched", "flat", "shared"], dict[str, _Argument]]
 
 
+_Tensor = tuple[DType, Annotated[list[_Size], Meta(max_length=MAX_DIMS)], msgspec.msgpack.Ext]
+_tensor = msgspec.msgpack.Decoder(_Tensor)
+_numbers = msgspec.msgpack.Decoder(Annotated[list[float], Meta(max_length=MAX_NUMBERS)])
 _item = msgspec.msgpack.Decoder(
     Annotated[
         dict[Annotated[str, Meta(max_length=128)], _Element],
@@ -143,7 +189,19 @@ _item = msgspec.msgpack.Decoder(
 
 
 def _unpack_field(element: _Element) -> WireField:
-    dtype, shape, payload = element.data
+    name, arguments = element.field
+    kind = msgspec.convert(arguments, _KINDS[name])
+    try:
+        dtype, shape, payload = _tensor.decode(element.data)
+    except msgspec.ValidationError:
+        try:
+            numbers = _numbers.decode(element.data)
+        except msgspec.ValidationError:
+            numbers = []
+        if not numbers:
+            raise
+        packed = memoryview(struct.pack(f"<{len(numbers)}d", *numbers))
+        return WireField(TensorData("float64", (len(numbers),), packed), kind, is_list=True)
     if payload.code != _RAW_VIEW:
         raise ValueError(f"an extension of type {payload.code} is not a tensor's data")
     data = memoryview(payload.data)
@@ -151,7 +209,4 @@ def _unpack_field(element: _Element) -> WireField:
         raise ValueError(f"{dtype} {shape} does not have {data.nbytes} bytes")
     if dtype == "bool" and bytes(data).strip(b"\0\1"):
         raise ValueError("a bool tensor has bytes other than 0 and 1")
-    name, arguments = element.field
-    return WireField(
-        TensorData(dtype, tuple(shape), data), msgspec.convert(arguments, _KINDS[name])
-    )
+    return WireField(TensorData(dtype, tuple(shape), data), kind)

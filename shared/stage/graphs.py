@@ -3,14 +3,28 @@
 All of their stages load parts of one folder, the model's own.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from shared.config_stages import Graph
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
 from shared.protocol.pipeline import ANSWER, AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
 
 TALKER, CODE2WAV = "talker", "code2wav"
 
 
-def stages_of(graph: str, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
+def graph_of(model_config: Mapping[str, Any]) -> Graph | None:
+    """The graph of a model, by the parts in its `config.json`; None for one that does not speak."""
+    # A model may come without its talker.
+    if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:
+        return None
+    return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
+
+
+def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
     """The stages of a graph with the edges into each; the stage `writer` writes the text."""
+    if graph is None or graph not in _TALKERS:
+        return []
     return [
         (_TALKERS[graph], [Edge(writer, TALKER, TEXT, ANSWER, "stream")]),
         (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
@@ -28,9 +42,12 @@ def _talker(voices: list[str], **sampling: float) -> StageSpec:
 
 
 def _vocoder(chunks: ChunkSpec) -> StageSpec:
-    return StageSpec(CODE2WAV, "generator", output=OutputSpec(AUDIO, AUDIO), chunks=chunks)
+    sound = OutputSpec(AUDIO, AUDIO, timed=True)
+    return StageSpec(CODE2WAV, "generator", output=sound, chunks=chunks)
 
 
+# By the part that is the vocoder.
+_GRAPHS: dict[str, Graph] = {"code2wav_config": "qwen3-omni", "token2wav_config": "qwen2.5-omni"}
 # The sampling is that of transformers' `generate`.
 _TALKERS = {
     "qwen3-omni": _talker(["Ethan", "Chelsie", "Aiden"], top_k=50, max_tokens=4096),
@@ -40,5 +57,7 @@ _VOCODERS = {
     # 12.5 frames a second: the first sound comes after 0.4 seconds of it.
     "qwen3-omni": _vocoder(ChunkSpec(first=(4, 10), size=25, left=25, right=1)),
     # 50 frames a second. Frames influence each other, so each chunk is a part of the whole.
-    "qwen2.5-omni": _vocoder(ChunkSpec(size=500, left=MAX_FRAMES, right=MAX_FRAMES)),
+    "qwen2.5-omni": _vocoder(
+        ChunkSpec(size=500, left=MAX_FRAMES, right=MAX_FRAMES, max_ahead=2 * MAX_FRAMES)
+    ),
 }

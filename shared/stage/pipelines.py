@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
+from typing import get_args
 
 from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
-from shared.protocol.multimodal import IMAGE
+from shared.protocol.multimodal import Modality
+from shared.protocol.names import is_name
 from shared.protocol.pipeline import (
     CODES,
     IMAGE_KIND,
@@ -20,7 +22,7 @@ from shared.protocol.pipeline import (
     StageSpec,
 )
 from shared.protocol.pipeline_faults import faults
-from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
+from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, stage_consumer
 from shared.stage import (
     edge_functions,  # noqa: F401 - registers the functions that edges name
     graphs,
@@ -171,16 +173,18 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
     edges = {RENDERER: [Edge(REQUEST, RENDERER, "prompt", "prompt")]}
     if model.tower == ENCODER:
         stages[ENCODER] = StageSpec(ENCODER, ENCODER)
-        edges[ENCODER] = [Edge(RENDERER, ENCODER, IMAGE, "item", "fan_out", gathered_by=ENGINE)]
+        edges[ENCODER] = [
+            Edge(RENDERER, ENCODER, modality, "item", "fan_out", gathered_by=ENGINE)
+            for modality in get_args(Modality)
+        ]
     if model.prefill == PREFILL:
         stages[PREFILL] = StageSpec(PREFILL, PREFILL)
         edges[PREFILL] = [Edge(RENDERER, PREFILL, "tokens", "rendered", "detour")]
     text = OutputSpec(TEXT, "text")
     stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=text, slots=model.slots)
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
-    if model.graph is not None:
-        for stage, inputs in graphs.stages_of(model.graph, ENGINE):
-            stages[stage.name], edges[stage.name] = stage, inputs
+    for stage, inputs in graphs.stages_of(model.graph, ENGINE):
+        stages[stage.name], edges[stage.name] = stage, inputs
     return stages, edges
 
 
@@ -197,6 +201,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.output or base.output,
         changes.chunks or chunks,
         changes.voices or base.voices,
+        changes.frames_per_character or base.frames_per_character,
         changes.sizes or base.sizes,
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.config import METRICS_PORTS, Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
@@ -253,7 +254,12 @@ def _name_process(name: str) -> None:
 
 
 async def run(
-    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
+    role: str,
+    main: Main,
+    config: Config,
+    server: Login | str,
+    model: str | None,
+    stage: str | None,
 ) -> int:
     """Run one worker until it has stopped, and return its exit code; the process ends then.
 
@@ -265,14 +271,14 @@ async def run(
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
         _check_model(config, model)
-        bus = await Bus.connect(url, worker, config.nats.connect_timeout_s)
+        bus = await Bus.connect(server, worker, config.nats.connect_timeout_s)
     except PagemillError as error:
         log.error("not_started", code=error.code, reason=error.message)
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
     try:
         _drain_on_signals(context)
-        await bus.prepare(config.nats, config.delivery)
+        await bus.prepare(config.nats, config.delivery, config.agent)
         context.start_reports()
         await compare_settings(bus, worker, config, log)
         await context.open_metrics()

@@ -99,6 +99,8 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("gauge", ENGINE, ()): {
         "num_requests_running": "Sequences that hold KV blocks.",
         "num_requests_waiting": "Sequences that wait to be scheduled.",
+        "num_requests_without_input": "Sequences that hold KV blocks, and wait for more of the text"
+        " that they speak.",
         "kv_cache_usage_perc": (
             "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence"
             " are free."
@@ -110,19 +112,19 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("counter", f"{RENDERER}, {ENGINE}", ()): {
         "mm_cache_queries_total": (
-            "Image cache lookups: for processed images in a renderer, for embeddings in an engine"
-            " with a vision tower."
+            "Media cache lookups: for processed media in a renderer, for embeddings in an engine"
+            " with a tower."
         ),
-        "mm_cache_hits_total": "Image cache hits.",
+        "mm_cache_hits_total": "Media cache hits.",
     },
     ("counter", f"{ENCODER}, {ENGINE}", ()): {
-        "encoded_items_total": "Images encoded by the vision tower.",
+        "encoded_items_total": "Items encoded by the tower.",
     },
     ("counter", ENCODER, ()): {
-        "encoder_found_items_total": "Requested images whose embeddings were already stored.",
+        "encoder_found_items_total": "Requested items whose embeddings were already stored.",
     },
     ("histogram", ENCODER, SIZES): {
-        "encoder_batch_items": "Images in one batch of the vision tower.",
+        "encoder_batch_items": "Items in one batch of the tower.",
     },
     ("gauge", ENCODER, ()): {
         "encoder_waiting_items": "Images that wait for the vision tower.",
@@ -159,8 +161,8 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("histogram", RENDERER, LONG_S): {
         "render_seconds": (
-            "Time from a task's arrival to its rendered prompt, in seconds, including image"
-            " fetches."
+            "Time from a task's arrival to its rendered prompt, in seconds, including"
+            " fetches of media."
         ),
     },
     ("counter", COORDINATOR, ()): {

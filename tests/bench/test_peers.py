@@ -1,6 +1,5 @@
 """The arithmetic of the comparison, and our own engine through it as a peer."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -125,8 +124,7 @@ def _an_image(maker: Maker) -> list[Request]:
 def forked_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of our own environment need no imports; those of each take five seconds."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.PYTHON)} "$@"\n')
-    python.chmod(0o755)
+    preloaded.write_python(python)
     monkeypatch.setattr("sys.executable", str(python))
 
 

@@ -44,7 +44,7 @@ SERVED = set(FILES) - {
     "pytorch_model.bin",
     "onnx/model.safetensors",
     "consolidated.safetensors",
-    "README.md",
+    *("README.md", "training.json", "marks.json"),
 }
 # The pooling of sentence-transformers, with a name that would leave the folder.
 POOLING = {
@@ -92,6 +92,19 @@ def run(
     hub: Hub | None, folder: Path, *arguments: str, **more: str
 ) -> subprocess.CompletedProcess[str]:
     return preloaded.run(*arguments, cwd=folder, env=environment(hub, folder, **more))
+
+
+def run_alone(hub: Hub | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without the tests' preloader, in which no process is started for the check."""
+    return subprocess.run(
+        [*PAGEMILL, *arguments],
+        cwd=folder,
+        env=environment(hub, folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def snapshot(folder: Path, model: str = "demo") -> Path:
@@ -319,20 +332,8 @@ def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
-    def pull_alone() -> subprocess.CompletedProcess[str]:
-        """Pull without the tests' preloader, in which no process is started for the check."""
-        return subprocess.run(
-            [*PAGEMILL, "pull", "org/whisper"],
-            cwd=tmp_path,
-            env=environment(hub, tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    for pull in (pull_alone, lambda: run(hub, tmp_path, "pull", "org/whisper")):
-        done = pull()
+    for run_it in (run_alone, run):
+        done = run_it(hub, tmp_path, "pull", "org/whisper")
         assert done.returncode == 1
         assert "weights were not downloaded: uses cross attention" in done.stderr
         assert hub.downloads("config.json") == [None]
@@ -526,7 +527,7 @@ def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     mark = tmp_path / "was_run"
     (folder / "modeling_demo.py").write_text(f"open({str(mark)!r}, 'w')\nDemoConfig = object\n")
-    done = run(hub, tmp_path, "up", str(folder))
+    done = run_alone(hub, tmp_path, "up", str(folder))
     assert done.returncode == 78
     assert "own is refused" in done.stderr
     assert not mark.exists()

@@ -16,10 +16,13 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Cancelled, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.items import MessageItem
 from shared.protocol.messages import AttemptRecord, Heartbeat, RequestRecord
 from shared.protocol.records import OutputSummary, StageSpan, Usage
 from shared.protocol.requests import GenerateRequest, Message
+from shared.protocol.steps import Begun, Ended
 from shared.state import request_registry
+from shared.state.step_log import StepLog
 from shared.state.token_log import LogWriter, end_request
 from tests import preloaded
 from tests.cluster.conftest import FORKED_PAGEMILL, ROOT
@@ -188,6 +191,19 @@ async def test_cancel_without_a_coordinator_is_stored(
     assert (await bus.stream_size(subjects.CANCELS_STREAM))[0] == 1
     await bus.purge(subjects.CANCELS_STREAM, subjects.cancel(request_id))
     await bus.purge(subjects.STAGES_STREAM, subject)
+
+
+async def test_where_tells_of_a_response(broker: EmbeddedServer, bus: Bus) -> None:
+    log = StepLog(bus, "alice", f"resp_{secrets.token_hex(8)}")
+    await log.append(Begun(0, 1, "demo", "alice", [MessageItem("user", "Hi")], {}))
+    await log.append(Ended(0, "incomplete", 2, "max_output_tokens"))
+    code, out, _ = await run(broker, "where", log.response_id)
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()][:2] == [
+        ["state", "incomplete"],
+        ["steps", "2"],
+    ]
+    assert "max_output_tokens" in out
 
 
 async def test_where_lists_no_delivery_of_an_ended_request_as_open(

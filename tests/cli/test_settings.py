@@ -1,6 +1,7 @@
 """The URL of the broker, with a password from a file."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.config import Config
 from shared.errors import ConfigError, Unavailable
+from shared.stage.pipelines import pipelines_of
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import WorkerSpec
@@ -87,7 +89,7 @@ async def test_a_lost_broker_is_logged_without_its_password(
     server = EmbeddedServer(tmp_path)
     server.start()
     try:
-        bus = await Bus.connect(server.url.replace("//", "//pagemill:pagemill@"), "test")
+        bus = await Bus.connect(server.url.replace("//", "//anyone:anyone@"), "test")
         await asyncio.to_thread(server.stop)
         assert await logged.get() == ("broker_disconnected", server.url)
         await asyncio.to_thread(server.start)
@@ -95,3 +97,31 @@ async def test_a_lost_broker_is_logged_without_its_password(
         await bus.close()
     finally:
         server.stop()
+
+
+TALKER = {"talker_config": {"layers": 2}}
+QWEN3 = {**TALKER, "code2wav_config": {"layers": 2}}
+QWEN25 = {**TALKER, "token2wav_config": {"layers": 2}}
+SPEAKS = {"talker", "code2wav"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "graph", "stages"),
+    [
+        (QWEN3, None, SPEAKS),
+        (QWEN25, None, SPEAKS),
+        (QWEN25, "none", set()),
+        (QWEN25 | {"enable_audio_output": False}, None, set()),
+        ({"code2wav_config": {"layers": 2}}, None, set()),
+        (TALKER, None, set()),
+    ],
+)
+def test_the_folder_of_an_omni_model_has_its_graph(
+    tmp_path: Path, parts: dict[str, Any], graph: str | None, stages: set[str]
+) -> None:
+    (tmp_path / "omni").mkdir()
+    (tmp_path / "omni" / "config.json").write_text(json.dumps(parts))
+    file = tmp_path / "pagemill.yaml"
+    file.write_text(json.dumps({"models": {"omni": {"path": "omni", "graph": graph}}}))
+    pipeline = pipelines_of(settings.load_config(file))["omni"]
+    assert {stage.name for stage in pipeline.stages} == {"renderer", "engine"} | stages

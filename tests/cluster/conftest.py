@@ -52,6 +52,16 @@ class Cluster:
     log: Path
     """The workers' log. The lines of `pagemill up` itself are in `up.err` beside it."""
 
+    @property
+    def keys(self) -> Path:
+        """The folder of its keys."""
+        return self.config.parent / "data" / "nats" / "keys"
+
+    @property
+    def client_key(self) -> Path:
+        """The key of the tenant that `pagemill up` makes."""
+        return self.keys / "tenants" / "local.nk"
+
     async def pid(self, bus: Bus, role: str) -> int:
         """Return the process id of the one living worker of a role; wait for its start."""
         async with asyncio.timeout(120):

@@ -22,13 +22,14 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import IMAGE, embedding_key
 from shared.protocol.records import Failure, Finish, LogRecord
-from shared.protocol.requests import GenerateRequest
+from shared.protocol.requests import GenerateRequest, VideoURL
 from shared.stage.runtime import EXIT_CONFIG
 from shared.state.token_log import last_record
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, Cluster, answer, living, start_cluster, stop_cluster
-from tests.cluster.streams import assert_gapless, text_of
+from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.cluster.test_request import CASES
+from tests.cluster.test_videos import clip, data_url, expected_tokens, frames_of, question
 from workers.cli.ask import build_request
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import hash_source
@@ -105,10 +106,26 @@ def frozen(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
+async def test_a_video_is_encoded_once_and_answered_as_by_transformers(client: Bus) -> None:
+    """Its embeddings come from an encoder, for all requests with the same frames of it."""
+    num_before = sum([beat.load["encoded"] for beat in await living(client, "encoder")])
+    videos = [VideoURL(data_url(clip(8, shift=5)), fps=fps) for fps in (2.0, 2.0, 1.0)]
+    answers = [await answer(client, question(video)) for video in videos]
+    expected = [expected_tokens(frames_of(8, shift=5), one, False) for one in videos[1:]]
+    assert [tokens_of(records) for records in answers] == [expected[0], *expected]
+
+    async def are_two() -> bool:
+        beats = await living(client, "encoder")
+        return sum([beat.load["encoded"] for beat in beats]) == num_before + 2
+
+    await until(are_two)
+
+
 async def test_answers_are_right_and_every_image_went_through_an_encoder(
     three: Cluster, client: Bus
 ) -> None:
     await until(lambda: encoders_live(client, 3))
+    num_before = len(events(three, "encoded"))
     requests = [
         build_request("demo", case.question, [IMAGES / i for i in case.images], {})
         for case in CASES
@@ -118,7 +135,8 @@ async def test_answers_are_right_and_every_image_went_through_an_encoder(
         assert_gapless(records)
         assert case.expect.lower() in text_of(records).lower()
         check_path(records[-1], bool(case.images))
-    assert len(events(three, "encoded")) == len({i for case in CASES for i in case.images})
+    num_images = len({i for case in CASES for i in case.images})
+    assert len(events(three, "encoded")) == num_before + num_images
 
 
 def check_path(final: LogRecord, encoded: bool) -> None:
@@ -245,8 +263,8 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
     text = WITH_ENCODERS + f"embeddings: {{storage: directory, path: {store}}}\n"
     for cluster in start_with_encoders(tmp_path, text, 0):
         bus = await Bus.connect(cluster.url, "test")
-        for question in ("What color is this image?", "What color is it?"):
-            records = await answer(bus, about("red.png", question))
+        for asked in ("What color is this image?", "What color is it?"):
+            records = await answer(bus, about("red.png", asked))
             assert "red" in text_of(records).lower()
         (file,) = store.glob("demo/*/encoder_cache.safetensors")
         assert (file.parent / "acknowledged").exists()

@@ -12,6 +12,7 @@ from shared.client import ask, new_request_id, pin_media, render_features, token
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.renderer_rpc import ErrorReply, FeaturesRequest, Tokenized, TokenizeRequest
 from shared.protocol.requests import (
+    ContentPart,
     Feature,
     GenerateRequest,
     ImagePart,
@@ -31,7 +32,7 @@ def image(name: str) -> ImagePart:
 
 
 def question(*names: str) -> GenerateRequest:
-    parts: list[TextPart | ImagePart] = [
+    parts: list[ContentPart] = [
         *map(image, names),
         TextPart("What color is this image? Answer in one word."),
     ]

@@ -7,6 +7,7 @@ The bytes of every file equal those of a plain loop over the same weights.
 
 import asyncio
 import base64
+import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -348,10 +349,23 @@ def check_page(url: str, folder: Path, image: str) -> None:
         assert len(shown) == len(set(shown)) == 7
         assert shown[-1] == f"data:image/png;base64,{image}"
         assert page.run("return document.querySelector('.painted').naturalWidth") == 16
-        # Stop cancels an image, and the next question may come.
+        # A reload goes on with the image.
         page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
         page.type("#question", PROMPT + ENTER)
-        page.wait("!document.querySelector('#cancel').hidden")
+        page.wait("document.querySelector('.turn:last-child .painted') !== null")
+        page.run("location.reload()")
+        page.wait(
+            "document.querySelector('.turn:last-child .status')?.textContent.startsWith('Painted')",
+            timeout_s=60,
+        )
+        assert page.run("return document.querySelectorAll('.painted').length") == 2
+        # Stop cancels an image, and the next question may come.
+        page.run("document.querySelector('#model').value = 'painter'")
+        page.run(
+            "document.querySelector('#more').value = arguments[0]", '{"num_inference_steps": 80}'
+        )
+        page.type("#question", PROMPT + ENTER)
+        page.wait("document.querySelector('.turn:last-child .painted') !== null")
         page.run("document.querySelector('#cancel').click()")
         page.wait("document.querySelector('.turn:last-child .status').textContent === 'Cancelled'")
         assert page.console_errors() == []
@@ -390,3 +404,58 @@ async def test_the_command_line_saves_images(
         )
         assert refused.returncode == 1
         assert said in refused.stderr
+
+
+async def test_an_image_goes_on_at_another_gateway(
+    processes: Processes, bus: Bus, url: str, painter: ImageModel
+) -> None:
+    """The gateway is killed between the previews. Its client comes back at another one."""
+    form = {"model": "painter", "prompt": PROMPT, "seed": 21, "num_inference_steps": 12}
+    streamed = form | {"stream": True, "partial_images": 5}
+    events = {"accept": "text/event-stream", "x-request-id": "streamed"}
+    named = {"x-request-id": "named"}
+    path = "/v1/images/generations"
+    before = {beat.url for beat in await bus.read_heartbeats()}
+    dying = processes.fork("gateway")
+
+    async def new_url() -> list[str]:
+        urls = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+        return [found for found in urls if found is not None and found not in before]
+
+    (other,) = await until(new_url, 150)
+    text = ""
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        whole = asyncio.create_task(http.post(f"{other}{path}", json=form, headers=named))
+        with contextlib.suppress(httpx.HTTPError):
+            async with http.stream(
+                "POST", f"{other}{path}", json=streamed, headers=events
+            ) as stream:
+                async for line in stream.aiter_lines():
+                    text += f"{line}\n"
+                    if text.count("\n\n") == 2:
+                        dying.kill()
+        assert "completed" not in text
+        with pytest.raises(httpx.HTTPError):
+            await whole
+        *_, last = re.findall("^id: (.*)$", text, re.MULTILINE)
+        rest = await http.post(
+            f"{url}{path}", json=streamed, headers=events | {"last-event-id": last}
+        )
+        again = await http.post(f"{url}{path}", json=form, headers=named)
+        other_seed = await http.post(f"{url}{path}", json=form | {"seed": 22}, headers=named)
+        state = await http.get(f"{url}/v1/requests/named")
+    alone = painters.painted_alone(PROMPT, PaintParams("16x16", 1, 12, 3.0, "", 21), model=painter)
+    file = base64.b64encode(alone).decode()
+    text += rest.text
+    names = re.findall("^event: image_generation.(.*)$", text, re.MULTILINE)
+    assert names == ["partial_image"] * 5 + ["completed"]
+    numbers = re.findall('"partial_image_index":([0-9])', text)
+    assert numbers == ["0", "1", "2", "3", "4"]
+    assert text.count(file) == 1
+    assert text.endswith("data: [DONE]\n\n")
+    assert again.json()["data"] == [{"b64_json": file}]
+    assert other_seed.status_code == 422
+    assert (state.json()["state"], state.json()["result"]) == ("finished", again.json())
+    # Nothing was painted for a second time.
+    for request_id in (rest.headers["x-request-id"], again.headers["x-request-id"]):
+        assert {step.attempt for step in await steps_of(bus, request_id)} <= {1}

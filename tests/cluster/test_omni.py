@@ -17,9 +17,17 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
-from shared.protocol.records import CodeChunk, Finish, LogRecord, OutputRecord, TokenChunk
+from shared.protocol.records import (
+    AudioChunk,
+    CodeChunk,
+    Finish,
+    LogRecord,
+    OutputRecord,
+    TokenChunk,
+)
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
+from shared.state.token_log import decode_record
 from tests import omni
 from tests.cluster.processes import (
     Processes,
@@ -151,15 +159,37 @@ def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> 
     assert [token_id for delta in deltas for token_id in delta.token_ids] == wanted.token_ids
     frames = [frame for r in said.codes if isinstance(r, CodeChunk) for frame in r.frames]
     assert frames == wanted.frames
+    # A talker reads a token of the text before each frame.
+    for made in said.codes:
+        if isinstance(made, CodeChunk):
+            spoken = min(made.position + len(made.frames), len(wanted.token_ids))
+            assert made.end_token == spoken
+    ends = [made.end_token for made in said.audio if isinstance(made, AudioChunk)]
+    assert ends[-1] == min(len(wanted.frames), len(wanted.token_ids))
     sound = np.frombuffer(joined_sound(said.audio), "<i2")
     np.testing.assert_array_equal(sound, omni.pcm(wanted.sound) if pcm is None else pcm)
     assert {span.stage for span in finish.path} >= {"engine", "talker", "code2wav"}
 
 
 async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus) -> None:
-    """The sound is that of its vocoder alone, which is compared in `test_omni_vocoders.py`."""
+    """Its engine and its talker are killed.
+
+    The sound is that of its vocoder alone, which is compared in `test_omni_vocoders.py`.
+    """
     folder, question = processes.folder / "qwen25", QUESTIONS[1]
-    said = await ask(bus, question, "other", "qwen25")
+    # A stage that has ended its part before it is killed has none to take up again.
+    for number in range(4):
+        asked = asyncio.create_task(ask(bus, question, f"other{number}", "qwen25"))
+        # No chunk is complete before the speech is, so its codes have a record a second.
+        for stage, output, num_records in (("engine", "text", 3), ("talker", "codes", 1)):
+            log = subjects.tokens(f"other{number}", output)
+            await until_records(bus, subjects.TOKENS_STREAM, log, num_records)
+            processes.kill(f"{stage} of qwen25")
+        said = await asked
+        attempts = [{record.attempt for record in log} for log in (said.text, said.codes)]
+        if min(map(len, attempts)) > 1:
+            break
+    assert min(map(len, attempts)) > 1
     prompt = omni.user_prompt(question)
     wanted = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
     assert len(wanted.frames) > 5
@@ -171,23 +201,50 @@ async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus
     check(said, wanted, vocoder.synthesize([whole])[0])
 
 
-async def test_every_stage_is_killed_once_and_all_is_what_transformers_says(
+async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed_then(
     processes: Processes, bus: Bus, answers: dict[str, omni.SpokenAnswer]
 ) -> None:
+    """While the thinker stands still in the middle of its text, sound is made of what there is."""
     assert all(len(answer.frames) == NUM_FRAMES for answer in answers.values())
+    for number in range(20):
+        asked = asyncio.create_task(ask(bus, QUESTIONS[0], f"heard{number}"))
+        if await is_heard_early(processes, bus, f"heard{number}"):
+            break
+        # The text was written too fast.
+        check(await asked, answers[QUESTIONS[0]])
+    else:
+        pytest.fail("the thinker was never in the middle of its text")
     undisturbed = asyncio.create_task(ask(bus, QUESTIONS[1], "undisturbed"))
-    check(await undisturbed, answers[QUESTIONS[1]])
-    asked = asyncio.create_task(ask(bus, QUESTIONS[0], "killed"))
-    for stage, output, number in (
-        ("engine", "text", 3),
-        ("talker", "codes", 3),
-        ("code2wav", "audio", 2),
-    ):
-        await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("killed", output), number)
-        processes.kill(stage)
     said = await asked
     check(said, answers[QUESTIONS[0]])
     for records in said:
         # On a busy machine one more may have been given up.
         assert len({record.attempt for record in records}) >= 2
+    check(await undisturbed, answers[QUESTIONS[1]])
     await until_nothing_is_left(bus)
+
+
+async def is_heard_early(processes: Processes, bus: Bus, request_id: str) -> bool:
+    """Stop the thinker, wait for the first sound, and kill all three stages.
+
+    Returns false, and kills none, if the text is whole by then.
+    """
+    text, audio = (subjects.tokens(request_id, output) for output in ("text", "audio"))
+    # Before each frame a token is read, and the first chunk of sound takes four frames.
+    await until_records(bus, subjects.TOKENS_STREAM, text, 6)
+    with processes.stopped("engine"):
+        if await is_written(bus, text):
+            return False
+        await until_records(bus, subjects.TOKENS_STREAM, audio)
+        if await is_written(bus, text):
+            return False
+        for stage in ("engine", "talker", "code2wav"):
+            processes.kill(stage)
+    return True
+
+
+async def is_written(bus: Bus, text: str) -> bool:
+    stored = await bus.read(subjects.TOKENS_STREAM, text)
+    records = [decode_record(message.data) for message in stored]
+    deltas = [d for record in records if isinstance(record, TokenChunk) for d in record.choices]
+    return any(delta.finish_reason is not None for delta in deltas)

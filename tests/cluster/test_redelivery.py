@@ -16,11 +16,13 @@ import pytest
 from ops.demo import IMAGES
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.state import request_registry, request_status
+from tests import preloaded
 from tests.cluster.conftest import (
     IMAGE_HOST,
     Cluster,
@@ -179,12 +181,12 @@ async def test_a_grammar_that_kills_its_compiler_harms_nobody(
 
 async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:
     renderer = await cluster.pid(client, "renderer")
-    await _wait_until_idle(cluster.url, "renderer")
+    await wait_until_idle(cluster.url, "renderer")
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
     os.kill(renderer, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
-    await _wait_until_in_hand(cluster.url, "renderer")
+    await wait_until_in_hand(cluster.url, "renderer")
     os.kill(renderer, signal.SIGKILL)
     records = await running
     assert_gapless(records)
@@ -202,11 +204,11 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     cluster: Cluster, client: Bus
 ) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
-    await _wait_until_idle(cluster.url, "engine")
+    await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
-    await _wait_until_in_hand(cluster.url, "engine")
+    await wait_until_in_hand(cluster.url, "engine")
     kill(renderer)
     os.kill(engine, signal.SIGCONT)
     records = await running
@@ -228,10 +230,10 @@ async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
         [ImagePart(ImageURL(canary.url(host=IMAGE_HOST))), TextPart("What color is this image?")],
     )
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
-    await _wait_until_idle(cluster.url, "engine")
+    await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
-    await _wait_until_in_hand(cluster.url, "engine")
+    await wait_until_in_hand(cluster.url, "engine")
     canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
     kill(renderer)
     os.kill(engine, signal.SIGCONT)
@@ -275,11 +277,11 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     assert stop_cluster(cluster) == 0
 
 
-async def _wait_until_in_hand(url: str, role: str) -> None:
+async def wait_until_in_hand(url: str, role: str) -> None:
     await _wait_for_count(url, role, lambda in_hand: in_hand > 0)
 
 
-async def _wait_until_idle(url: str, role: str) -> None:
+async def wait_until_idle(url: str, role: str) -> None:
     """Wait until the role's workers have acknowledged what they were given before.
 
     A stage acknowledges a request after its client has read the end.
@@ -288,7 +290,7 @@ async def _wait_until_idle(url: str, role: str) -> None:
 
 
 async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool]) -> None:
-    nc = await nats.connect(url)
+    nc = await nats.connect(url, nkeys_seed=str(Login.of_operator(url).seed_file))
     deadline = time.monotonic() + 10
     try:
         while time.monotonic() < deadline:
@@ -303,8 +305,13 @@ async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool])
         await nc.close()
 
 
-async def test_a_killed_preloader_costs_no_request(tmp_path: Path) -> None:
+async def test_a_killed_preloader_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its workers drain, and are replaced by processes of their own."""
+    # Their imports would take more processor time than any other test.
+    preloaded.write_python(tmp_path / "python")
+    monkeypatch.setenv(preloaded.PYTHON_OF, str(tmp_path / "python"))
     cluster = start_cluster(tmp_path)
     bus = await Bus.connect(cluster.url, "test")
     first = await cluster.pid(bus, "engine")

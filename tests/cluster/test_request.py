@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import os
@@ -17,15 +18,18 @@ from typing import Any
 import msgspec
 import nats
 import pytest
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
 from PIL import Image
 
 from ops.demo import IMAGES, Case
 from shared.bus.bus import Bus
-from shared.client import ask, new_request_id
+from shared.bus.login import Login
+from shared.client import ask, follow, new_request_id
 from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
-from shared.state.token_log import decode_record
+from shared.state.token_log import decode_record, last_record
 from tests import preloaded
 from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
@@ -160,7 +164,8 @@ async def test_a_stop_string_ends_the_answer_before_it(client: Bus) -> None:
 
 async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, Any]) -> LogRecord:
     """As a gateway does that knows its client; the last record."""
-    client = await nats.connect(cluster.url)
+    login = Login.of_operator(cluster.url)
+    client = await nats.connect(cluster.url, nkeys_seed=str(login.seed_file))
     request_id = new_request_id()
     tokens = await client.subscribe(subjects.tokens(request_id))
     headers = {"Nats-Msg-Id": request_id}
@@ -380,7 +385,8 @@ def test_ask_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_the_python_example_imports_nothing_of_ours(cluster: Cluster) -> None:
     example = ROOT / "ops" / "examples" / "ask.py"
-    done = run(sys.executable, str(example), "What color is it?", str(RED), NATS_URL=cluster.url)
+    env = {"NATS_URL": cluster.url, "NATS_NKEY": str(cluster.client_key)}
+    done = run(sys.executable, str(example), "What color is it?", str(RED), **env)
     assert done.returncode == 0, done.stderr
     assert "red" in done.stdout.lower()
     source = example.read_text()
@@ -388,13 +394,83 @@ def test_the_python_example_imports_nothing_of_ours(cluster: Cluster) -> None:
     assert "workers" not in source
 
 
+async def sign_in(cluster: Cluster, key: Path) -> Client:
+    """Connect with a stock client, once the server knows the key and its subjects."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(NatsError):
+                nc = await nats.connect(cluster.url, nkeys_seed=str(key), allow_reconnect=False)
+                if await nc.request("pm.card.demo", b"", timeout=5):
+                    return nc
+
+
+async def ask_as(nc: Client, request_id: str, question: dict[str, Any]) -> LogRecord:
+    """Ask as the client of a tenant, whose header names another one; the last record."""
+    log = await nc.subscribe(f"pm.tokens.{request_id}")
+    data = json.dumps(question | {"request_id": request_id}).encode()
+    await nc.request("pm.request.demo", data, headers={"Pagemill-Tenant": "acme"}, timeout=5)
+    while isinstance(record := decode_record((await log.next_msg(60)).data), TokenChunk):
+        pass
+    assert isinstance(record, Finish | Failure)
+    return record
+
+
+async def test_clients_of_tenants_are_apart(cluster: Cluster, client: Bus) -> None:
+    """A tenant is added while all runs: its requests, logs, cancellations and caches."""
+    options = ("--config", str(cluster.config), "--dir", str(cluster.keys))
+    folder = cluster.config.parent
+    done = await asyncio.to_thread(
+        preloaded.run, "keys", "add-tenant", "acme", *options, cwd=folder
+    )
+    key = cluster.keys / "tenants" / "acme.nk"
+    assert done.stdout.strip() == str(key), done.stderr
+    acme, local = await sign_in(cluster, key), await sign_in(cluster, cluster.client_key)
+    question, name = body("What can you do? " * 20), new_request_id()
+    for nc in (acme, local):
+        end = await ask_as(nc, name, question)
+        assert isinstance(end, Finish)
+        assert end.usage.cached_tokens == 0
+    for tenant in ("acme", "local"):
+        scoped = f"{name}@{tenant}"
+        records = [record async for record in follow(client, scoped)]
+        assert isinstance(records[-1], Finish)
+        where = await asyncio.to_thread(preloaded.run, "where", scoped, "--nats", cluster.url)
+        assert "finished" in where.stdout
+    assert await last_record(client, name) is None
+    # A cancellation that comes first ends the request of its own tenant, and no other.
+    name = new_request_id()
+    await local.request(f"pm.cancel.{name}", b"", timeout=5)
+    end = await ask_as(local, name, question)
+    assert isinstance(end, Failure)
+    assert end.error.code == "cancelled"
+    assert isinstance(await ask_as(acme, name, question), Finish)
+    await acme.close()
+    await local.close()
+
+
+async def test_no_key_is_shown_and_no_worker_is_refused(cluster: Cluster, client: Bus) -> None:
+    seeds = [file.read_bytes().strip() for file in cluster.keys.rglob("*.nk")]
+    assert len(seeds) > 10
+    folder = cluster.config.parent
+    server_log = (folder / "data" / "nats" / "nats-server.log").read_bytes()
+    shown = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
+    for pid in {beat.pid for beat in await client.read_heartbeats()} | {cluster.process.pid}:
+        process = Path("/proc") / str(pid)
+        shown += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
+    stored = await client.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
+    shown += [message.data for message in stored]
+    assert not any(seed in data for seed in seeds for data in shown)
+    # Whatever the tests before had the workers do, their permissions cover it.
+    violations = [line for line in server_log.splitlines() if b"Violation" in line]
+    assert [line for line in violations if b"PAGEMILL" in line] == []
+
+
 @needs_npm
 def test_the_node_example(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("ask.mjs", "package.json", "package-lock.json"):
         shutil.copy(ROOT / "ops" / "examples" / name, tmp_path)
     install(tmp_path)
-    done = run(
-        "node", str(tmp_path / "ask.mjs"), "What color is it?", str(RED), NATS_URL=cluster.url
-    )
+    env = {"NATS_URL": cluster.url, "NATS_NKEY": str(cluster.client_key)}
+    done = run("node", str(tmp_path / "ask.mjs"), "What color is it?", str(RED), **env)
     assert done.returncode == 0, done.stderr
     assert "red" in done.stdout.lower()

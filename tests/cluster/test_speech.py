@@ -56,7 +56,7 @@ from workers.engine.runner import ModelRunner
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "ops" / "demo_model"
 MAX_CODES = 60
-# Frames; with a step of STEP_S and 4 appends a second, a talker alone is never so far ahead.
+# Frames; with an append for each chunk, a talker alone is never so far ahead.
 MAX_AHEAD = 30
 MAX_WAIT_S = 4.0
 MAX_TASKS = 4
@@ -74,11 +74,12 @@ models:
         output: {{name: codes, kind: codes}}
         sampling_defaults: {{temperature: 0.0, max_tokens: {MAX_CODES}}}
         voices: [alloy, echo]
+        frames_per_character: 1.2
       code2wav:
         role: generator
         path: voice
         inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
-        output: {{name: audio, kind: audio}}
+        output: {{name: audio, kind: audio, timed: true}}
         chunks: {{first: [3, 5], size: 8, left: 2, right: 2, max_ahead: {MAX_AHEAD}}}
         max_wait_s: {MAX_WAIT_S}
   mute:

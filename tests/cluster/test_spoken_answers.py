@@ -122,6 +122,16 @@ async def test_a_streamed_answer_is_spoken_as_it_is_made(
     audio = [delta.audio for delta in deltas if delta.audio is not None]
     assert "".join(piece.transcript or "" for piece in audio) == text
     sound = [base64.b64decode(piece.data) for piece in audio if piece.data]
+    # The transcript is what has been spoken by the end of the samples, and the rest at the end.
+    # It is an estimate: within a record of the text all tokens count as equally long.
+    longest_word = max(map(len, text.split()))
+    num_samples, transcript = 0, ""
+    for piece in audio[:-1]:
+        assert piece.data
+        num_samples += len(base64.b64decode(piece.data)) // 2
+        transcript += piece.transcript or ""
+        assert len(transcript) <= num_samples / voices.SAMPLES_PER_FRAME / 1.2 + longest_word
+    assert sum(bool(piece.transcript) for piece in audio) > 2
     codes, _ = talker.speak(text, MAX_CODES)
     assert b"".join(sound) == sound_of(processes.folder, codes)
     assert len(sound) > 2
@@ -142,6 +152,7 @@ async def test_a_streamed_answer_is_spoken_as_it_is_made(
         ({"audio": None}, "audio"),
         ({"modalities": ["text"]}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["text", "image"]}, "modalities"),
         ({"modalities": ["text", "smell"]}, "modalities[1]"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function", "function": {"name": "paint"}}]}, "tools"),
@@ -365,7 +376,7 @@ async def test_a_client_with_nats_alone_reads_the_sound(
     async def example(text: str) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ROOT / "ops" / "examples" / "speak.py"), text, str(file)),
-            env=os.environ | {"NATS_URL": processes.url},
+            env=os.environ | {"NATS_URL": processes.url, "NATS_NKEY": ""},
             stderr=asyncio.subprocess.PIPE,
         )
         _, told = await process.communicate()

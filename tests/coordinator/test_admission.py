@@ -146,18 +146,33 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_frames": -1}, ">= 1"),
+        ({"fps": 1e-9}, ">= 0.001"),
+        ({"fps": 1e9}, "<= 240"),
+        ({"fps": "2"}, "float"),
+        ({"max_frames": 0}, ">= 1"),
+    ],
+)
+def test_the_frames_that_are_asked_of_a_video_are_checked(given: dict[str, Any], told: str) -> None:
+    part = {"type": "video_url", "video_url": {"url": "data:,"} | given}
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
+    assert caught.value.field is not None
+    assert caught.value.field.endswith(f"video_url.{next(iter(given))}")
+
+
+@pytest.mark.parametrize(
     "part",
     [
-        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA", "num_frames": -1}},
-        {"type": "video_url", "video_url": {"url": "https://host/a.mp4", "fps": 1e-9}},
         {"type": "input_audio", "input_audio": {"data": "AA", "format": "flac"}},
-        {"type": "audio_url", "audio_url": {"url": "data:audio/flac;base64,AA"}},
         {"type": "image_embeds", "image_embeds": "AA"},
         {"type": "file", "file": {"file_id": "../../etc/passwd"}},
     ],
     ids=lambda part: part["type"],
 )
-def test_films_and_sounds_are_not_even_looked_at(part: dict[str, Any]) -> None:
+def test_parts_that_no_stage_takes_are_named(part: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedContent) as caught:
         admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
     assert caught.value.field == "messages[0].content[0].type"
@@ -196,7 +211,7 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
         patch.setattr("msgspec.msgpack.Decoder", CountingDecoder)
         patch.setattr(admission, "decode_request", json_or_msgpack(GenerateRequest))
         patch.setattr(admission, "_decode_id", or_none(json_or_msgpack(admission._OnlyId)))
-        assert admission.request_id_of(None, data) is None
+        assert admission.request_id_of(None, data, "pm.request.m") is None
         with pytest.raises(InvalidRequest, match="at most 50000 values") as caught:
             admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
     assert caught.value.field == "template_kwargs"
@@ -240,7 +255,7 @@ def test_an_adapter_is_one_of_the_models_own() -> None:
     ],
 )
 def test_the_id_to_answer_under(header: str | None, data: bytes, expected: str | None) -> None:
-    assert request_id_of(header, data) == expected
+    assert request_id_of(header, data, "pm.request.m") == expected
 
 
 @pytest.mark.parametrize(("header", "tenant"), [(None, ""), ("a-1_B", "a-1_B"), ("x" * 128,) * 2])

@@ -14,13 +14,27 @@ from rich.markup import escape
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import InvalidMedia
+from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import (
+    AudioPart,
+    AudioURL,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    MediaContent,
+    Message,
+    TextPart,
+    VideoPart,
+    VideoURL,
+)
 from shared.protocol.sampling import SamplingParams
 from shared.validation import invalid_request
 from workers.cli.terminal import errors, harmless, print_json, print_note, write_text
 
 EXIT_INTERRUPTED = 130
+# Several such files fit into one message.
+MAX_INLINE = 2**20
 
 
 async def print_records(
@@ -111,12 +125,49 @@ def build_request(
     )
 
 
+def with_media(request: GenerateRequest, parts: Sequence[MediaContent]) -> GenerateRequest:
+    """Return the request of `build_request` with these parts before its text."""
+    if not parts:
+        return request
+    assert request.messages is not None
+    (message,) = request.messages
+    assert isinstance(message.content, list)
+    *images, text = message.content
+    message = msgspec.structs.replace(message, content=[*images, *parts, text])
+    return msgspec.structs.replace(request, messages=[message])
+
+
+async def media_parts(
+    bus: Bus, videos: Sequence[Path] | None, sounds: Sequence[Path] | None
+) -> list[MediaContent]:
+    """Return the parts of videos and sounds, which are stored first if they are large.
+
+    Raises InvalidMedia for a file that cannot be read, or Unavailable.
+    """
+    return [
+        *[VideoPart(VideoURL(await _file_url(bus, path, VIDEO))) for path in videos or []],
+        *[AudioPart(AudioURL(await _file_url(bus, path, AUDIO))) for path in sounds or []],
+    ]
+
+
 def data_url(path: Path) -> str:
-    """Return a file as a `data:` URL; the server detects the format of the image."""
+    """Return a file as a `data:` URL; the server detects its format."""
+    return _encode(_read(path, "image"))
+
+
+async def _file_url(bus: Bus, path: Path, field: str) -> str:
+    data = await asyncio.to_thread(_read, path, field)
+    return _encode(data) if len(data) <= MAX_INLINE else await client.pin_media(bus, data)
+
+
+def _read(path: Path, field: str) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
-        raise InvalidMedia(f"{path}: {error.strerror}", field="image") from error
+        raise InvalidMedia(f"{path}: {error.strerror}", field=field) from error
+
+
+def _encode(data: bytes) -> str:
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 

@@ -11,15 +11,17 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
+from shared.bus.local_keys import forget_keys, note_keys
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
 from shared.task_set import TaskSet
 from workers.cli import readiness
+from workers.cli.keyring import DEFAULT_TENANT, Keyring
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
-from workers.cli.settings import nats_url
+from workers.cli.settings import keys_folder, login_of, nats_url
 from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
 
@@ -53,6 +55,8 @@ class LocalCluster:
     """The process that workers which use torch are forked from; by default they are executed."""
     follow: Callable[[Bus], Awaitable[None]] | None = None
     """Scales pools of workers over a connection, until it is cancelled."""
+    when_ready: Callable[[Bus], Awaitable[None]] | None = None
+    """Starts further workers over a connection, once all others are ready."""
     _broker: EmbeddedServer | None = None
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The tasks that keep workers running, by worker number."""
@@ -82,15 +86,14 @@ class LocalCluster:
         for title in titles_of(self._specs):
             self.show.progress(title, "starting")
         if not self.url:
-            self._broker = EmbeddedServer(self._store_dir, self._config.nats.port)
-            await asyncio.to_thread(self._broker.start)
+            self._broker = await asyncio.to_thread(self._start_broker)
             self.url = self._broker.url
             self._others.append(asyncio.create_task(self._supervise_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
         for number in range(len(self._specs)):
             self._start_supervisor(number)
         if self.follow is not None:
-            self._others.append(asyncio.create_task(self._scale(self.follow)))
+            self._others.append(asyncio.create_task(self._keep(self.follow, "actuator")))
         ready = asyncio.create_task(self._wait_ready())
         try:
             await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,6 +104,24 @@ class LocalCluster:
             # The task has a connection, which would log the end of the broker as a loss.
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
+        if self.when_ready is not None:
+            self._others.append(asyncio.create_task(self._keep(self.when_ready, "starter")))
+
+    def _start_broker(self) -> EmbeddedServer:
+        """Start the embedded server, which accepts only those who have one of its keys."""
+        keyring = Keyring(keys_folder(self._config))
+        # A tenant of the first start may have been removed since.
+        keyring.complete([] if keyring.accounts_file.exists() else [DEFAULT_TENANT])
+        broker = EmbeddedServer(
+            self._store_dir, self._config.nats.port, accounts_file=keyring.accounts_file
+        )
+        broker.start()
+        note_keys(broker.port, keyring.folder)
+        return broker
+
+    async def _connect(self, name: str) -> Bus:
+        login = login_of(self._config, given_url=self.url if self.passes_url else None)
+        return await Bus.connect(login, name, self._config.nats.connect_timeout_s)
 
     def pids(self, role: str) -> list[int]:
         """Return the process ids of the running workers of a role."""
@@ -143,18 +164,18 @@ class LocalCluster:
         self._supervisors[number] = task
         task.add_done_callback(lambda _: self._supervisors.pop(number, None))
 
-    async def _scale(self, follow: Callable[[Bus], Awaitable[None]]) -> None:
+    async def _keep(self, follow: Callable[[Bus], Awaitable[None]], name: str) -> None:
         while True:
             try:
-                bus = await Bus.connect(self.url, "actuator", self._config.nats.connect_timeout_s)
+                bus = await self._connect(name)
             except Unavailable as error:
-                _log.warning("no_actuator", reason=error.message)
+                _log.warning(f"no_{name}", reason=error.message)
                 await asyncio.sleep(FIRST_RESTART_S)
                 continue
             try:
                 await follow(bus)
             except PagemillError as error:
-                _log.warning("no_actuator", reason=error.message)
+                _log.warning(f"no_{name}", reason=error.message)
                 await asyncio.sleep(FIRST_RESTART_S)
             finally:
                 await bus.close()
@@ -187,6 +208,7 @@ class LocalCluster:
             self.preloader.close()
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)
+            forget_keys(self._broker.port)
 
     async def _supervise_broker(self, broker: EmbeddedServer) -> None:
         while True:
@@ -267,7 +289,7 @@ class LocalCluster:
 
     async def _wait_ready(self) -> None:
         """Raises Unavailable when the workers that are not ready show no sign of life any more."""
-        bus = await Bus.connect(self.url, "local", self._config.nats.connect_timeout_s)
+        bus = await self._connect("local")
         try:
             beats = await readiness.wait_ready(
                 bus, self._specs, self._watched, self._config.start_silence_s, self.show

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from shared.bus.login import Login
 from shared.config import Config
 from workers.cli import settings
 from workers.roles import all_roles
@@ -25,6 +26,18 @@ Images = Annotated[
         name=["--image", "-i"], help="An image for the question; repeat the option for several."
     ),
 ]
+Videos = Annotated[
+    list[Path] | None,
+    Parameter(
+        name=["--video", "-v"], help="A video for the question; repeat the option for several."
+    ),
+]
+Sounds = Annotated[
+    list[Path] | None,
+    Parameter(
+        name=["--audio", "-a"], help="A sound for the question; repeat the option for several."
+    ),
+]
 ModelName = Annotated[
     str | None, Parameter(help="Name of the model; by default the first one that is configured.")
 ]
@@ -42,12 +55,15 @@ def load(config: Path | None) -> Config:
     return settings.load_config(settings.find_config_file(config))
 
 
-def find_url(config: Path | None, nats: str | None) -> str:
-    """Return the broker's URL; reads the configuration only when none is given."""
-    return nats or settings.nats_url(load(config))
+def find_login(config: Path | None, nats: str | None) -> Login:
+    """Return how commands log in to the broker, by default to the one that is configured."""
+    return settings.login_of(load(config), given_url=nats)
 
 
-def find_url_and_model(config: Path | None, nats: str | None, model: str | None) -> tuple[str, str]:
-    """Return the broker's URL and the model to ask, by default the first one configured."""
+def find_login_and_model(
+    config: Path | None, nats: str | None, model: str | None
+) -> tuple[Login, str]:
+    """Return how commands log in, and the model to ask, by default the first one configured."""
     loaded = load(config)
-    return nats or settings.nats_url(loaded), model or next(iter(loaded.models))
+    login = settings.login_of(loaded, given_url=nats)
+    return login, model or next(iter(loaded.models))

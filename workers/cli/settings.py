@@ -1,5 +1,6 @@
 """Loading of the configuration: a given file, `pagemill.yaml` here, or the embedded default."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -9,9 +10,14 @@ import msgspec
 from msgspec.structs import replace
 
 import workers
+from shared.bus.local_keys import find_keys
+from shared.bus.login import Login, TlsFiles, seed_file
 from shared.config import Config
 from shared.config_parsing import parse_config
+from shared.config_stages import Graph
 from shared.errors import ConfigError
+from shared.protocol.permissions import OPERATOR
+from shared.stage.graphs import graph_of
 from shared.stage.pipelines import check_pipelines
 from workers.pools import pools_of
 from workers.roles import stage_roles
@@ -25,6 +31,7 @@ STDERR = "stderr"
 OPS = Path(workers.__file__).parents[1] / "ops"
 DEMO_MODEL = OPS / "demo_model"
 # A user without a password, in a URL or in a list of them.
+_PASSWORD_IN_URL = re.compile(r"(^|,|://)[^/,]*:[^/,]*@")
 _USER_ALONE = re.compile(r"(://[^:@/,]+)@")
 # The client of nats does not decode what a URL has encoded.
 _PASSWORD = re.compile(r"[A-Za-z0-9._~-]+")
@@ -41,19 +48,20 @@ models:
         output: {{name: codes, kind: codes}}
         sampling_defaults: {{temperature: 0.0, max_tokens: 400}}
         voices: [alloy]
+        frames_per_character: 3.4
       code2wav:
         role: generator
         path: {OPS / "demo_voice"}
         inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
-        output: {{name: audio, kind: audio}}
+        output: {{name: audio, kind: audio, timed: true}}
         chunks: {{first: [5, 10], size: 25, left: 2, right: 2}}
       dit:
         role: generator
         path: {OPS / "demo_painter"}
         inputs: {{prompt: {{from: request, function: paint}}}}
         output: {{name: image, kind: image}}
-        sizes: [120x120, 96x96, 144x120, 120x144]
-        sampling_defaults: {{steps: 24, guidance: 2.5}}
+        sizes: [120x120, 90x90, 150x120, 120x150]
+        sampling_defaults: {{steps: 24, guidance: 1.5}}
 """
 
 
@@ -89,6 +97,7 @@ def _parse_file(file: Path | None) -> Config:
         name: replace(
             _resolve(model, folder, "path"),
             hash_model_id=model.hash_model_id or model.path,
+            graph=model.graph or _graph_of_folder(folder / model.path),
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
             stages={
                 stage: _resolve(changes, folder, "path") for stage, changes in model.stages.items()
@@ -98,9 +107,18 @@ def _parse_file(file: Path | None) -> Config:
     }
     embeddings = _resolve(config.embeddings, folder, "path")
     gateway = _resolve(config.gateway, folder, "tls_cert", "tls_key")
-    nats = _resolve(config.nats, folder, "password_file")
+    nats = _resolve(config.nats, folder, "password_file", "keys", "tls_ca", "tls_cert", "tls_key")
     config = replace(config, models=models, nats=nats, embeddings=embeddings, gateway=gateway)
     return config if config.log_file == STDERR else _resolve(config, folder, "log_file")
+
+
+def _graph_of_folder(folder: Path) -> Graph | None:
+    """The graph of a folder's model; None also for a folder that cannot be read here."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return graph_of(found) if isinstance(found, dict) else None
 
 
 def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
@@ -134,6 +152,39 @@ def find_log_file(config: Config) -> Path | None:
     if config.log_file is not None:
         return Path(config.log_file).absolute()
     return Path(config.nats.store_dir).absolute().parent / LOG_NAME
+
+
+def keys_folder(config: Config) -> Path:
+    """Return the folder of the keys of the embedded server, which `pagemill up` makes."""
+    if config.nats.keys is not None:
+        return Path(config.nats.keys).absolute()
+    return Path(config.nats.store_dir).absolute() / "keys"
+
+
+def login_of(config: Config, identity: str = OPERATOR, given_url: str | None = None) -> Login:
+    """Return how an identity logs in to the broker at `given_url`, by default the configured one.
+
+    A server without keys, which is not ours, knows its clients by the URL. Raises ConfigError.
+    """
+    if given_url is not None and _PASSWORD_IN_URL.search(given_url):
+        raise ConfigError(
+            "--nats: a password in an argument shows in `ps`; set nats.url with"
+            " nats.password_file, or nats.keys",
+            field="nats.url",
+        )
+    nats = config.nats
+    url = given_url or nats_url(config)
+    tls = None
+    if nats.tls_ca is not None:
+        own = (Path(file) if file else None for file in (nats.tls_cert, nats.tls_key))
+        tls = TlsFiles(Path(nats.tls_ca), *own)
+    if nats.keys is not None:
+        return Login(url, identity, seed_file(Path(nats.keys), identity), tls)
+    noted = find_keys(url)
+    if noted is None and nats.url is None:
+        noted = keys_folder(config)
+    file = None if noted is None else seed_file(noted, identity)
+    return Login(url, identity, file if file is not None and file.exists() else None, tls)
 
 
 def nats_url(config: Config) -> str:

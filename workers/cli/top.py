@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
 from shared.telemetry.deltas import ClusterSnapshot
@@ -26,11 +27,11 @@ SNAPSHOT_TIMEOUT_S = 5.0
 Show = Callable[[Frame | Unavailable], None]
 
 
-async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
+async def watch(login: Login, interval_s: float, *, once: bool, as_json: bool) -> int:
     """Show frames until Ctrl-C, or one frame; raises Unavailable when there is no first one."""
     # Log lines of the connection would overwrite the frame, which shows the same errors.
     logs.configure_logging("error", role="top")
-    viewer = Viewer(url)
+    viewer = Viewer(login)
     try:
         if once:
             await viewer.next_frame()
@@ -47,20 +48,20 @@ async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> in
 class Viewer:
     """Source of frames: takes snapshots over one connection and compares each with the last."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, login: Login) -> None:
+        self._login = login
         self._bus: Bus | None = None
         self._last: ClusterSnapshot | None = None
 
     async def next_frame(self) -> Frame:
         """Return the next frame. Raises Unavailable without a broker that answers."""
         if self._bus is None:
-            self._bus = await Bus.connect(self._url, "top", CONNECT_TIMEOUT_S)
+            self._bus = await Bus.connect(self._login, "top", CONNECT_TIMEOUT_S)
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 now = await cluster_snapshot.take_snapshot(self._bus)
         except TimeoutError:
-            raise Unavailable(f"the broker at {self._url} does not answer") from None
+            raise Unavailable(f"the broker at {self._login} does not answer") from None
         before, self._last = self._last, now
         return frame(before, now)
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from shared.bus.login import without_credentials
 from shared.config import Config
 from shared.errors import PagemillError
 from shared.telemetry import logs
@@ -56,7 +57,8 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
         if start.done():
             start.result()
             display.say(
-                f"ready at {cluster.url} and {cluster.gateway_url}; Ctrl-C drains and stops",
+                f"ready at {without_credentials(cluster.url)} and {cluster.gateway_url};"
+                " Ctrl-C drains and stops",
                 "bold green",
             )
             await stop

@@ -7,7 +7,7 @@ import msgspec
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
@@ -18,7 +18,7 @@ from shared.validation import invalid_request, split_validation_error
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
 # error, for the client can do something about it.
-UNSUPPORTED_PARTS = ("input_audio", "audio_url", "video_url", "file", "image_embeds")
+UNSUPPORTED_PARTS = ("input_audio", "file", "image_embeds")
 
 
 class _GivenSampling(msgspec.Struct, frozen=True):
@@ -34,12 +34,17 @@ _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
 _decode_id = or_none(json_or_msgpack(_OnlyId))
 
 
-def request_id_of(header: str | None, data: bytes) -> str | None:
-    """The id under which a request can be answered, even if the rest of it is of no use."""
+def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
+    """The id under which a request can be answered, even if the rest of it is of no use.
+
+    The ids of each tenant's clients are apart from those of all others.
+    """
     if header is None:
         found = _decode_id(data)
         header = None if found is None else found.request_id
-    return header if header is not None and subjects.is_request_id(header) else None
+    if header is None or not names.is_request_id(header):
+        return None
+    return names.scoped_id(header, subjects.tenant_of(subject))
 
 
 class Admitted(NamedTuple):
@@ -74,9 +79,10 @@ def admit(
         raise _invalid(error) from error
     except UNDECODABLE as error:
         raise invalid_request(error) from error
-    if request.request_id is not None and request.request_id != request_id:
+    name, tenant = names.split_id(request_id)
+    if request.request_id is not None and request.request_id != name:
         raise InvalidRequest("request_id differs from the Nats-Msg-Id header", field="request_id")
-    if subject != (right := subjects.request(request.model)):
+    if subject != (right := subjects.request(request.model, tenant)):
         raise InvalidRequest(
             f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
         )

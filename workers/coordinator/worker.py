@@ -7,7 +7,7 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 
 from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.pipeline import TEXT
 from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import EMBEDDING_VERSION, RequestTicket, TaskHeader
@@ -60,14 +60,14 @@ class Coordinator:
         return await self._context.bus.consume(stream, durable, subject, CAPACITY, ack_wait_s)
 
     def _request_of(self, delivery: Delivery) -> Job:
-        request_id = request_id_of(delivery.msg_id, delivery.data)
+        request_id = request_id_of(delivery.msg_id, delivery.data, delivery.subject)
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later it comes back from its deadline, or from a dead worker.
             self._stage.counters.arrived(job)
         return job
 
     def _cancellation_of(self, delivery: Delivery) -> Job:
-        return self._job(delivery, subjects.last_token(delivery.subject))
+        return self._job(delivery, subjects.id_in(delivery.subject))
 
     def _job(self, delivery: Delivery, request_id: str | None) -> Job:
         # Attempts are not recorded here, because they take milliseconds: each delivery counts.
@@ -80,7 +80,7 @@ class Coordinator:
             # There is no log to answer in: an operator finds the request among the dead letters.
             raise DecodeError(
                 "a request needs an id of 1 to 128 letters, digits, '-' or '_', not beginning"
-                f" with {subjects.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
+                f" with {names.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
                 field="request_id",
             )
         if await self._has_ended(job, job.request_id):
@@ -172,7 +172,7 @@ class Coordinator:
     async def _cancel(self, job: Job) -> None:
         """End a request that its client does not want any more, or one that is yet to arrive."""
         bus, request_id = self._context.bus, job.request_id
-        if request_id is not None and subjects.is_request_id(request_id):
+        if request_id is not None and names.is_scoped_id(request_id):
             error = Cancelled("cancelled on request")
             await end_request(bus, request_id, job.delivery.attempt, error, [])
             self._stage.counters.ended_with(error)

@@ -16,6 +16,7 @@ from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.protocol import subjects
+from shared.protocol.permissions import SERVER_SETTINGS
 from shared.stage.pipelines import pipelines_of
 from tests import preloaded
 from workers.cli.manifests.cluster import make_manifests, sizes_of
@@ -212,6 +213,7 @@ def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
         "engine-qwen2-vl": 1,
         other: 1,
         "gateway": 2,
+        "agent": 2,
     }
 
 
@@ -399,4 +401,4 @@ def test_the_documented_brokers_have_the_settings_of_ours() -> None:
     service = Target().nats_service
     assert service == "nats-headless"
     assert Target().nats_account in merged["accounts"]
-    assert merged["accounts"]["SYS"]["exports"][0]["service"] in ours
+    assert merged["accounts"]["SYS"]["exports"][0]["service"] == SERVER_SETTINGS

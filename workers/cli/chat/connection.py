@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import ContentPart, GenerateRequest, ImagePart, ImageURL, Message
 from shared.state import request_status
@@ -28,15 +29,15 @@ T = TypeVar("T")
 class Connection:
     """A connection for blocking callers."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, login: Login) -> None:
+        self._login = login
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Self:
         """Connect. Raises Unavailable."""
         self._thread.start()
-        self._bus = self._run(Bus.connect(self._url, "chat", CONNECT_TIMEOUT_S))
+        self._bus = self._run(Bus.connect(self._login, "chat", CONNECT_TIMEOUT_S))
         return self
 
     def __exit__(self, *_: object) -> None:

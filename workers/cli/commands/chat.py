@@ -8,7 +8,7 @@ from workers.cli.chat import state_file
 from workers.cli.chat.connection import Connection
 from workers.cli.chat.conversation import Conversation
 from workers.cli.chat.session import Session
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_url_and_model
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login_and_model
 
 
 def chat(
@@ -32,12 +32,12 @@ def chat(
     """
     if sys.stdin is None:
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
-    url, default_model = find_url_and_model(config, nats, model)
+    login, default_model = find_login_and_model(config, nats, model)
     path = state_file.find_path()
     conversation = state_file.read(path) if resume else Conversation(default_model)
     conversation.model = model or conversation.model
     conversation.system = system if system is not None else conversation.system
     # Log lines of the connection would stand in the middle of an answer.
     logs.configure_logging("error", role="chat")
-    with Connection(url) as connection:
+    with Connection(login) as connection:
         return Session(conversation, connection, path).run(resume=resume)

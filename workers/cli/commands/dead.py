@@ -13,13 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
+from shared.protocol import names
 from shared.protocol.encoding import is_packed, to_json
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.options import ConfigFile, NatsUrl, find_login
 from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
+from workers.roles import AGENT
 
 dead = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
 
@@ -34,7 +36,7 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
         Maximum number of letters.
     """
     table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
-    async with connected(find_url(config, nats), "dead") as bus:
+    async with connected(find_login(config, nats), "dead") as bus:
         async for letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 format_time(letter.failed_ms),
@@ -53,7 +55,7 @@ async def show_letter(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print one dead letter: cause, attempts, traceback, and the request itself."""
-    async with connected(find_url(config, nats), "dead") as bus:
+    async with connected(find_login(config, nats), "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
     print_json(letter) if json else _print_letter(letter)
     return 0
@@ -63,15 +65,19 @@ async def show_letter(
 async def requeue_letter(
     request_id: str, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Publish the request of a dead letter again, under the same id.
+    """Publish the request of a dead letter again, under the same id, or go on with a response.
 
     Parameters
     ----------
     edit
         Open the request in $EDITOR first.
     """
-    async with connected(find_url(config, nats), "dead") as bus:
+    async with connected(find_login(config, nats), "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
+        if letter.role == AGENT:
+            await dead_letters.requeue_response(bus, letter)
+            out.print(f"given to the agents again: pagemill where {request_id}", highlight=False)
+            return 0
         if not letter.request:
             raise NotFound(f"the dead letter of {request_id} does not hold the request")
         try:
@@ -80,7 +86,8 @@ async def requeue_letter(
             hint = f"{error}: use --edit to correct it"
             message = f"the edited request is not valid: {error}" if edit else hint
             raise InvalidRequest(message) from error
-        request = msgspec.structs.replace(request, request_id=request_id)
+        name, _ = names.split_id(request_id)
+        request = msgspec.structs.replace(request, request_id=name)
         await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0

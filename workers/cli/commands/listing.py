@@ -12,7 +12,7 @@ from shared.state.request_list import ListedRequest, Listing, RequestLister
 from shared.state.request_status import State
 from workers.cli.broker import connected
 from workers.cli.commands.requests import where
-from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.options import ConfigFile, NatsUrl, find_login
 from workers.cli.terminal import call_on_signals, print_json, print_line, print_note
 
 FOLLOW_S = 1.0
@@ -56,7 +56,7 @@ async def requests(
     def is_wanted(row: ListedRequest) -> bool:
         return state in (None, row.state) and model in (None, row.model)
 
-    async with connected(find_url(config, nats), "requests") as bus:
+    async with connected(find_login(config, nats), "requests") as bus:
         lister = RequestLister(bus)
         listing = await lister.update()
         rows = [row for row in listing.requests if is_wanted(row)]

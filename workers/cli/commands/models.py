@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.filesize import decimal
 
+from shared.bus.login import Login
 from shared.errors import PagemillError
 from workers.cli import settings
 from workers.cli.broker import connected
@@ -78,7 +79,7 @@ async def models(
         for name, model in loaded.models.items()
     ]
     with noted("checking which models can be served …"):
-        served = await _read_served(nats or settings.nats_url(loaded))
+        served = await _read_served(settings.login_of(loaded, given_url=nats))
         cached = [model for model in local.list_cached() if model.name not in loaded.models]
         rows = await asyncio.to_thread(_describe, configured, cached, served)
     for row in rows:
@@ -95,11 +96,11 @@ async def models(
     return 0
 
 
-async def _read_served(url: str) -> set[str]:
+async def _read_served(login: Login) -> set[str]:
     """Return the models that have a worker of their own; none without a broker."""
     roles = {role.name for role in all_roles() if role.one_model}
     try:
-        async with connected(url, "models") as bus:
+        async with connected(login, "models") as bus:
             return {
                 name
                 for beat in await bus.read_heartbeats()

@@ -13,7 +13,7 @@ from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.prometheus import MetricsEndpoint, to_text
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.options import ConfigFile, NatsUrl, find_login
 from workers.cli.terminal import call_on_signals, errors
 from workers.cli.top import watch
 
@@ -40,7 +40,7 @@ async def top(
     interval
         Seconds between two frames.
     """
-    return await watch(find_url(config, nats), interval, once=once, as_json=json)
+    return await watch(find_login(config, nats), interval, once=once, as_json=json)
 
 
 async def metrics(
@@ -54,7 +54,7 @@ async def metrics(
         Serve them over HTTP instead, on this address and port, such as 127.0.0.1:9400.
     """
     address = None if listen is None else _parse_address(listen)
-    async with connected(find_url(config, nats), "metrics") as bus:
+    async with connected(find_login(config, nats), "metrics") as bus:
         if address is None:
             series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
             sys.stdout.write(to_text(series).decode())

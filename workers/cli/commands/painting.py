@@ -78,7 +78,7 @@ async def draw(
         timeout_s=timeout_s,
     )
     request_id = request_id or client.new_request_id()
-    async with connected(nats or settings.nats_url(loaded), "draw") as bus:
+    async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
         records = client.ask(bus, request, request_id)
         saved = _while_saving(bus, records, request_id, name, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)

@@ -12,7 +12,7 @@ from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeReq
 from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, print_error
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
+from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_login_and_model
 from workers.cli.terminal import print_json, print_line
 
 
@@ -35,9 +35,9 @@ async def render(
     json
         Print one JSON object, which includes the token ids.
     """
-    url, model = find_url_and_model(config, nats, model)
+    login, model = find_login_and_model(config, nats, model)
     request = build_request(model, question, image or [])
-    async with connected(url, "render") as bus, _unserved_named(bus, model):
+    async with connected(login, "render") as bus, _unserved_named(bus, model):
         answer = await client.render(bus, request)
     if isinstance(answer, ErrorReply):
         return _print_error_reply(answer, as_json=json)
@@ -70,8 +70,8 @@ async def tokenize(
     json
         Print one JSON object.
     """
-    url, model = find_url_and_model(config, nats, model)
-    async with connected(url, "tokenize") as bus, _unserved_named(bus, model):
+    login, model = find_login_and_model(config, nats, model)
+    async with connected(login, "tokenize") as bus, _unserved_named(bus, model):
         answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
     if isinstance(answer, ErrorReply):
         return _print_error_reply(answer, as_json=json)

@@ -15,12 +15,29 @@ from shared.bus.bus import Bus
 from shared.errors import Cancelled, NotFound
 from shared.protocol.pipeline import TEXT
 from shared.protocol.requests import OnLate
-from shared.state import request_status
+from shared.state import request_status, response_status
 from shared.state.request_status import RequestStatus
+from shared.state.response_status import FoundResponse
 from workers.cli import settings
-from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_answer, print_records
+from workers.cli.ask import (
+    EXIT_INTERRUPTED,
+    build_request,
+    media_parts,
+    print_answer,
+    print_records,
+    with_media,
+)
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, load
+from workers.cli.options import (
+    ConfigFile,
+    Images,
+    ModelName,
+    NatsUrl,
+    Sounds,
+    Videos,
+    find_login,
+    load,
+)
 from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import format_time, print_json, print_line, print_rows
 
@@ -70,6 +87,8 @@ async def ask(
     /,
     *,
     image: Images = None,
+    audio: Sounds = None,
+    video: Videos = None,
     model: ModelName = None,
     adapter: str | None = None,
     sampling: SamplingOptions = SamplingOptions(),
@@ -99,18 +118,20 @@ async def ask(
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
     loaded = load(config)
-    url, model = nats or settings.nats_url(loaded), model or next(iter(loaded.models))
+    login = settings.login_of(loaded, given_url=nats)
+    model = model or next(iter(loaded.models))
     given = sampling.given()
     request = build_request(model, question, image or [], given, timeout_s, adapter)
     if speech.speak:
-        audio = find_audio(loaded, model)
-        outputs, on_late = [TEXT, audio], speech.on_late
+        spoken = find_audio(loaded, model)
+        outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
-    async with connected(url, "ask") as bus:
-        records = client.ask(bus, request, request_id, sampling=given)
+    async with connected(login, "ask") as bus:
+        parts = await media_parts(bus, video, audio)
+        records = client.ask(bus, with_media(request, parts), request_id, sampling=given)
         if speech.speak:
-            records = while_saving(bus, records, request_id, audio, speech.output)
+            records = while_saving(bus, records, request_id, spoken, speech.output)
         return await print_answer(bus, request_id, records, as_json=json, durable=durable)
 
 
@@ -135,7 +156,7 @@ async def follow(
     json
         Print the records of the token log, one JSON object per line.
     """
-    async with connected(find_url(config, nats), "follow") as bus:
+    async with connected(find_login(config, nats), "follow") as bus:
         try:
             status = await _find(bus, request_id, wait_s)
             if status.state == "unknown":
@@ -152,7 +173,7 @@ async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl
     The exit code is 0 for a request that is cancelled, 1 for one that is not known, and 2 for one
     that has ended in another way.
     """
-    async with connected(find_url(config, nats), "cancel") as bus:
+    async with connected(find_login(config, nats), "cancel") as bus:
         before = await _find(bus, request_id, ARRIVAL_S)
         if before.has_ended:
             return _print_end(before, "already ")
@@ -204,11 +225,27 @@ def _print_end(status: RequestStatus, when: str = "") -> int:
 async def where(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print the status of a request: stage, worker, attempt, waiting time, and its cause."""
-    async with connected(find_url(config, nats), "where") as bus:
+    """Print the status of a request or a response: where it is, for how long, and why."""
+    async with connected(find_login(config, nats), "where") as bus:
+        response = await response_status.find_any_tenants(bus, request_id)
+        if response is not None:
+            print_json(response) if json else _print_response(response)
+            return 0
         found = await request_status.find(bus, request_id)
     print_json(found) if json else _print_status(found)
     return 0 if found.state != "unknown" else 1
+
+
+def _print_response(found: FoundResponse) -> None:
+    rows = {
+        "state": found.state.replace("_", " "),
+        "steps": found.steps,
+        "turn": found.turn,
+        "call": found.call,
+        "waiting": f"{found.waits_s:.1f} s since the last step",
+        "why": found.why,
+    }
+    print_rows(rows)
 
 
 def _print_status(found: RequestStatus) -> None:

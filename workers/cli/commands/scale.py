@@ -61,7 +61,7 @@ async def scale(
     if pause and resume:
         raise ConfigError("--pause and --resume exclude each other", field="pause")
     changes = dict(_parse(size, pools) for size in sizes)
-    async with connected(nats or settings.nats_url(loaded), "scale") as bus:
+    async with connected(settings.login_of(loaded, given_url=nats), "scale") as bus:
         if changes or pause or resume:
             paused = True if pause else False if resume else None
             await scale_state.change_orders(bus, lambda orders: _changed(orders, changes, paused))

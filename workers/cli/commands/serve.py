@@ -3,7 +3,6 @@
 import gc
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,10 +13,12 @@ from cyclopts.validators import Number
 
 from shared.config import Config
 from shared.errors import ConfigError
+from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from workers.actuator import follow_plan
 from workers.cli import settings
 from workers.cli.commands.models import pull_model
+from workers.cli.first_use import start_agent_on_first_use
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
@@ -84,6 +85,7 @@ def up(
         if pools.by_name:
             local = LocalPools(cluster, pools)
             cluster.follow = lambda bus: follow_plan(bus, local)
+        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -142,8 +144,8 @@ def worker(
     Parameters
     ----------
     role
-        The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, autoscaler
-        or gateway.
+        The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
+        autoscaler or gateway.
     model
         The model that an engine, an encoder or a generator serves; needed only when several are
         configured.
@@ -155,7 +157,7 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         loaded = load(config)
-        url = nats or settings.nats_url(loaded)
+        login = settings.login_of(loaded, role, nats)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
@@ -164,17 +166,15 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return uvloop.run(runtime.run(role, load_main(role), loaded, url, model, stage))
+    return uvloop.run(runtime.run(role, load_main(role), loaded, login, model, stage))
 
 
 def load_main(role: str) -> runtime.Main:
     """Import the module of a role, in the process that is to run it, and return its `main`."""
     spec = role_of(role)
     if not spec.uses_torch and not spec.may_load_torch:
-        # A renderer needs the tokenizers and image processors of transformers, which load torch
-        # wherever they find it: four seconds of processor time and 340 MiB. With this entry no
-        # search finds torch.
-        sys.modules["torch"] = None  # type: ignore[assignment]
+        # A renderer needs the tokenizers and image processors of transformers.
+        hide_torch()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # An import of transformers makes millions of objects that stay: collections in the middle of it
     # free nothing and take a seventh of its time.

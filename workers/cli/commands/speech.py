@@ -51,7 +51,7 @@ async def say(
         model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s
     )
     request_id = request_id or client.new_request_id()
-    async with connected(nats or settings.nats_url(loaded), "say") as bus:
+    async with connected(settings.login_of(loaded, given_url=nats), "say") as bus:
         records = client.ask(bus, request, request_id)
         saved = while_saving(bus, records, request_id, audio, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)

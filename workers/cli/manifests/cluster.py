@@ -26,7 +26,7 @@ from workers.cli.manifests.scaling import (
 )
 from workers.cli.manifests.target import CONFIG, Manifest, Target, metadata
 from workers.pools import pools_of
-from workers.roles import AUTOSCALER, WorkerSpec, default_workers, role_of
+from workers.roles import AGENT, AUTOSCALER, WorkerSpec, default_workers, role_of
 
 Sizes = Mapping[WorkerSpec, PoolSettings]
 
@@ -62,7 +62,7 @@ def sizes_of(config: Config, source: str) -> dict[WorkerSpec, PoolSettings]:
     replaced. Raises ConfigError.
     """
     fixed = Counter(default_workers(config))
-    fixed[WorkerSpec(DOOR)] = 1
+    fixed[WorkerSpec(DOOR)] = fixed[WorkerSpec(AGENT)] = 1
     sizes = {
         worker: PoolSettings(min=size, max=size)
         for worker, num in fixed.items()
@@ -119,6 +119,13 @@ def check_for_pods(config: Config) -> None:
             " because they take the URL with its password from a Secret",
             field="nats.password_file",
         )
+    for name in ("keys", "tls_ca", "tls_cert", "tls_key"):
+        if (path := getattr(config.nats, name)) is not None:
+            raise ConfigError(
+                f"nats.{name}: pods have no file {path}: leave it out, because they log in with the"
+                " URL of a Secret",
+                field=f"nats.{name}",
+            )
     gateway = config.gateway
     if not gateway.api_keys and not gateway.allow_anonymous:
         raise ConfigError(
