@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-omni bench-payload bench-peers bench-rendering bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -19,12 +19,6 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 
 .venv/dev: .venv/installed
 	$(BIN)/python -m ops.install --group dev
-	touch $@
-
-# Otherwise all processes of the tests would compile the same modules at the same time, and rewrite
-# the assertions of the same tests.
-.venv/bytecode: .venv/dev
-	-$(BIN)/pytest --collect-only --quiet > /dev/null
 	touch $@
 
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
@@ -68,15 +62,17 @@ $(AFTER_TESTS): tests
 endif
 
 QUIET ?= nice -n 10
-quiet-coverage: .venv/bytecode
 quiet-check quiet-coverage: quiet-%: .venv/dev
 	@log=$$(mktemp); $(QUIET) $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
-tests: .venv/bytecode
+tests: .venv/dev
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
-		$(PURE_TESTS:%=--ignore=%)
+		-m "not long" $(PURE_TESTS:%=--ignore=%)
+
+tests-long: .venv/dev  ## cells that repeat others with another family or schedule; a minute
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 coverage: .venv/dev  ## the tests of packages without I/O, and how much of these they run
 	$(BIN)/python -m slipcover -m pytest --timeout 900 $(PURE_TESTS)
@@ -120,6 +116,12 @@ bench-rendering: .venv/dev  ## first request after a start, requests a second; 2
 bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput, a kill of the talker; 3 minutes
 	$(BIN)/python -m ops.bench.omni
 
+bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 3 minutes
+	$(BIN)/python -m ops.bench.media
+
+bench-responses: .venv/dev  ## responses: first event, calls of tools, 10,000 that wait for approval; 6 minutes
+	$(BIN)/python -m ops.bench.responses
+
 bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 9 minutes
 	$(BIN)/python -m ops.bench.slots
 
@@ -130,8 +132,9 @@ simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engin
 	$(BIN)/python -m ops.simulate report
 	$(BIN)/python -m ops.simulate big
 
-interop: .venv/dev  ## our renderer and engines with those of vLLM, installed in PEERS; 3 minutes
+interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 5 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
+	$(BIN)/python -m ops.interop.responses
 
 chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
@@ -142,8 +145,13 @@ chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes
 chaos-scale: .venv/dev  ## 500 requests at once to engines at zero, under kills; 2 minutes
 	$(BIN)/python -m ops.chaos run scale
 
-chaos-omni: .venv/dev  ## 2,000 requests, half of them spoken, under kills of every stage; 10 minutes
+chaos-omni: .venv/dev  ## 2,000 requests, half spoken, a tenth images, under kills of every stage; 10 minutes
 	$(BIN)/python -m ops.chaos run omni
+
+chaos-agents: .venv/dev  ## agents killed and stopped 500 times under a counting tool, and planted bugs; an hour
+	$(BIN)/python -m ops.chaos.agents --bugs
+	$(BIN)/python -m ops.chaos.agents --restarts
+	$(BIN)/python -m ops.chaos.agents --kills 500
 
 chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run kills
@@ -167,7 +175,7 @@ docs: .venv/dev  ## reference pages from the types, the settings and the metric 
 	$(BIN)/python -m ops.write_metrics_doc
 	$(BIN)/python -m ops.write_api_doc
 
-screenshots: .venv/dev  ## docs/page.png and page-phone.png; needs Debian's chromium-driver
+screenshots: .venv/dev  ## docs/page.png, page-phone.png and response.png; needs Debian's chromium-driver
 	$(BIN)/python -m ops.screenshot
 
 clean:

@@ -20,10 +20,9 @@ def render(
     next but one is taken. Raises what `Processor.tokenize`, `process` and `expand` raise.
     """
     token_ids = processor.tokenize(Prompt(list(messages)))
-    fields = [part.field for part in prompt.media_parts(messages)]
     processed = [
-        processor.process(medium, field, tenant)
-        for medium, field in zip(media, fields, strict=True)
+        processor.process(medium, part.field, tenant, part.sampling)
+        for medium, part in zip(media, prompt.media_parts(messages), strict=True)
     ]
     token_ids, ranges = processor.expand(token_ids, processed)
     return join(token_ids, ranges, processed)

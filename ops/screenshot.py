@@ -1,4 +1,4 @@
-"""`make screenshots`: the web page with real answers, as docs/page.png and docs/page-phone.png.
+"""`make screenshots`: the web pages with real answers, as three images in docs/.
 
 Needs Debian's packages chromium and chromium-driver.
 """
@@ -6,9 +6,11 @@ Needs Debian's packages chromium and chromium-driver.
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
+from ops.bench.responses import ToolServer, running
 from ops.browser import ENTER, MISSING, Browser, browsing
 from ops.demo import IMAGES
 from ops.serving import serving
@@ -21,6 +23,30 @@ SCREENS = [("page.png", 1280, 720, "light"), ("page-phone.png", 390, 844, "dark"
 async def main() -> None:
     async with serving(spoken=True) as (url, folder):
         await asyncio.to_thread(take_screenshots, f"{url}/", folder)
+    async with running(ToolServer().start()) as (client, _, folder):
+        tool: Any = {"type": "mcp", "server_label": "calc", "require_approval": "always"}
+        asked = await client.responses.create(
+            model="demo",
+            input="Add a number.",
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
+        url = str(client.base_url.join(f"../page/response.html#{asked.id}"))
+        await asyncio.to_thread(show_approval, url, folder)
+
+
+def show_approval(url: str, folder: Path) -> None:
+    """A response that waited for approval, and the one that has made the call."""
+    with browsing(folder) as browser:
+        browser.emulate_screen(1280, 720, "light")
+        browser.open(url)
+        browser.wait("document.querySelector('.decide button') !== null")
+        browser.click(".decide button")
+        browser.wait("document.querySelectorAll('.response').length === 2")
+        last = "document.querySelector('.response:last-child .status')"
+        browser.wait(f"!['', 'queued', 'in progress'].includes({last}.innerText)")
+        (DOCS / "response.png").write_bytes(browser.screenshot())
 
 
 def take_screenshots(url: str, folder: Path) -> None:

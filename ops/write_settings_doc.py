@@ -12,10 +12,12 @@ from msgspec import Struct
 
 from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
 from shared.config import ApiKey, Config, ModelConfig
+from shared.config_agent import McpServerConfig
 from shared.config_scale import PoolConfig
 from shared.config_stages import InputConfig, StageConfig
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec
+from shared.protocol.steps import ToolFilter
 
 FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 
@@ -37,6 +39,8 @@ NESTED: dict[str, type[Struct]] = {
     "models.NAME.stages.STAGE.chunks": ChunkSpec,
     "gateway.api_keys": ApiKey,
     "scale.pools": PoolConfig,
+    "agent.servers.LABEL": McpServerConfig,
+    "agent.servers.LABEL.allowed_tools": ToolFilter,
 }
 HEAD = ["key", "type", "default", "environment variable", "meaning"]
 
@@ -116,6 +120,8 @@ def _link(name: str) -> str:
         "ChunkSpec": "[chunks](#modelsnamestagesstagechunks)",
         "ApiKey": "[key](#gatewayapi_keys)",
         "PoolConfig": "[pool](#scalepools)",
+        "McpServerConfig": "[server](#agentserverslabel)",
+        "ToolFilter": "[filter](#agentserverslabelallowed_tools)",
     }[name]
 
 

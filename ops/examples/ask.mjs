@@ -1,10 +1,15 @@
 // Ask Pagemill with the official NATS client: node ask.mjs "What can you do?" [image.png ...]
 import { randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
-import { connect, headers } from "@nats-io/transport-node";
+import { connect, headers, nkeyAuthenticator } from "@nats-io/transport-node";
 
 const [question, ...images] = process.argv.slice(2);
-const nc = await connect({ servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222" });
+// The key of a tenant, which is signed with and never sent.
+const key = process.env.NATS_NKEY ?? "data/nats/keys/tenants/local.nk";
+const nc = await connect({
+  servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222",
+  authenticator: key ? nkeyAuthenticator(readFileSync(key).subarray(0, 58)) : undefined,
+});
 const requestId = randomUUID();
 // Subscribed before the request is published, so that no record is missed.
 const log = nc.subscribe(`pm.tokens.${requestId}`);

@@ -14,9 +14,13 @@ from collections.abc import AsyncIterator
 
 import nats
 
+# The key of a tenant signs, and is never sent. An empty name is for a broker without keys.
+KEY = os.environ.get("NATS_NKEY", "data/nats/keys/tenants/local.nk")
+
 
 async def speak(text: str) -> AsyncIterator[bytes]:
-    nc = await nats.connect(os.environ.get("NATS_URL", "nats://127.0.0.1:4222"))
+    url = os.environ.get("NATS_URL", "nats://127.0.0.1:4222")
+    nc = await nats.connect(url, nkeys_seed=KEY or None)
     request_id = uuid.uuid4().hex
     # Subscribed before the request is published, so that no record is missed.
     log = await nc.subscribe(f"pm.tokens.{request_id}.audio")
