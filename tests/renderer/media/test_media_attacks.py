@@ -26,7 +26,7 @@ from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.loader import load
 from workers.engine.main import build_core
-from workers.renderer.decoding.pictures import MAX_SCANS
+from workers.renderer.decoding.still_image import MAX_SCANS
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
 
