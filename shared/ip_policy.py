@@ -42,6 +42,16 @@ def parse_address(text: str) -> Address:
     return ip_address(text.partition("%")[0])
 
 
+def is_loopback_host(host: str) -> bool:
+    """Return whether a name or an address can lead to this machine alone (RFC 6761)."""
+    try:
+        address = parse_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
 def _is_public(address: Address) -> bool:
     if isinstance(address, IPv4Address):
         return address.is_global and not any(address in network for network in _DENIED)
