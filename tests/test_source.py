@@ -31,7 +31,7 @@ FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
 FILES_BY_NAME |= {"av.open", "soundfile.SoundFile"}
 
 ALLOWED = {
-    "workers.renderer.media.fetcher": {"httpcore2", "socket.getaddrinfo"},
+    "workers.renderer.media.fetcher": {"httpcore2"},
     # Every dial for a client goes through it, to a checked address.
     "shared.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
