@@ -5,21 +5,35 @@ name. So a name that later has another address gets nobody into our network.
 """
 
 import asyncio
+import contextlib
 import socket
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from ipaddress import IPv4Address, IPv6Address, IPv6Network
 from itertools import chain, zip_longest
 
 import aiodns
 import httpcore2
 
-from shared.ip_policy import Network, may_dial, parse_address
+from shared.ip_policy import (
+    Address,
+    Network,
+    may_be_translated,
+    may_dial,
+    parse_address,
+    translators_of,
+)
 from shared.targets import Target
 
 MAX_DIALLED = 8
 """Addresses of one name that are tried."""
 DIAL_DELAY_S = 0.25
 """Pause before the next address is tried, while those before have not answered (RFC 8305)."""
+
+FRESH_S = 3600.0
+"""Time for which the local network's translators are known."""
+_NO_SUCH_RECORDS = (aiodns.error.ARES_ENODATA, aiodns.error.ARES_ENOTFOUND)
 
 
 class AddressBlocked(Exception):
@@ -37,7 +51,11 @@ def url_of(target: Target) -> httpcore2.URL:
 
 
 def check_addresses(
-    addresses: Sequence[str], allowed: Sequence[Network], *, only_allowed: bool = False
+    addresses: Sequence[Address],
+    allowed: Sequence[Network],
+    translators: Sequence[IPv6Network],
+    *,
+    only_allowed: bool = False,
 ) -> list[str]:
     """Return the addresses to dial, families in turns. Raises AddressBlocked or NameNotResolved.
 
@@ -46,12 +64,11 @@ def check_addresses(
     if not addresses:
         raise NameNotResolved("the name has no address")
     families: dict[int, list[str]] = {}
-    for text in addresses:
-        address = parse_address(text)
+    for address in addresses:
         inside = any(address in net for net in allowed if net.version == address.version)
-        if not inside and (only_allowed or not may_dial(address, allowed)):
+        if not inside and (only_allowed or not may_dial(address, allowed, translators)):
             raise AddressBlocked
-        families.setdefault(address.version, []).append(text)
+        families.setdefault(address.version, []).append(str(address))
     turns = chain.from_iterable(zip_longest(*families.values()))
     return [text for text in turns if text is not None][:MAX_DIALLED]
 
@@ -65,35 +82,55 @@ class Resolver:
 
     def __init__(self) -> None:
         self._dns: aiodns.DNSResolver | None = None
+        self._translators: list[IPv6Network] | None = None
+        self._fresh_until_s = 0.0
 
-    async def resolve(self, host: str) -> list[str]:
+    async def resolve(self, host: str) -> list[Address]:
         """Raises NameNotResolved."""
         if (number := _parse_number(host)) is not None:
             return [number]
+        try:
+            return await self._query(host, socket.AF_UNSPEC)
+        except aiodns.error.DNSError as error:
+            raise NameNotResolved(str(error)) from None
+
+    async def translators(self) -> list[IPv6Network]:
+        """Return the prefixes of the local network's NAT64 (RFC 7050). Raises NameNotResolved."""
+        if self._translators is None or time.monotonic() > self._fresh_until_s:
+            try:
+                made = await self._query("ipv4only.arpa", socket.AF_INET6)
+            except aiodns.error.DNSError as error:
+                if error.args[0] not in _NO_SUCH_RECORDS:
+                    raise NameNotResolved(str(error)) from None
+                made = []
+            self._translators = [
+                prefix
+                for address in made
+                if isinstance(address, IPv6Address)
+                for prefix in translators_of(address)
+            ]
+            self._fresh_until_s = time.monotonic() + FRESH_S
+        return self._translators
+
+    async def _query(self, host: str, family: socket.AddressFamily) -> list[Address]:
         if self._dns is None:
             # Bound to the loop that runs.
             self._dns = aiodns.DNSResolver()
-        try:
-            found = await self._dns.getaddrinfo(host, type=socket.SOCK_STREAM)
-        except (aiodns.error.DNSError, UnicodeError) as error:
-            raise NameNotResolved(str(error)) from None
-        return [node.addr[0].decode() for node in found.nodes]
+        found = await self._dns.getaddrinfo(host, family=family, type=socket.SOCK_STREAM)
+        return [parse_address(node.addr[0].decode()) for node in found.nodes]
 
     async def close(self) -> None:
         if self._dns is not None:
             await self._dns.close()
 
 
-def _parse_number(host: str) -> str | None:
+def _parse_number(host: str) -> Address | None:
     """Return the address that a host is, in any spelling that the C library knows."""
-    try:
-        return str(parse_address(host))
-    except ValueError:
-        pass
-    try:
-        return socket.inet_ntoa(socket.inet_aton(host))
-    except OSError:
-        return None
+    with contextlib.suppress(ValueError):
+        return parse_address(host)
+    with contextlib.suppress(OSError):
+        return IPv4Address(socket.inet_aton(host))
+    return None
 
 
 class GuardedBackend(httpcore2.AsyncNetworkBackend):
@@ -117,8 +154,12 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         async with asyncio.timeout(timeout):
+            found = await self._resolver.resolve(host)
+            translators = []
+            if any(map(may_be_translated, found)):
+                translators = await self._resolver.translators()
             addresses = check_addresses(
-                await self._resolver.resolve(host), self._allowed, only_allowed=self._only_allowed
+                found, self._allowed, translators, only_allowed=self._only_allowed
             )
             return await self._dial_any(addresses, port, local_address, socket_options)
 

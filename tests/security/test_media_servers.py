@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import httpcore2
@@ -110,7 +110,7 @@ async def test_silent_names_take_no_threads(names: NameServer) -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert await resolver.resolve("good.example") == ["127.0.0.1"]
+    assert await resolver.resolve("good.example") == [ip_address("127.0.0.1")]
     await resolver.close()
 
 
@@ -145,16 +145,16 @@ async def test_a_name_without_an_address_is_a_typed_error(
 
 
 @pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Attempts to connect to 127.9.0.0/16, which is silent, and 127.8.0.0/16, which refuses."""
+def dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that were tried. 127.9.0.0/16 is silent, and 127.8.0.0/16 refuses."""
     tried: list[str] = []
     really = httpcore2.AnyIOBackend.connect_tcp
 
     async def connect_tcp(self: Any, host: str, *args: Any) -> httpcore2.AsyncNetworkStream:
-        if host.startswith(("127.8.", "127.9.")):
-            tried.append(host)
-            if host.startswith("127.8."):
-                raise httpcore2.ConnectError
+        tried.append(host)
+        if host.startswith("127.8."):
+            raise httpcore2.ConnectError
+        if host.startswith("127.9."):
             await asyncio.sleep(LONG_S)
         return await really(self, host, *args)
 
@@ -172,7 +172,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=str,
 )
 async def test_another_address_is_tried(
-    canary: Canary, names: NameServer, dead: list[str], fetchers: Fetchers, addresses: list[str]
+    canary: Canary, names: NameServer, dialled: list[str], fetchers: Fetchers, addresses: list[str]
 ) -> None:
     names.zone["several.example"] = addresses
     one = fetchers.new(networks=(*LOOPBACK, "::1/128"))
@@ -180,21 +180,21 @@ async def test_another_address_is_tried(
 
 
 async def test_a_name_of_many_addresses_is_no_port_scan(
-    canary: Canary, names: NameServer, dead: list[str], fetchers: Fetchers
+    canary: Canary, names: NameServer, dialled: list[str], fetchers: Fetchers
 ) -> None:
     names.zone["many.example"] = [f"127.8.0.{i}" for i in range(1, 60)]
     with pytest.raises(InvalidMedia, match="in time"):
         await fetchers.new().fetch(canary.url(host="many.example"), FIELD)
-    assert len(dead) == MAX_DIALLED
+    assert len(dialled) == MAX_DIALLED
 
 
 async def test_no_address_is_dialled_before_all_are_checked(
-    names: NameServer, dead: list[str], fetchers: Fetchers
+    names: NameServer, dialled: list[str], fetchers: Fetchers
 ) -> None:
     names.zone["mixed.example"] = [*(f"127.8.0.{i}" for i in range(1, 12)), "10.0.0.1"]
     with pytest.raises(MediaBlocked):
         await fetchers.new().fetch("http://mixed.example/", FIELD)
-    assert dead == []
+    assert dialled == []
 
 
 async def test_one_connection_is_kept_and_the_others_are_closed(
@@ -222,3 +222,60 @@ async def test_one_connection_is_kept_and_the_others_are_closed(
     assert made[is_open.index(True)] is kept
     await kept.aclose()
     await resolver.close()
+
+
+TRANSLATED = ["2a00:aaaa::10.0.0.1", "2a00:aaaa::169.254.169.254", "2a00:aaaa::7f00:1"]
+
+
+@pytest.mark.parametrize("address", TRANSLATED)
+async def test_no_address_behind_the_local_translator_is_dialled(
+    names: NameServer, dialled: list[str], fetchers: Fetchers, address: str
+) -> None:
+    """The prefix is the operator's, and nothing about such an address is special."""
+    names.zone["ipv4only.arpa"] = ["192.0.0.170", "2a00:aaaa::192.0.0.170"]
+    names.zone["translated.example"] = [address]
+    for host in ("translated.example", f"[{address}]"):
+        with pytest.raises(MediaBlocked):
+            await fetchers.new(networks=()).fetch(f"http://{host}/", FIELD)
+    assert dialled == []
+    assert names.asked.count("ipv4only.arpa") >= 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "2a00:aaaa:a00:1::",
+        "2a00:aaaa:a9:fea9:fe::",
+        "2a00:aaaa:1:7f00:0:100::",
+        "2a00:aaaa:1:2:7f:0:100:0",
+        "2a00:aaaa::5efe:10.0.0.1",
+        "2a00:aaaa::200:5efe:169.254.169.254",
+        "64:ff9b:1::10.0.0.1",
+        "64:ff9b:1:a00:0:100::",
+    ],
+)
+async def test_no_address_carries_an_inner_one(
+    names: NameServer, dialled: list[str], fetchers: Fetchers, address: str
+) -> None:
+    names.zone["carrier.example"] = [address]
+    names.zone["ipv4only.arpa"] = None
+    with pytest.raises(MediaBlocked):
+        await fetchers.new(networks=()).fetch("http://carrier.example/", FIELD)
+    assert dialled == []
+
+
+async def test_without_a_translator_such_an_address_is_dialled(
+    names: NameServer, fetchers: Fetchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled = []
+
+    async def unreachable(_: object, host: str, *args: object) -> None:
+        dialled.append(host)
+        raise httpcore2.ConnectError
+
+    monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", unreachable)
+    names.zone["ipv4only.arpa"] = ["192.0.0.170", "192.0.0.171"]
+    names.zone["plain.example"] = ["2606:4700::1111"]
+    with pytest.raises(InvalidMedia, match="in time"):
+        await fetchers.new().fetch("http://plain.example/", FIELD)
+    assert dialled == ["2606:4700::1111"]
