@@ -15,8 +15,8 @@ from PIL import Image
 from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
 from shared.models.media import DecodedImage
+from tests.renderer.canary import loader
 from workers.renderer.media.image_decoder import decode_data_url, decode_image
-from workers.renderer.media.loader import MediaLoader
 
 LIMITS = RendererConfig()
 
@@ -55,7 +55,7 @@ def data_url(data: bytes) -> str:
 
 
 def load(url: str) -> DecodedImage:
-    return decode_image(MediaLoader(LIMITS).read(url, FIELD, ""), LIMITS, FIELD)
+    return decode_image(loader(LIMITS).read(url, FIELD, ""), LIMITS, FIELD)
 
 
 def refusal(
