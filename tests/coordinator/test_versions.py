@@ -9,10 +9,10 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.config import Config, ModelConfig
-from shared.errors import Unavailable
-from shared.protocol import subjects
+from shared.errors import UnsupportedVersion
+from shared.protocol import subjects, versions
 from shared.protocol.requests import EmbeddingParams, GenerateRequest, encode_request
-from shared.protocol.task_messages import EMBEDDING_VERSION, RenderBody
+from shared.protocol.task_messages import RenderBody
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -35,6 +35,7 @@ async def publish_first_task(bus: Bus, embedding: EmbeddingParams | None) -> byt
         receipt="r",
         tenant=None,
         msg_id=request_id,
+        headers={},
         retry=retry,
     )
     config = Config({"demo": ModelConfig("nowhere")})
@@ -51,8 +52,10 @@ async def test_only_embeddings_need_workers_that_know_them(
     text, embedding = [
         await publish_first_task(bus, embedding) for embedding in (None, EmbeddingParams())
     ]
-    assert tasks.decode(embedding, RenderBody)[0].header.version == EMBEDDING_VERSION
-    monkeypatch.setattr(tasks, "TASK_VERSION", 1)
+    assert tasks.decode(embedding, RenderBody)[0].header.version == 2
+    monkeypatch.setattr(versions, "WIRE_VERSION", 1)
     assert tasks.decode(text, RenderBody)[0].header.version == 1
-    with pytest.raises(Unavailable, match="task has version 2, and this worker reads up to ver"):
+    with pytest.raises(
+        UnsupportedVersion, match="version 2, and this worker reads versions 1 to 1"
+    ):
         tasks.decode(embedding, RenderBody)
