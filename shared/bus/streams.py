@@ -7,7 +7,7 @@ from typing import Any
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.replies import ReplyInbox
@@ -209,6 +209,11 @@ async def create_missing(nc: NatsClient, configs: list[api.StreamConfig]) -> Non
     """
     js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
     for config in configs:
+        try:
+            await js.stream_info(config.name or "")
+            continue
+        except NotFoundError:
+            pass
         try:
             await js.add_stream(config)
         except APIError as error:
