@@ -70,7 +70,7 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = 1
     """The version that a worker needs to read the task, see `shared.protocol.versions`."""
-    writer_version: int = 1
+    writer_version: Annotated[int, since(1)] = 1
     """The version of the worker that has written the task. A newer worker reads what an older one
     cannot decode."""
 
