@@ -99,7 +99,8 @@ class GroupResponder:
                 return
             # A tenant's client may write any header, and no other subject.
             tenant = subjects.tenant_of(msg.subject) or (msg.headers or {}).get(TENANT_HEADER)
-            await msg.respond(await self._respond(bytes(msg.data), tenant))
+            # Not `msg.respond`, which repeats the headers of the request.
+            await self._nc.publish(msg.reply, await self._respond(bytes(msg.data), tenant))
 
 
 def _can_read(headers: Mapping[str, str] | None) -> bool:
@@ -182,10 +183,9 @@ class Messenger(BusPart):
             raise TimeoutError from error
         except NatsError as error:
             raise Unavailable(f"no responder on {subject}") from error
-        if (read := (msg.headers or {}).get(VERSION_HEADER)) is not None:
-            raise UnsupportedVersion(
-                f"this call has version {version}, and a worker reads up to version {read}"
-            )
+        # A worker from before these versions repeats the header.
+        if VERSION_HEADER in (msg.headers or {}):
+            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
         return bytes(msg.data)
 
     async def request_many(
