@@ -36,8 +36,8 @@ class _OnlyId(msgspec.Struct, frozen=True):
 
 # Decoders of a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_id = or_none(json_or_msgpack(_OnlyId))
-_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout))
+_decode_id = or_none(json_or_msgpack(_OnlyId, checked=True))
+_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
 
 
 def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
