@@ -34,6 +34,7 @@ from shared.bus.metering import StreamMeter
 from shared.bus.publishing import Publisher
 from shared.bus.reading import StreamReader
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
+from shared.bus.snapshots import StreamSnapshots
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
 from shared.errors import PagemillError, Unavailable
@@ -62,7 +63,7 @@ _log = structlog.get_logger()
 AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
 
-class Bus(Publisher, StreamReader, StreamMeter, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:

@@ -243,6 +243,12 @@ def id_in(subject: str) -> str:
     return scoped_id(last_token(subject), tenant_of(subject))
 
 
+def id_of_log(subject: str) -> str:
+    """The request id of any of its logs, see `tokens`."""
+    tenant = tenant_of(subject)
+    return scoped_id(subject.split(".")[3 if tenant else 2], tenant)
+
+
 def cancel(request_id: str) -> str:
     """Subject of a request to cancel, which is stored until a coordinator has carried it out."""
     name, tenant = split_id(request_id)

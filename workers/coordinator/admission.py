@@ -8,7 +8,7 @@ import msgspec
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import names, subjects
-from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
+from shared.protocol.encoding import UNDECODABLE, json_or_msgpack
 from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
@@ -25,26 +25,8 @@ class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-class _OnlyId(msgspec.Struct, frozen=True):
-    request_id: str | None = None
-
-
-# Decoders of a part of a request, whose other fields are not looked at.
+# Decodes a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_id = or_none(json_or_msgpack(_OnlyId))
-
-
-def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
-    """The id under which a request can be answered, even if the rest of it is of no use.
-
-    The ids of each tenant's clients are apart from those of all others.
-    """
-    if header is None:
-        found = _decode_id(data)
-        header = None if found is None else found.request_id
-    if header is None or not names.is_request_id(header):
-        return None
-    return names.scoped_id(header, subjects.tenant_of(subject))
 
 
 class Admitted(NamedTuple):

@@ -9,6 +9,7 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
 from shared.protocol import names, subjects
 from shared.protocol.pipeline import TEXT
+from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import EMBEDDING_VERSION, RequestTicket, TaskHeader
 from shared.stage import tasks
@@ -19,7 +20,7 @@ from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
-from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
+from workers.coordinator.admission import Admitted, admit, deadline_ms
 from workers.coordinator.stage_waits import StageWaits
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
