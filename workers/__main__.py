@@ -31,6 +31,7 @@ COMMANDS = (
     "workers.cli.commands.health:health",
     "workers.cli.commands.scale:scale",
     "workers.cli.commands.dead:dead",
+    "workers.cli.commands.audit:audit",
     "workers.cli.commands.backup:backup",
     "workers.cli.commands.backup:restore",
     "workers.cli.commands.configure:key",

@@ -27,6 +27,7 @@ RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
 RESPONSES_STREAM = "RESPONSES"
 STEPS_STREAM = "STEPS"
+AUDIT_STREAM = "AUDIT"
 KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
@@ -35,6 +36,7 @@ SCALE_STREAM = "KV_pm_scale"
 REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
+AUDIT_FILTER = "pm.audit.*"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.>"
 # Requests and cancellations of publishers who may name any tenant. Those of a tenant's clients have
@@ -327,3 +329,8 @@ def dead(role: str, request_id: str) -> str:
 
 def dead_of(request_id: str) -> str:
     return f"pm.dead.*.{request_id}"
+
+
+def audit(identity: str) -> str:
+    """Subject of what an identity of `shared.protocol.permissions` has done."""
+    return f"pm.audit.{identity}"

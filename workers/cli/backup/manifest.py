@@ -25,6 +25,7 @@ ORDER = (
     subjects.JOBS_STREAM,
     subjects.DEAD_STREAM,
     subjects.SCALE_STREAM,
+    subjects.AUDIT_STREAM,
 )
 # The claims on messages of a queue are those of workers that will be gone. Without its consumers,
 # all of a restored queue is delivered anew.

@@ -44,7 +44,9 @@ def check_archive(archive: Archive) -> Manifest:
 
 async def check_target(bus: Bus, *, replace: bool) -> list[str]:
     """Return the streams that would be removed. Raises InvalidRequest for a broker in use."""
-    existing = await bus.streams_among((*ORDER, *DERIVED))
+    # A restore must not take back what has been recorded.
+    removable = [stream for stream in (*ORDER, *DERIVED) if stream != subjects.AUDIT_STREAM]
+    existing = await bus.streams_among(removable)
     if subjects.WORKERS_STREAM in existing and (living := await _living(bus)):
         names = ", ".join(living[:MAX_NAMED])
         raise InvalidRequest(f"{len(living)} workers run ({names}): stop all of them first")
@@ -73,7 +75,10 @@ async def restore(
     """Replace the streams of the broker with those of a checked archive. Raises Unavailable."""
     for stream in existing:
         await bus.remove_stream(stream)
+    kept = await bus.streams_among([subjects.AUDIT_STREAM])
     for part in manifest.parts:
+        if part.stream in kept:
+            continue
         config = part.config | {"num_replicas": replicas}
         with archive.open(part.file) as file:
             data = _counted(read_parts(file), part, progress)

@@ -12,6 +12,7 @@ from shared.bus.embedded_server import is_listening
 from shared.bus.local_keys import forget_keys
 from shared.config import Config
 from workers.cli import settings
+from workers.cli.audited import audited
 from workers.cli.backup import restoring
 from workers.cli.backup.archive import new_archive, read_archive
 from workers.cli.backup.manifest import Manifest
@@ -32,7 +33,10 @@ async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = No
         New folder, or new file that ends in `.zip`. It holds prompts and answers.
     """
     with _StreamDisplay() as display, new_archive(path) as archive:
-        async with connected(find_login(config, nats), "backup") as bus:
+        async with (
+            connected(find_login(config, nats), "backup") as bus,
+            audited(bus, "backup", str(path)),
+        ):
             manifest = await take_backup(bus, archive, display.show)
     _print_parts(manifest)
     return 0
@@ -61,9 +65,10 @@ async def restore(
         async with _broker(loaded, nats) as bus:
             existing = await restoring.check_target(bus, replace=replace)
             with _StreamDisplay() as display:
-                mended = await restoring.restore(
-                    bus, archive, manifest, existing, loaded.nats.replicas, display.show
-                )
+                async with audited(bus, "restore", str(path)):
+                    mended = await restoring.restore(
+                        bus, archive, manifest, existing, loaded.nats.replicas, display.show
+                    )
     _print_parts(manifest)
     if mended.removed_logs:
         print_note(
