@@ -133,6 +133,10 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on all dead letters together. Beyond it, the oldest are deleted."""
     max_job_mib: Positive = 128
     """Limit on all request records of gateways together. Beyond it, the oldest are deleted."""
+    max_audit_mib: Positive = 64
+    """Limit on the audit log. Beyond it, the oldest records are deleted."""
+    audit_age_s: Seconds = 31_536_000.0
+    """Time for which a record of the audit log is stored."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
     token_log_age_s: Seconds = 3600.0

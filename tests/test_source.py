@@ -78,6 +78,7 @@ ALLOWED = {
     "workers.cli.models.local": {"huggingface_hub", ".read_bytes", ".open"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
+    "workers.cli.backup.archive": {"os.open", ".open"},
     "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},

@@ -32,6 +32,7 @@ from shared.bus.metering import StreamMeter
 from shared.bus.publishing import Publisher
 from shared.bus.reading import StreamReader
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
+from shared.bus.snapshots import StreamSnapshots
 from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
@@ -56,7 +57,7 @@ _log = structlog.get_logger()
 AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
 
-class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:

@@ -114,6 +114,15 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
         _stream(
             subjects.DEAD_STREAM, [subjects.DEAD_FILTER], max_bytes=delivery.max_dead_mib * MIB
         ),
+        _stream(
+            subjects.AUDIT_STREAM,
+            [subjects.AUDIT_FILTER],
+            max_age=delivery.audit_age_s,
+            max_bytes=delivery.max_audit_mib * MIB,
+            # The server does not let these be taken back.
+            deny_delete=True,
+            deny_purge=True,
+        ),
         # A key-value bucket. What an operator has set outlives the broker's process.
         _stream(
             subjects.SCALE_STREAM,

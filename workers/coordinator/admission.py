@@ -30,27 +30,9 @@ class _OnlyTimeout(msgspec.Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
 
-class _OnlyId(msgspec.Struct, frozen=True):
-    request_id: str | None = None
-
-
 # Decoders of a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_id = or_none(json_or_msgpack(_OnlyId, checked=True))
 _decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
-
-
-def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
-    """The id under which a request can be answered, even if the rest of it is of no use.
-
-    The ids of each tenant's clients are apart from those of all others.
-    """
-    if header is None:
-        found = _decode_id(data)
-        header = None if found is None else found.request_id
-    if header is None or not names.is_request_id(header):
-        return None
-    return names.scoped_id(header, subjects.tenant_of(subject))
 
 
 class Admitted(NamedTuple):

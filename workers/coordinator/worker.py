@@ -18,6 +18,7 @@ from shared.errors import (
 )
 from shared.protocol import names, subjects
 from shared.protocol.pipeline import TEXT
+from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
@@ -29,13 +30,7 @@ from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
-from workers.coordinator.admission import (
-    Admitted,
-    admit,
-    deadline_ms,
-    latest_deadline_ms,
-    request_id_of,
-)
+from workers.coordinator.admission import Admitted, admit, deadline_ms, latest_deadline_ms
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.unread_tasks import why_unread
 

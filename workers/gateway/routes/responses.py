@@ -157,7 +157,7 @@ async def _begin(
     begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
     begun = replace(begun, input=await store_large_item_images(context, items, tenant))
     await responses.check_room(context, tenant)
-    decided = await approvals.decide(context.bus, items, logs, response_id)
+    decided = await approvals.decide(context.bus, caller, items, logs, response_id)
     return await responses.begin(
         context, replace(begun, approved=decided), response_id, is_named=is_named
     )
