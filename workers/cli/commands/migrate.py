@@ -9,6 +9,7 @@ from rich.table import Table
 from shared.bus.stream_changes import StreamChange
 from shared.errors import ConfigError
 from workers.cli import settings
+from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.terminal import harmless, out, print_json, print_line
@@ -63,7 +64,9 @@ async def migrate(
         if not (yes or _confirm(len(wanted))):
             print_line("nothing was changed")
             return 1
-        await bus.change_streams(wanted)
+        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
+        async with audited(bus, "migrate", names):
+            await bus.change_streams(wanted)
         print_line(f"changed: {len(wanted)}")
     return 0
 
