@@ -18,6 +18,7 @@ from shared.bus.replies import Replies
 from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.versions import version_of
 
 READ_BATCH = 256
 READ_BATCH_BYTES = 4 * 2**20
@@ -48,6 +49,8 @@ class QueuedRequest:
     data: bytes
     tenant: str
     """That of its subject, or else the content of its header; "" without either."""
+    version: int
+    """The version that its reader needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not return request {sequence}") from error
         tenant = subjects.tenant_of(found.subject or "")
         tenant = tenant or (found.headers or {}).get(TENANT_HEADER, "")
-        return QueuedRequest(found.data or b"", tenant)
+        return QueuedRequest(found.data or b"", tenant, version_of(found.headers))
 
     async def sequence_range(self, stream: str) -> tuple[int, int]:
         """Return the first and the last sequence of a stream."""

@@ -24,7 +24,7 @@ SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 
-# Streams that only one kind of worker may create or change.
+# Who may create streams. Only the operator may change them, by `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
 
@@ -234,4 +234,4 @@ def _consumes(*streams: str) -> list[str]:
 
 
 def _creates_streams() -> list[str]:
-    return ["$JS.API.STREAM.CREATE.*", "$JS.API.STREAM.UPDATE.*"]
+    return ["$JS.API.STREAM.CREATE.*"]

@@ -1,9 +1,10 @@
 """Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
@@ -25,13 +26,18 @@ class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
+class _OnlyTimeout(msgspec.Struct, frozen=True):
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+
+
 class _OnlyId(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
 
 # Decoders of a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_id = or_none(json_or_msgpack(_OnlyId))
+_decode_id = or_none(json_or_msgpack(_OnlyId, checked=True))
+_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
 
 
 def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
@@ -218,6 +224,13 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
             field="timeout_s",
         )
     return accepted_ms + 1000 * timeout_s
+
+
+def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) -> float:
+    """When a request must have ended of which nothing else can be read."""
+    found = _decode_timeout(data)
+    timeout_s = None if found is None else found.timeout_s
+    return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:

@@ -145,6 +145,7 @@ class AppContext:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
             caller.check_right(right)
+            request.scope["tenant"] = caller.tenant
             if counted:
                 self._rate_limiter.acquire(caller)
                 request.scope["release_slot"] = lambda: self._rate_limiter.release(caller)

@@ -171,6 +171,7 @@ STATUSES = {
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
+    "unsupported_version": 503,
     StoreFull.code: 503,
     "grammar_not_tried": 503,
     Interrupted.code: 503,
