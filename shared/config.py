@@ -265,6 +265,11 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Without keys, every client that can connect may use the gateway."""
     allow_anonymous: bool = False
     """Allow an address other than loopback without keys."""
+    hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
+    """Names, without a port, by which clients may ask the gateway, besides `localhost`, addresses
+    of the loopback and the name in `public_url`. By default any name may be asked for, except from
+    a gateway without keys on a loopback address, which foreign web pages could reach under names of
+    their own."""
     max_connections: Positive = 1024
     """Limit on open connections. Further ones are refused."""
     max_body_mib: Positive = 64

@@ -30,6 +30,7 @@ COMMANDS = (
     "workers.cli.commands.observe:metrics",
     "workers.cli.commands.health:health",
     "workers.cli.commands.scale:scale",
+    "workers.cli.commands.migrate:migrate",
     "workers.cli.commands.dead:dead",
     "workers.cli.commands.audit:audit",
     "workers.cli.commands.backup:backup",

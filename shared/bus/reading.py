@@ -18,6 +18,7 @@ from shared.bus.replies import Replies
 from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.versions import version_of
 
 READ_BATCH = 256
 READ_BATCH_BYTES = 4 * 2**20
@@ -50,6 +51,8 @@ class QueuedRequest:
     """That of its subject, or else the content of its header; "" without either."""
     subject: str
     msg_id: str | None
+    version: int
+    """The version that its reader needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,9 @@ class StreamReader(BusPart):
 def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:
     subject, headers = found.subject or "", found.headers or {}
     tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
-    return QueuedRequest(found.data or b"", tenant, subject, headers.get("Nats-Msg-Id"))
+    return QueuedRequest(
+        found.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
+    )
 
 
 async def _answered(reply: Awaitable[T], resource: str) -> T:

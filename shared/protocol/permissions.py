@@ -24,14 +24,14 @@ SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 
-# Nobody changes what has been recorded, nor records anything in the name of another.
+# Nobody deletes what has been recorded, nor records anything in the name of another.
 _AUDIT_CHANGES = tuple(
     f"$JS.API.STREAM.{change}.{subjects.AUDIT_STREAM}"
-    for change in ("DELETE", "PURGE", "MSG.DELETE", "UPDATE")
+    for change in ("DELETE", "PURGE", "MSG.DELETE")
 )
 _GATEWAY = "gateway"
 
-# Streams that only one kind of worker may create or change.
+# Who may create streams. Only the operator may change them, by `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
 
@@ -242,4 +242,4 @@ def _consumes(*streams: str) -> list[str]:
 
 
 def _creates_streams() -> list[str]:
-    return ["$JS.API.STREAM.CREATE.*", "$JS.API.STREAM.UPDATE.*"]
+    return ["$JS.API.STREAM.CREATE.*"]

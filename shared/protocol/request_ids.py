@@ -11,7 +11,7 @@ class _OnlyId(Struct, frozen=True):
 
 
 # Decodes a part of a request, whose other fields are not looked at.
-_decode_id = or_none(json_or_msgpack(_OnlyId))
+_decode_id = or_none(json_or_msgpack(_OnlyId, checked=True))
 
 
 def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:

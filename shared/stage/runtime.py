@@ -21,6 +21,7 @@ from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.protocol.versions import readable
 from shared.stage import signals
 from shared.stage.common_settings import compare_settings
 from shared.stage.pipelines import default_stage, pipelines_of
@@ -157,7 +158,7 @@ class Context:
                 config.listen,
                 config.port,
                 METRICS_PORTS,
-                new_probes(self.role, self.worker, self._read_status),
+                new_probes(self.role, self.worker, VERSION, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
 
@@ -242,6 +243,7 @@ class Context:
                 metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
+                reads=readable(),
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))

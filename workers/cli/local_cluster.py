@@ -87,6 +87,7 @@ class LocalCluster:
         if not self.url:
             self._broker = await asyncio.to_thread(start_embedded, self._config)
             self.url = self._broker.url
+            await self._fit_streams()
             self._others.append(asyncio.create_task(self._supervise_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
         for number in range(len(self._specs)):
@@ -105,6 +106,34 @@ class LocalCluster:
             await asyncio.gather(ready, return_exceptions=True)
         if self.when_ready is not None:
             self._others.append(asyncio.create_task(self._keep(self.when_ready, "starter")))
+
+    async def _fit_streams(self) -> None:
+        """Change the streams of the embedded broker to the configuration, as `pagemill migrate`.
+
+        A limit that has no room for all that is stored is left to that command.
+        """
+        bus = await self._connect("migrate")
+        try:
+            config = self._config
+            bus.configure_streams(config.nats, config.delivery, config.agent)
+            changes = await bus.find_stream_changes(bus.now_ms())
+            kept = [change for change in changes if change.shrinks]
+            # A coordinator creates those that are missing.
+            fitting = [c for c in changes if c.difference.setting and not c.shrinks]
+            await bus.change_streams(fitting)
+        except Unavailable as error:
+            _log.warning("streams_not_compared", reason=error.message)
+            return
+        finally:
+            await bus.close()
+        for change in kept:
+            _log.warning(
+                "stream_not_shrunk",
+                stream=change.difference.stream,
+                setting=change.difference.setting,
+                effect=change.effect,
+                hint="pagemill migrate --shrink",
+            )
 
     async def _connect(self, name: str) -> Bus:
         login = login_of(self._config, given_url=self.url if self.passes_url else None)

@@ -1,14 +1,15 @@
 """Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import names, subjects
-from shared.protocol.encoding import UNDECODABLE, json_or_msgpack
+from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
@@ -25,8 +26,13 @@ class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-# Decodes a part of a request, whose other fields are not looked at.
+class _OnlyTimeout(msgspec.Struct, frozen=True):
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+
+
+# Decoders of a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
+_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
 
 
 class Admitted(NamedTuple):
@@ -200,6 +206,13 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
             field="timeout_s",
         )
     return accepted_ms + 1000 * timeout_s
+
+
+def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) -> float:
+    """When a request must have ended of which nothing else can be read."""
+    found = _decode_timeout(data)
+    timeout_s = None if found is None else found.timeout_s
+    return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:

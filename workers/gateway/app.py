@@ -136,6 +136,7 @@ class AppContext:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            request.scope["tenant"] = caller.tenant
             if counted:
                 self._rate_limiter.acquire(caller)
                 request.scope["release_slot"] = lambda: self._rate_limiter.release(caller)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names
-from shared.protocol.encoding import is_packed, to_json
+from shared.protocol.encoding import is_packed
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
@@ -92,9 +92,7 @@ async def requeue_letter(
         name, _ = names.split_id(request_id)
         request = msgspec.structs.replace(request, request_id=name)
         async with recorded:
-            await dead_letters.requeue(
-                bus, request_id, request.model, to_json(request), letter.tenant
-            )
+            await dead_letters.requeue(bus, request_id, request, letter.tenant)
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 
