@@ -50,6 +50,7 @@ ALLOWED = {
     },  # addresses from heartbeats
     "shared.blobs.protocol": {"socket.socket"},  # that it is given
     "shared.blobs.server": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.stage.signals": {"os.open"},  # the terminal
     "shared.telemetry.prometheus": {
         "prometheus_client.start_http_server"
     },  # where the operator says

@@ -29,6 +29,7 @@ KEEPS = re.compile(
 )
 NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
+    "shared/protocol/versions.py",  # fields, by type
     # Why a grammar cannot be compiled, which follows from the grammar alone.
     "workers/engine/sampling/grammar.py",
     # Masks of a vocabulary, by the listed token ids alone.

@@ -24,7 +24,7 @@ SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 
-# Nobody deletes what has been recorded, nor records anything in the name of another.
+# Nobody changes what has been recorded, nor records anything in the name of another.
 _AUDIT_CHANGES = tuple(
     f"$JS.API.STREAM.{change}.{subjects.AUDIT_STREAM}"
     for change in ("DELETE", "PURGE", "MSG.DELETE")

@@ -26,6 +26,7 @@ from shared.stage import signals
 from shared.stage.common_settings import compare_settings
 from shared.stage.pipelines import default_stage, pipelines_of
 from shared.stage.probes import new_probes
+from shared.stage.reloading import Reloader
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
@@ -115,6 +116,7 @@ class Context:
             self.pipelines,
         )
         self.shutdown = Shutdown()
+        self.reloader = Reloader(self.config, None, self.log)
         self.may_have_work = False
         """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
@@ -272,10 +274,12 @@ async def run(
     server: Login | str,
     model: str | None,
     stage: str | None,
+    reread: Callable[[], Config] | None = None,
 ) -> int:
     """Run one worker until it has stopped, and return its exit code; the process ends then.
 
-    `stage` is the stage that it serves; by default that of `default_stage`.
+    `stage` is the stage that it serves; by default that of `default_stage`. `reread` returns the
+    configuration as it is at a reload, or raises ConfigError.
     """
     signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
@@ -288,6 +292,7 @@ async def run(
         log.error("not_started", code=error.code, reason=error.message)
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
+    context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)
         await bus.prepare(config.nats, config.delivery, config.agent)
@@ -319,10 +324,10 @@ def _exit_code(error: PagemillError) -> int:
 
 
 def _drain_on_signals(context: Context) -> None:
-    """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
+    """Begin the drain at a SIGTERM or SIGINT, and hurry it at a second one.
 
-    A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
-    the kernel.
+    The end of a terminal begins the drain, too. It does not hurry it, because a terminal sends
+    several SIGHUPs: its shell does, and the kernel. Without a terminal, SIGHUP is a reload.
     """
     loop = asyncio.get_running_loop()
 
@@ -332,4 +337,8 @@ def _drain_on_signals(context: Context) -> None:
         loop.call_soon_threadsafe(act)
 
     shutdown = context.shutdown
-    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.begin))
+    signals.set_handlers(
+        lambda: call(shutdown.signal),
+        lambda: call(shutdown.begin),
+        lambda: loop.call_soon_threadsafe(context.reloader.reload),
+    )

@@ -13,6 +13,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from shared.state import audit_log
 from tests.cli.test_request_commands import run
 from tests.cluster.conftest import PAGEMILL, ROOT, start_cluster, stop_cluster
 
@@ -110,6 +111,8 @@ async def test_the_question_is_answered_at_a_terminal(
     assert process.returncode == code, shown
     info = await filled._js.stream_info(subjects.TOKENS_STREAM)
     assert info.config.max_bytes == mib * 2**20
+    recorded = [entry.record.action async for entry in audit_log.read_newest(filled)]
+    assert recorded == ([] if code else ["migrate"])
     os.close(terminal)
     os.close(end)
 

@@ -61,7 +61,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         process.send_signal(signal.SIGSTOP)
         return process
 
-    def num_ticks(pid: int) -> int:
+    def cpu_s(pid: int) -> float:
         looked_at.append(pid)
         if looked_at.count(pid) == 5:
             os.kill(pid, signal.SIGCONT)
@@ -69,7 +69,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
     monkeypatch.setattr(grammar_trial, "TURN_S", 0.05)
-    monkeypatch.setattr(grammar_trial, "_num_ticks", num_ticks)
+    monkeypatch.setattr(grammar_trial, "_cpu_s", cpu_s)
     return looked_at
 
 
@@ -100,7 +100,7 @@ async def test_a_slow_trial_gives_its_slot_to_another_tenant_that_waits(
     monkeypatch.setattr(grammar_trial, "TURN_S", 0.2)
     monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 100)
     ticks = count(1)
-    monkeypatch.setattr(grammar_trial, "_num_ticks", lambda _: next(ticks))
+    monkeypatch.setattr(grammar_trial, "_cpu_s", lambda _: next(ticks))
     compiler = GrammarCompiler(LLTokenizer("byte"), 64)
     slow = asyncio.create_task(compile_with(compiler, SLOW, "a"))
     other = asyncio.create_task(compile_with(compiler, StructuredOutputs(choice=["b"]), "b"))
@@ -115,15 +115,15 @@ async def test_the_time_of_a_process_is_that_of_its_processor() -> None:
     busy = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
     try:
         async with asyncio.timeout(60):
-            for num_ticks in (1, 5):
-                while grammar_trial._num_ticks(busy.pid) < num_ticks:  # noqa: ASYNC110
+            for wanted_s in (0.01, 0.05):
+                while grammar_trial._cpu_s(busy.pid) < wanted_s:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         busy.send_signal(signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, busy.pid, os.WSTOPPED | os.WNOWAIT)
-        stopped = grammar_trial._num_ticks(busy.pid)
+        stopped = grammar_trial._cpu_s(busy.pid)
         await asyncio.sleep(0.1)
-        assert grammar_trial._num_ticks(busy.pid) == stopped
+        assert grammar_trial._cpu_s(busy.pid) == stopped
     finally:
         busy.kill()
         await busy.wait()
-    assert grammar_trial._num_ticks(busy.pid) == 0
+    assert grammar_trial._cpu_s(busy.pid) == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field
@@ -207,6 +208,12 @@ class LocalCluster:
         for process in self._processes.values():
             if process.returncode is None:
                 process.terminate()
+
+    def reload(self) -> None:
+        """Make the workers read their configuration again."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
         """Drain all workers, then stop the broker."""

@@ -102,13 +102,7 @@ class Coordinator:
             )
         if await self._has_ended(job, job.request_id):
             return
-        try:
-            check_version(version_of(delivery.headers), "this request")
-        except UnsupportedVersion:
-            late_ms = latest_deadline_ms(delivery.data, delivery.stored_ms, self._delivery)
-            if bus.now_ms() < late_ms:
-                raise
-            await self._expire(job, (late_ms - delivery.stored_ms) / 1000, "fail")
+        if await self._has_expired_unread(job):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
@@ -153,6 +147,22 @@ class Coordinator:
                 return
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _has_expired_unread(self, job: Job) -> bool:
+        """Whether the request is of a newer version, and is ended because its time is over.
+
+        Raises UnsupportedVersion until then.
+        """
+        delivery = job.delivery
+        try:
+            check_version(version_of(delivery.headers), "this request")
+        except UnsupportedVersion:
+            late_ms = latest_deadline_ms(delivery.data, delivery.stored_ms, self._delivery)
+            if self._context.bus.now_ms() < late_ms:
+                raise
+            await self._expire(job, (late_ms - delivery.stored_ms) / 1000, "fail")
+            return True
+        return False
 
     async def _has_ended(self, job: Job, request_id: str) -> bool:
         """Whether the request has its final record; if so, close its outputs and settle it."""

@@ -162,6 +162,7 @@ RENDERER_ERRORS: Errors = (
     shared_errors.UnknownAdapter,
     shared_errors.UnknownModel,
     shared_errors.UnsupportedContent,
+    shared_errors.UnsupportedVersion,
 )
 """Errors with which a renderer may reply."""
 

@@ -64,8 +64,8 @@ async def migrate(
         if not (yes or _confirm(len(wanted))):
             print_line("nothing was changed")
             return 1
-        told = (f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
-        async with audited(bus, "migrate", ", ".join(told)):
+        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
+        async with audited(bus, "migrate", names):
             await bus.change_streams(wanted)
         print_line(f"changed: {len(wanted)}")
     return 0

@@ -35,7 +35,8 @@ class BodyReader:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
-        has_tenants = len({key.tenant or key.name for key in limits.api_keys}) > 1
+        keys = limits.api_keys
+        has_tenants = len({key.name if key.tenant is None else key.tenant for key in keys}) > 1
         num_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
         self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
         # Others may be at work on the rest of the connections.

@@ -58,6 +58,7 @@ class EdgeMiddleware:
     _metrics: Metrics
     _answer_of: Callable[[Exception], Response]
     """Makes the response for an exception that the application raises."""
+    _origins: OriginPolicy
     _in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -65,7 +66,6 @@ class EdgeMiddleware:
             origin.encode(): [_VARY, (b"access-control-allow-origin", origin.encode()), *_CORS]
             for origin in self._limits.cors_origins
         }
-        self._origins = OriginPolicy(self._limits)
         self._no_cors: Headers = [_VARY] if self._cors else []
         self._metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
 

@@ -6,7 +6,9 @@ point to 127.0.0.1 (DNS rebinding), or as a form or a request without a prefligh
 The headers Host and Origin, which no page can forge, tell both from the user's own requests.
 """
 
-from shared.config import GatewayConfig
+from collections.abc import Sequence
+
+from shared.config import ApiKey, GatewayConfig
 from shared.ip_policy import is_loopback_host
 from workers.gateway.http.errors import ForeignHost, ForeignOrigin
 
@@ -17,13 +19,18 @@ class OriginPolicy:
     """Checks the headers of each request where no key does, or where `gateway.hosts` is set."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self._checks_origins = not config.api_keys
-        is_local = not config.api_keys and is_loopback_host(config.listen)
-        self._checks_hosts = is_local or bool(config.hosts)
+        self._is_local = is_loopback_host(config.listen)
         self._hosts = set(config.hosts)
         if config.public_url is not None:
             self._hosts.add(_host_of(_authority_of(config.public_url)))
         self._origins = set(config.cors_origins)
+        self._lists_hosts = bool(config.hosts)
+        self.set_keys(config.api_keys)
+
+    def set_keys(self, keys: Sequence[ApiKey]) -> None:
+        """Take over whether a key is needed."""
+        self._checks_origins = not keys
+        self._checks_hosts = self._lists_hosts or (not keys and self._is_local)
 
     def check(self, method: str, host: str | None, origin: str | None) -> None:
         """Raises ForeignHost or ForeignOrigin. A request without such a header is of no browser."""
