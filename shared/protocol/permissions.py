@@ -27,7 +27,7 @@ _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 # Nobody changes what has been recorded, nor records anything in the name of another.
 _AUDIT_CHANGES = tuple(
     f"$JS.API.STREAM.{change}.{subjects.AUDIT_STREAM}"
-    for change in ("DELETE", "PURGE", "MSG.DELETE")
+    for change in ("DELETE", "PURGE", "MSG.DELETE", "UPDATE")
 )
 _GATEWAY = "gateway"
 
