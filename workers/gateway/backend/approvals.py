@@ -58,6 +58,7 @@ async def _record(bus: Bus, log: StepLog, decision: Decided, field: str) -> None
             raise ApprovalUsed(
                 f"this approval request has been decided on by {known.by}", field=field
             )
+        log.overtaken = False  # The decisions that it has now are known.
         with contextlib.suppress(Fenced):
             await log.append(decision)
             return
