@@ -16,6 +16,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.items import (
     ApprovalResponseItem,
     FunctionOutputItem,
+    InputFilePart,
     InputImagePart,
     InputTextPart,
     ListedTool,
@@ -165,7 +166,7 @@ async def _kinds(events: Any) -> list[str]:
 
 def test_images_of_results_are_left_out_as_those_of_messages() -> None:
     image = InputImagePart("data:image/png;base64,AAAA")
-    parts: list[InputTextPart | InputImagePart] = [InputTextPart("a"), image]
+    parts: list[InputTextPart | InputImagePart | InputFilePart] = [InputTextPart("a"), image]
     for item in (MessageItem("user", [*parts]), FunctionOutputItem("call_1", parts)):
         shown = to_json(_without_images(item))
         assert b"base64" not in shown

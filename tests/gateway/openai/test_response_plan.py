@@ -40,6 +40,13 @@ CALL: dict[str, Any] = {
 ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 
 
+FILE = f"file-{'a' * 64}"
+
+
+def said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [part]}
+
+
 def begun_from(
     changes: dict[str, Any],
     before: ConversationBefore | None = None,
@@ -105,7 +112,7 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         (
             [{"role": "user", "content": [{"type": "input_image"}]}],
             "invalid_request",
-            "input[0]",
+            "input[0].content[0]",
         ),
         (
             [
@@ -116,8 +123,31 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
                 }
             ],
             "invalid_request",
-            "input[0]",
+            "input[0].output[0]",
         ),
+        (
+            [said({"type": "input_image", "image_url": "https://a.example/b", "file_id": FILE})],
+            "invalid_request",
+            "input[0].content[0]",
+        ),
+        ([said({"type": "input_file"})], "invalid_request", "input[0].content[0]"),
+        (
+            [said({"type": "input_file", "file_id": "file-1"})],
+            "invalid_request",
+            "input[0].content[0].file_id",
+        ),
+        (
+            [said({"type": "input_file", "file_data": "data:application/pdf;base64,AA"})],
+            "unsupported_parameter",
+            "input[0].content[0].file_data",
+        ),
+        (
+            [said({"type": "input_file", "file_id": FILE, "file_url": "https://a.example/b"})],
+            "unsupported_parameter",
+            "input[0].content[0].file_url",
+        ),
+        ([said({"type": "input_audio"})], "invalid_request", "input[0].content[0].input_audio"),
+        ([{"type": "reasoning", "summary": []}], "unsupported_parameter", "input[0].type"),
     ],
 )
 def test_an_input_is_refused_by_its_field(given: Any, code: str, field: str) -> None:

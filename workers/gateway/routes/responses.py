@@ -33,7 +33,7 @@ from shared.responses.conversation import Entry, check_outputs, entries_of, mess
 from shared.state.step_log import StepLog
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import approvals, response_stream, responses
-from workers.gateway.backend.uploads import store_large_item_images
+from workers.gateway.backend.uploads import name_files, store_large_item_media
 from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
@@ -147,7 +147,7 @@ async def _begin(
 ) -> StepLog:
     """Begin a response, and keep nothing of what it is made of."""
     (response_id, is_named), tenant = name, caller.tenant
-    items = input_of(asked.input, response_id)
+    items = await name_files(context, input_of(asked.input, response_id), tenant)
     before, logs = await responses.find_context(
         context, request, caller, asked.previous_response_id
     )
@@ -155,7 +155,7 @@ async def _begin(
     has_calls = needs_card(asked, [*before.items, *items])
     card = await context.model_card(asked.model) if has_calls else None
     begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
-    begun = replace(begun, input=await store_large_item_images(context, items, tenant))
+    begun = replace(begun, input=await store_large_item_media(context, items, tenant))
     await responses.check_room(context, tenant)
     decided = await approvals.decide(context.bus, items, logs, response_id)
     return await responses.begin(
@@ -319,7 +319,8 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     card = await context.model_card(asked.model)
     _, logs = await responses.find_context(context, request, caller, asked.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    entries += [Entry(item) for item in input_of(asked.input, "")]
+    items = await name_files(context, input_of(asked.input, ""), caller.tenant)
+    entries += [Entry(item) for item in items]
     messages = messages_of(asked.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and asked.tool_choice != "none"
     tools = functions_of(asked) if shows_tools else []
