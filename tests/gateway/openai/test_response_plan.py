@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shared.config_agent import AgentConfig
 from shared.errors import RequestError
@@ -24,6 +25,7 @@ from workers.gateway.openai.responses import (
     LOGPROBS,
     MAX_ITEMS,
     ConversationBefore,
+    asks_at_once,
     begun_of,
     input_of,
     needs_card,
@@ -164,6 +166,27 @@ def test_the_number_of_items_is_limited() -> None:
 
 
 # -- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ({}, True),
+        ({"tools": [ADD]}, True),
+        ({"store": False}, True),
+        ({"tools": [{"type": "mcp", "server_label": "calc"}]}, False),
+        ({"background": True}, False),
+        ({"truncation": "auto"}, False),
+    ],
+)
+def test_the_model_is_asked_at_once_if_nothing_comes_before(
+    changes: dict[str, Any], asks: bool
+) -> None:
+    config = msgspec.convert({"servers": {"calc": {"url": "https://a.example/mcp"}}}, AgentConfig)
+    begun = begun_from(changes, config=config)
+    assert asks_at_once(begun) is asks
+    approved = ApprovedCall("mcpr_1", "calc", "add", "{}", "d")
+    assert not asks_at_once(replace(begun, approved=[approved]))
 
 
 def test_a_plain_request_has_the_defaults() -> None:

@@ -1,6 +1,7 @@
 """`/v1/responses` with the demo model, through the official client."""
 
 import base64
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.steps import Answered, Begun, Ended, decode_step
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_auth import ALICE, BOB, KEYS
 from tests.gateway.http.test_middleware import check_error
@@ -134,6 +136,21 @@ async def test_a_stored_file_is_an_item(client: AsyncOpenAI) -> None:
                 model="demo", input=[{"role": "user", "content": content}]
             )
         assert (refused.value.code, refused.value.param) == (code, "input[0].content[0].file_id")
+
+
+async def test_the_first_turn_of_a_response_has_no_step_of_its_own(
+    client: AsyncOpenAI, bus: Bus
+) -> None:
+    name = secrets.token_hex(8)
+    made = [
+        await client.responses.create(model="demo", input="Hi", extra_headers=headers)
+        for headers in ({}, {"X-Request-Id": name}, {"X-Request-Id": name})
+    ]
+    assert made[1].id == made[2].id != made[0].id
+    for response in made:
+        stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", response.id))
+        steps = [decode_step(message.data) for message in stored]
+        assert [type(step) for step in steps] == [Begun, Answered, Ended]
 
 
 async def test_functions_are_called_and_their_results_are_used(client: AsyncOpenAI) -> None:

@@ -181,6 +181,14 @@ def begun_of(
     )
 
 
+def asks_at_once(begun: Begun) -> bool:
+    """Return whether the first thing that a response does is to ask the model.
+
+    One in the background is queued until an agent goes on with it.
+    """
+    return not (begun.servers or begun.approved or begun.background or begun.truncate)
+
+
 def _structure_of(request: ResponseFields) -> dict[str, Any] | None:
     match None if request.text is None else request.text.format:
         case JsonObjectFormat():
