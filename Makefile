@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels cluster demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -43,8 +43,14 @@ image-wheels: .venv/installed  ## compose/wheels: what an image needs that is bu
 image:  ## the image `pagemill`, by Docker
 	docker build --file compose/Dockerfile --tag pagemill .
 
+rolling: .venv/dev  ## workers of an older commit beside those of this tree, in every order; 10 minutes
+	$(BIN)/python -m ops.rolling
+
 cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes
 	$(BIN)/python -m ops.cluster
+
+sbom: .venv/dev  ## dist/pagemill-*.cdx.json: what the wheel brings, with hashes and licences
+	$(BIN)/python -m ops.sbom
 
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check

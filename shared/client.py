@@ -1,25 +1,31 @@
 """Client: publish requests, follow their token logs, cancel them, store media, ask renderers."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec import Struct
+
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
-from shared.errors import InvalidRequest, LogTruncated, Unavailable
+from shared.errors import InvalidRequest, LogTruncated, Unavailable, UnsupportedVersion
 from shared.protocol import names, subjects
 from shared.protocol import renderer_rpc as rpc
 from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import LogRecord, OutputRecord
-from shared.protocol.requests import GenerateRequest, encode_request
+from shared.protocol.requests import GenerateRequest, encode_request, version_of_request
+from shared.protocol.versions import OLDEST_VERSION, needed_version
 from shared.state import media_store
 from shared.state.log_reader import LogReader, NotEnded
 
 # A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
+# Between calls that older renderers have got, which cannot read them.
+NEWER_PAUSE_S = 0.1
 MAX_MEDIA_BYTES = 256 * 2**20
 """Limit on a file that is read at once."""
 
@@ -65,7 +71,8 @@ async def publish_request(
     _check_request_id(request_id)
     _check_model(request.model)
     data, subject = encode_request(request, sampling), subjects.request(request.model)
-    return await bus.publish(subject, data, request_id, tenant=tenant)
+    version = version_of_request(request, sampling)
+    return await bus.publish(subject, data, request_id, tenant, version)
 
 
 async def follow(
@@ -167,7 +174,7 @@ async def render(
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
     renderer of the model answers.
     """
-    answer = await _request(bus, request.model, "render", to_json(request), tenant)
+    answer = await _ask_newer(bus, request.model, "render", request, tenant)
     return rpc.decode_error_reply(answer) or envelope.decode(answer, rpc.RenderedPrompt)
 
 
@@ -176,7 +183,7 @@ async def render_features(
 ) -> rpc.RenderedFeatures | rpc.ErrorReply:
     """Return the features that another server would get for a request. Raises as `render` does."""
     model = request.request.model
-    answer = await _request(bus, model, "features", to_json(request), tenant)
+    answer = await _ask_newer(bus, model, "features", request, tenant)
     return rpc.decode_error_reply(answer) or rpc.decode_rendered_features(answer)
 
 
@@ -184,7 +191,7 @@ async def tokenize(
     bus: Bus, model: str, request: rpc.TokenizeRequest, tenant: str = ""
 ) -> rpc.Tokenized | rpc.ErrorReply:
     """Return the tokens of a prompt. Raises as `render` does."""
-    return rpc.decode_tokenized(await _request(bus, model, "tokenize", to_json(request), tenant))
+    return rpc.decode_tokenized(await _ask_newer(bus, model, "tokenize", request, tenant))
 
 
 async def detokenize(
@@ -215,6 +222,23 @@ async def model_card(
     return rpc.decode_model_card(answer)
 
 
+async def _ask_newer(bus: Bus, model: str, call: str, question: Struct, tenant: str) -> bytes:
+    """Return the reply of a renderer that reads the question, though others may get it before.
+
+    Raises UnsupportedVersion when none has got it in time.
+    """
+    data, version = to_json(question), needed_version(question)
+    deadline_s = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_S
+    while True:
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        try:
+            return await _request(bus, model, call, data, tenant, left_s, version)
+        except UnsupportedVersion:
+            if left_s <= NEWER_PAUSE_S:
+                raise
+        await asyncio.sleep(NEWER_PAUSE_S)
+
+
 async def _request(
     bus: Bus,
     model: str,
@@ -222,12 +246,13 @@ async def _request(
     data: bytes,
     tenant: str = "",
     timeout_s: float = ANSWER_TIMEOUT_S,
+    version: int = OLDEST_VERSION,
 ) -> bytes:
     _check_model(model)
     subject = subjects.renderer(call, model)
     bus.check_size(data, subject)
     try:
-        return await bus.request(subject, data, timeout_s, tenant)
+        return await bus.request(subject, data, timeout_s, tenant, version)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
     except Unavailable:

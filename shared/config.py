@@ -133,6 +133,10 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on all dead letters together. Beyond it, the oldest are deleted."""
     max_job_mib: Positive = 128
     """Limit on all request records of gateways together. Beyond it, the oldest are deleted."""
+    max_audit_mib: Positive = 64
+    """Limit on the audit log. Beyond it, the oldest records are deleted."""
+    audit_age_s: Seconds = 31_536_000.0
+    """Time for which a record of the audit log is stored."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
     token_log_age_s: Seconds = 3600.0
@@ -261,6 +265,11 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Without keys, every client that can connect may use the gateway."""
     allow_anonymous: bool = False
     """Allow an address other than loopback without keys."""
+    hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
+    """Names, without a port, by which clients may ask the gateway, besides `localhost`, addresses
+    of the loopback and the name in `public_url`. By default any name may be asked for, except from
+    a gateway without keys on a loopback address, which foreign web pages could reach under names of
+    their own."""
     max_connections: Positive = 1024
     """Limit on open connections. Further ones are refused."""
     max_body_mib: Positive = 64

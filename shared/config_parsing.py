@@ -7,7 +7,7 @@ This module reads neither files nor the environment: the caller passes the text 
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import yaml
 from shared.config import Config, ModelConfig
 from shared.config_stages import StageConfig
 from shared.errors import ConfigError
+from shared.ip_policy import is_loopback_host
 from shared.protocol.images import ImageParams
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.protocol.pipeline import IMAGE_KIND, Fault
@@ -190,7 +191,7 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
 
 def _faults_of_gateway(config: Config) -> Iterator[Fault]:
     gateway = config.gateway
-    if not (gateway.api_keys or gateway.allow_anonymous or _is_loopback(gateway.listen)):
+    if not (gateway.api_keys or gateway.allow_anonymous or is_loopback_host(gateway.listen)):
         yield Fault(
             "gateway.api_keys",
             f"no keys are configured, and {gateway.listen} is reachable from other machines:"
@@ -204,10 +205,3 @@ def _faults_of_gateway(config: Config) -> Iterator[Fault]:
         for name in (key.name, key.name if key.tenant is None else key.tenant):
             if not is_name(name):
                 yield Fault("gateway.api_keys", f"{name!r} {NAME_RULE}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -27,6 +27,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request's time is over; only its client may retry it
+│   ├── UnsupportedVersion  a message of a newer version than its reader; a newer worker takes it
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
@@ -163,6 +164,11 @@ class BlobLost(ServerError):
 
 class DeadlineExceeded(ServerError):
     code = "deadline_exceeded"
+
+
+class UnsupportedVersion(ServerError):
+    code = "unsupported_version"
+    retry_after_s = 5.0
 
 
 class WorkerFailure(ServerError):

@@ -47,6 +47,10 @@ class FairQueue(Generic[T]):
             self._waiting[tenant] = waiting
         return waiter
 
+    def has_waiting_besides(self, tenant: str) -> bool:
+        """Return whether another tenant has a waiter that has not been started."""
+        return len(self._waiting) > (tenant in self._waiting)
+
     def withdraw(self, tenant: str, waiter: T) -> None:
         """Remove a waiter that has not been started."""
         waiting = self._waiting[tenant]

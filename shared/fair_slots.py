@@ -39,6 +39,10 @@ class FairSlots:
                 self._queue.finish(tenant)
                 self._start_waiting()
 
+    def is_wanted(self, tenant: str) -> bool:
+        """Return whether a caller of another tenant waits for a slot."""
+        return self._queue.has_waiting_besides(tenant)
+
     def _start_waiting(self) -> None:
         while self._num_free and (waiter := self._queue.start_next()) is not None:
             self._num_free -= 1

@@ -49,7 +49,7 @@ def test_every_reason_of_a_mark_may_skip_all_of_its_tests(request: pytest.Fixtur
     assert reasons <= Counter(allowed), "raise the numbers of ALLOWED_SKIPS"
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_failures_and_time_limits_are_listed(tmp_path: Path, workers: str) -> None:
     """In one process, and in a worker of pytest-xdist, as in `make test`."""
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -31,7 +31,7 @@ FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
 FILES_BY_NAME |= {"av.open", "soundfile.SoundFile"}
 
 ALLOWED = {
-    "workers.renderer.media.fetcher": {"httpcore2", "socket.getaddrinfo"},
+    "workers.renderer.media.fetcher": {"httpcore2"},
     # Every dial for a client goes through it, to a checked address.
     "shared.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
@@ -50,6 +50,7 @@ ALLOWED = {
     },  # addresses from heartbeats
     "shared.blobs.protocol": {"socket.socket"},  # that it is given
     "shared.blobs.server": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.stage.signals": {"os.open"},  # the terminal
     "shared.telemetry.prometheus": {
         "prometheus_client.start_http_server"
     },  # where the operator says
@@ -77,6 +78,7 @@ ALLOWED = {
     "workers.cli.models.local": {"huggingface_hub", ".read_bytes", ".open"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
+    "workers.cli.backup.archive": {"os.open", ".open"},
     "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
@@ -93,7 +95,7 @@ ALLOWED = {
     "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
-    "shared.native.library": {".read_text"},  # the processor
+    "shared.native.library": {".read_text", "os.open"},  # the processor, the cache's folder
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder

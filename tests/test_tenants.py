@@ -1,5 +1,6 @@
 """Every cache there is, and that what one tenant has put into it is another's under another key."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from shared.config_renderer import RendererConfig
 from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import last_token
+from tests.renderer.threads import in_thread
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.sequence import EngineRequest, Item, Sequence
@@ -27,6 +29,7 @@ KEEPS = re.compile(
 )
 NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
+    "shared/protocol/versions.py",  # fields, by type
     # Why a grammar cannot be compiled, which follows from the grammar alone.
     "workers/engine/sampling/grammar.py",
     # Masks of a vocabulary, by the listed token ids alone.
@@ -43,7 +46,7 @@ NOT_OF_REQUESTS = [
 class Fetched:
     """In the place of the fetcher: the cache behind it is what is looked at."""
 
-    def fetch(self, url: str, field: str, modality: Modality) -> bytes:
+    async def fetch(self, url: str, field: str, modality: Modality, tenant: str) -> bytes:
         return b"picture"
 
 
@@ -75,9 +78,9 @@ def test_processed_images_of_others_are_known_by_their_bytes_and_tenant(
 
 
 def url_key(tenant: str, processor: Processor) -> object:
-    media = MediaLoader(RendererConfig())
+    media = MediaLoader(RendererConfig(), in_thread)
     media._fetcher = Fetched()  # type: ignore[assignment]
-    media.read(URL, "field", tenant)
+    asyncio.run(media.read(URL, "field", tenant))
     (key,) = media._fetched[IMAGE]._entries
     return key
 

@@ -4,6 +4,7 @@ Without broker, workers and log, nothing can fail between them. The demo model's
 minutes, so they are cached in a file that is named by a digest of all their inputs.
 """
 
+import asyncio
 import atexit
 import functools
 import hashlib
@@ -152,13 +153,21 @@ def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> Eng
 def _images(request: Any, config: Config) -> Iterator[Any]:
     parts = list(prompt.media_parts(request.messages))
     if parts:
-        from workers.renderer.media.loader import MediaLoader
-
-        media, decoders = MediaLoader(config.renderer), _open_decoders()
-        for part in parts:
-            data = media.read(part.url, part.field, "", part.modality)
+        decoders = _open_decoders()
+        for part, data in zip(parts, asyncio.run(_read(parts, config)), strict=True):
             with decoders.open(part.modality, data, part.field, "", part.sampling) as medium:
                 yield medium
+
+
+async def _read(parts: list[prompt.MediaPart], config: Config) -> list[bytes]:
+    from workers.renderer.media.loader import MediaLoader
+
+    in_thread: Any = asyncio.to_thread
+    media = MediaLoader(config.renderer, in_thread)
+    try:
+        return [await media.read(one.url, one.field, "", one.modality) for one in parts]
+    finally:
+        await media.close()
 
 
 @functools.cache

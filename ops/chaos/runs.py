@@ -99,7 +99,7 @@ QUICK: dict[str, Settings] = {
     # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
         DEMO,
-        requests=80,
+        requests=60,
         rate=4.0,
         # On a machine that cannot serve this rate, a backlog would hide how long recoveries take.
         concurrency=12,
@@ -118,7 +118,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, mixed faults": Settings(
-        requests=300,
+        requests=250,
         rate=14.0,
         gateways=2,
         fault_every_s=1.2,
@@ -128,7 +128,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Renderers die before their payloads are read, engines while they read, and other workers too.
     "fake engine, large payloads": Settings(
-        requests=150,
+        requests=110,
         rate=12.0,
         renderer="fake",
         fault_every_s=1.5,

@@ -4,6 +4,9 @@ A key is 32 random bytes. It travels with the message that needs the blob, and i
 released or expires; the blob's slot stays pinned for that time. The connection of a local reader
 also pins the slots that it reads, so that their content does not change and the reader's death
 unpins them.
+
+Over TCP anybody may connect, so a connection is a stranger's until its first valid key. Strangers
+have little time, and the oldest is disconnected for a new one when there are many.
 """
 
 import asyncio
@@ -29,6 +32,12 @@ from shared.task_set import TaskSet
 BACKLOG = 128
 # Time for one blob over a socket; a reader that takes longer counts as dead.
 SEND_TIMEOUT_S = 60.0
+# Over TCP: time until the first valid key, and between two requests. A reader whose connection was
+# closed makes another one for its next request.
+KEY_TIMEOUT_S = 5.0
+IDLE_TIMEOUT_S = 300.0
+MAX_STRANGERS = 64
+MAX_READERS = 512
 
 _log = structlog.get_logger()
 
@@ -51,6 +60,10 @@ class BlobServer:
         self._leases: dict[bytes, _Lease] = {}
         self._listeners: list[socket.socket] = []
         self._tasks = TaskSet()
+        self._strangers: dict[_ReaderConnection, asyncio.Task[None]] = {}
+        """Connections over TCP without a valid key so far, the oldest first."""
+        self._readers: set[_ReaderConnection] = set()
+        """Connections over TCP that have shown a valid key."""
         self.address = BlobAddress(host_id(), f"pagemill-{secrets.token_hex(16)}")
 
     # -- storing ------------------------------------------------------------------------------
@@ -139,7 +152,33 @@ class BlobServer:
                 _log.warning("blob_reader_not_accepted", error=str(error))
                 await asyncio.sleep(1)
             else:
-                self._tasks.start(_ReaderConnection(self, sock).serve())
+                self._accepted(sock)
+
+    def _accepted(self, sock: socket.socket) -> None:
+        connection = _ReaderConnection(self, sock)
+        serving = self._tasks.start(connection.serve())
+        if sock.family == socket.AF_UNIX:
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.pop(next(iter(self._strangers))).cancel()
+        self._strangers[connection] = serving
+
+    def recognize(self, connection: "_ReaderConnection", key: bytes) -> bool:
+        """Return whether the connection is a reader's, which it becomes by its first valid key.
+
+        Raises ConnectionError when there are too many readers.
+        """
+        if connection not in self._readers and key in self._leases:
+            if len(self._readers) >= MAX_READERS:
+                _log.warning("blob_reader_refused", reason=f"there are {MAX_READERS} readers")
+                raise ConnectionRefusedError
+            self._readers.add(connection)
+            self._strangers.pop(connection, None)
+        return connection in self._readers
+
+    def forget(self, connection: "_ReaderConnection") -> None:
+        self._readers.discard(connection)
+        self._strangers.pop(connection, None)
 
 
 class _ReaderConnection:
@@ -152,6 +191,8 @@ class _ReaderConnection:
         self._name = f"reader-{secrets.token_hex(8)}"
         self._reading: dict[bytes, str] = {}
         """Names of the blobs that the reader has open, by key."""
+        self._until_s = asyncio.get_running_loop().time() + KEY_TIMEOUT_S
+        """Loop time at which the connection ends without a further request."""
 
     async def serve(self) -> None:
         try:
@@ -165,11 +206,22 @@ class _ReaderConnection:
                 else:
                     _log.warning("blob_reader_refused", reason="the reader runs as another user")
                     return
-                while await self._handle(await protocol.read_request(self._sock)):
+                while await self._handle(await self._next_request()):
                     pass
         finally:
+            self._server.forget(self)
             for key in list(self._reading):
                 self._finish_reading(key)
+
+    async def _next_request(self) -> protocol.BlobRequest:
+        if self._local:
+            # Its connection pins what it reads, and it runs as this user.
+            return await protocol.read_request(self._sock)
+        async with asyncio.timeout_at(self._until_s):
+            request = await protocol.read_request(self._sock)
+        if self._server.recognize(self, request.key):
+            self._until_s = asyncio.get_running_loop().time() + IDLE_TIMEOUT_S
+        return request
 
     async def _handle(self, request: protocol.BlobRequest) -> bool:
         """Execute a request. Return False if it is invalid."""

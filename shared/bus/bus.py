@@ -17,10 +17,8 @@ from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus import streams
 from shared.bus.connection import (
     BROKER_DEADLINE_S,
-    FIRST_RETRY_S,
     MAX_RETRY_S,
     REPLY_TIMEOUT_S,
     connect,
@@ -34,14 +32,11 @@ from shared.bus.metering import StreamMeter
 from shared.bus.publishing import Publisher
 from shared.bus.reading import StreamReader
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
-from shared.config import DeliveryConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.bus.snapshots import StreamSnapshots
+from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
-
-# A disk under load was seen to take 11 seconds to create the files of one stream.
-PREPARE_DEADLINE_S = 60.0
 
 WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -62,17 +57,15 @@ _log = structlog.get_logger()
 AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
 
-class Bus(Publisher, StreamReader, StreamMeter, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
         self._consumers: list[Puller] = []
-        self._volatile_streams: list[api.StreamConfig] = []
         self._restoring: asyncio.Task[None] | None = None
         self._clock_offset_ms = 0.0
         self._closing = False
-        self._creates_streams = True
 
     @classmethod
     async def connect(cls, server: Login | str, name: str, timeout_s: float = 10.0) -> "Bus":
@@ -94,7 +87,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Messenger):
                 bus._restore()
 
         bus = cls(await connect(login, name, timeout_s, on_disconnect, on_reconnect))
-        bus._creates_streams = login.creates_streams
+        bus.creates_streams = login.creates_streams
         try:
             await bus.sync_clock()
         except Unavailable:
@@ -108,14 +101,14 @@ class Bus(Publisher, StreamReader, StreamMeter, Messenger):
             consumer.on_reconnect()
         for live in self._live:
             live.wake()
-        if self._volatile_streams and (self._restoring is None or self._restoring.done()):
+        if self.is_prepared and (self._restoring is None or self._restoring.done()):
             self._restoring = asyncio.create_task(self._restore_streams())
 
     async def _restore_streams(self) -> None:
         # A single broker restarts without its in-memory streams.
         while not self._closing:
             try:
-                await self._ensure_streams(self._volatile_streams)
+                await self.restore_streams()
                 return
             except (NatsError, PagemillError) as error:
                 _log.warning("streams_not_restored", error=str(error) or type(error).__name__)
@@ -171,37 +164,6 @@ class Bus(Publisher, StreamReader, StreamMeter, Messenger):
         return 1000 * monotonic_s + self._clock_offset_ms
 
     # -- streams and consumers ------------------------------------------------------------------
-
-    async def prepare(
-        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig | None = None
-    ) -> None:
-        """Check the server's settings, and create or update its streams.
-
-        Raises ConfigError when this server cannot give the delivery guarantees, Unavailable when it
-        does not answer until PREPARE_DEADLINE_S.
-        """
-        self._volatile_streams = streams.volatile_streams(delivery, nats.replicas)
-        durable = streams.durable_streams(delivery, agent or AgentConfig(), nats.replicas)
-        configs = durable + self._volatile_streams
-
-        async def attempt() -> None:
-            await streams.check_server(self._nc, self._replies, nats)
-            await self._ensure_streams(configs)
-
-        # A cluster that has just started, or has lost its leader, needs more than one attempt.
-        await retry_until(
-            PREPARE_DEADLINE_S,
-            attempt,
-            (NatsError, Unavailable),
-            "the broker did not create the streams",
-            FIRST_RETRY_S,
-        )
-
-    async def _ensure_streams(self, configs: list[api.StreamConfig]) -> None:
-        if self._creates_streams:
-            await streams.ensure_streams(self._nc, configs)
-        else:
-            await streams.check_streams(self._nc, configs)
 
     async def create_consumer(
         self,

@@ -49,6 +49,7 @@ class Delivery:
         self.msg_id = headers.get("Nats-Msg-Id")
         self.tenant = subjects.tenant_of(msg.subject) or headers.get(TENANT_HEADER)
         """Tenant of a client's request: that of its subject, or else its unchecked header."""
+        self.headers = headers
         self.attempt = msg.metadata.num_delivered
         """Number of this delivery, counted from 1."""
         self.sequence = msg.metadata.sequence.stream

@@ -51,7 +51,7 @@ class EmbeddedServer:
         Raises ConfigError when the binary is missing, Unavailable when the port is taken or the
         server does not come up.
         """
-        if _is_listening(self.port):
+        if is_listening(self.port):
             raise Unavailable(
                 f"nats.port: {self.port} is in use; is Pagemill already running? Set another port,"
                 " or nats.url to use that server",
@@ -74,7 +74,7 @@ class EmbeddedServer:
                 preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_listening(self.port):
+        while not is_listening(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 # `has_exited` stays true, so that the supervisor starts it again.
                 self._process.kill()
@@ -147,7 +147,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _is_listening(port: int) -> bool:
+def is_listening(port: int) -> bool:
+    """Return whether a server of any kind accepts connections on the loopback address."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
@@ -12,9 +12,16 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart
 from shared.bus.reading import StoredMessage, to_stored_message
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable, UnsupportedVersion
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER, tenant_header
+from shared.protocol.versions import (
+    OLDEST_VERSION,
+    VERSION_HEADER,
+    WIRE_VERSION,
+    version_header,
+    version_of,
+)
 from shared.task_set import TaskSet
 
 # A lost connection loses the flush, too. nats-py accepts only whole seconds.
@@ -61,8 +68,9 @@ class LiveSubscription:
 class GroupResponder:
     """One member of a queue group, which answers its share of the requests on a subject."""
 
-    def __init__(self, respond: Responder) -> None:
+    def __init__(self, nc: NatsClient, respond: Responder) -> None:
         self.subscription: Subscription | None = None
+        self._nc = nc
         self._respond = respond
         self._pending = TaskSet()
 
@@ -85,9 +93,21 @@ class GroupResponder:
     async def _reply(self, msg: Msg) -> None:
         # A client without a reply repeats its request.
         with contextlib.suppress(NatsError):
+            if not _can_read(msg.headers):
+                headers = {VERSION_HEADER: str(WIRE_VERSION)}
+                await self._nc.publish(msg.reply, b"", headers=headers)
+                return
             # A tenant's client may write any header, and no other subject.
             tenant = subjects.tenant_of(msg.subject) or (msg.headers or {}).get(TENANT_HEADER)
-            await msg.respond(await self._respond(bytes(msg.data), tenant))
+            # Not `msg.respond`, which repeats the headers of the request.
+            await self._nc.publish(msg.reply, await self._respond(bytes(msg.data), tenant))
+
+
+def _can_read(headers: Mapping[str, str] | None) -> bool:
+    try:
+        return version_of(headers) <= WIRE_VERSION
+    except InvalidRequest:
+        return False
 
 
 class Messenger(BusPart):
@@ -143,19 +163,30 @@ class Messenger(BusPart):
 
     # -- requests and replies -------------------------------------------------------------------
 
-    async def request(self, subject: str, data: bytes, timeout_s: float, tenant: str = "") -> bytes:
-        """Return the reply of a responder on `subject`.
+    async def request(
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        tenant: str = "",
+        version: int = OLDEST_VERSION,
+    ) -> bytes:
+        """Return the reply of a responder on `subject`, which has to read `version`.
 
-        Raises TimeoutError, or Unavailable at once when there is no responder.
+        Raises TimeoutError, Unavailable at once when there is no responder, and UnsupportedVersion
+        when an older one has got the request.
         """
-        headers = tenant_header(tenant) or None
+        headers = (tenant_header(tenant) | version_header(version)) or None
         try:
             msg = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
-            return bytes(msg.data)
         except NatsTimeoutError as error:
             raise TimeoutError from error
         except NatsError as error:
             raise Unavailable(f"no responder on {subject}") from error
+        # A worker from before these versions repeats the header.
+        if VERSION_HEADER in (msg.headers or {}):
+            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
+        return bytes(msg.data)
 
     async def request_many(
         self, subject: str, accept: Callable[[bytes], bool], timeout_s: float
@@ -196,7 +227,7 @@ class Messenger(BusPart):
 
         Requests are answered concurrently. `respond` must not raise.
         """
-        responder = GroupResponder(respond)
+        responder = GroupResponder(self._nc, respond)
         responder.subscription = await self._nc.subscribe(subject, group, cb=responder.receive)
         await self._flush()
         return responder

@@ -10,6 +10,7 @@ from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, ret
 from shared.bus.consumer import acknowledge
 from shared.errors import Fenced, Overloaded, PayloadTooLarge
 from shared.protocol.requests import tenant_header
+from shared.protocol.versions import OLDEST_VERSION, version_header
 
 # The headers share the server's limit with the payload.
 HEADER_BYTES = 1024
@@ -37,14 +38,23 @@ class Publisher(BusPart):
                 field="messages",
             )
 
-    async def publish(self, subject: str, data: bytes, msg_id: str, tenant: str = "") -> bool:
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        msg_id: str,
+        tenant: str = "",
+        version: int = OLDEST_VERSION,
+    ) -> bool:
         """Store `data` once. Return True if a message with this id was stored before.
+
+        `version` is what a reader needs, for a message that does not say so itself.
 
         An attempt without an ack may have been stored all the same: it is repeated under the same
         id until BROKER_DEADLINE_S, then Unavailable is raised.
         """
         self.check_size(data, subject)
-        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant) | version_header(version)
         ack = await self._publish(subject, data, headers)
         return ack is None or bool(ack.duplicate)
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
@@ -18,6 +18,7 @@ from shared.bus.replies import Replies
 from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.versions import version_of
 
 READ_BATCH = 256
 READ_BATCH_BYTES = 4 * 2**20
@@ -48,6 +49,10 @@ class QueuedRequest:
     data: bytes
     tenant: str
     """That of its subject, or else the content of its header; "" without either."""
+    subject: str
+    msg_id: str | None
+    version: int
+    """The version that its reader needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +147,27 @@ class StreamReader(BusPart):
 
     async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
         """Return a client's request that has not ended; None if it is no longer queued."""
+        found = await self._get_request(sequence, is_next=False)
+        return None if found is None else _to_queued_request(found)
+
+    async def queued_requests(self) -> AsyncIterator[QueuedRequest]:
+        """Yield all clients' requests that have not ended. Raises Unavailable."""
+        sequence = 1
+        while (found := await self._get_request(sequence, is_next=True)) is not None:
+            yield _to_queued_request(found)
+            sequence = (found.seq or 0) + 1
+
+    async def _get_request(self, sequence: int, *, is_next: bool) -> api.RawStreamMsg | None:
+        # Unlike a direct get, this is answered by the leader of the stream.
+        subject = subjects.REQUESTS_FILTER if is_next else None
         try:
-            found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
+            return await self._js.get_msg(
+                subjects.REQUESTS_STREAM, sequence, subject=subject, next=is_next
+            )
         except NotFoundError:
             return None
         except NatsError as error:
             raise Unavailable(f"the broker did not return request {sequence}") from error
-        tenant = subjects.tenant_of(found.subject or "")
-        tenant = tenant or (found.headers or {}).get(TENANT_HEADER, "")
-        return QueuedRequest(found.data or b"", tenant)
 
     async def sequence_range(self, stream: str) -> tuple[int, int]:
         """Return the first and the last sequence of a stream."""
@@ -222,6 +239,14 @@ class StreamReader(BusPart):
         """Remove one message. Nothing happens if it has been removed already."""
         with contextlib.suppress(NatsError):
             await self._js.delete_msg(stream, sequence)
+
+
+def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:
+    subject, headers = found.subject or "", found.headers or {}
+    tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
+    return QueuedRequest(
+        found.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
+    )
 
 
 async def _answered(reply: Awaitable[T], resource: str) -> T:

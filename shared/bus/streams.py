@@ -7,7 +7,7 @@ from typing import Any
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.replies import ReplyInbox
@@ -114,6 +114,15 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
         _stream(
             subjects.DEAD_STREAM, [subjects.DEAD_FILTER], max_bytes=delivery.max_dead_mib * MIB
         ),
+        _stream(
+            subjects.AUDIT_STREAM,
+            [subjects.AUDIT_FILTER],
+            max_age=delivery.audit_age_s,
+            max_bytes=delivery.max_audit_mib * MIB,
+            # The server does not let these be taken back.
+            deny_delete=True,
+            deny_purge=True,
+        ),
         # A key-value bucket. What an operator has set outlives the broker's process.
         _stream(
             subjects.SCALE_STREAM,
@@ -202,13 +211,18 @@ def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
     return api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
 
 
-async def ensure_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
-    """Create or update the streams. Idempotent, because any role may be the first to start.
+async def create_missing(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
+    """Create the streams that do not exist; those that do stay as they are, whoever made them.
 
-    Raises ConfigError when an existing stream cannot be changed to its configuration.
+    Raises ConfigError when there is no space for one.
     """
     js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
     for config in configs:
+        try:
+            await js.stream_info(config.name or "")
+            continue
+        except NotFoundError:
+            pass
         try:
             await js.add_stream(config)
         except APIError as error:
@@ -220,28 +234,6 @@ async def ensure_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> Non
                 ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error
-            try:
-                await js.update_stream(config)
-            except APIError as refused:
-                if isinstance(refused, ServiceUnavailableError):
-                    raise Unavailable(f"stream {config.name}: {refused.description}") from refused
-                raise ConfigError(
-                    f"stream {config.name} exists with other settings, which cannot be changed:"
-                    f" {refused.description}"
-                ) from refused
-
-
-async def check_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
-    """Check that the streams exist, for a worker that may not create them.
-
-    Raises Unavailable as long as no coordinator has created them.
-    """
-    js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
-    for config in configs:
-        try:
-            await js.stream_info(config.name or "")
-        except NotFoundError:
-            raise Unavailable(f"no coordinator has created stream {config.name}") from None
 
 
 async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:

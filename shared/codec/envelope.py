@@ -25,7 +25,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.errors import DecodeError, PayloadTooLarge
+from shared.errors import DecodeError, PayloadTooLarge, UnsupportedVersion
 from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
 
 MAGIC = b"PMM1"
@@ -132,7 +132,8 @@ def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | me
 def decode(data: bytes | bytearray | memoryview, head_type: type[T]) -> tuple[T, list[TensorData]]:
     """Decode the head and its tensors, which are read-only views into `data`.
 
-    Raises DecodeError, and no other error, for any bytes that are not an envelope of this type.
+    Raises UnsupportedVersion for an envelope of a newer version, and DecodeError, and no other
+    error, for any other bytes that are not an envelope of this type.
     """
     view = memoryview(data).toreadonly()
     header_end, body_offset = _read_prefix(view)
@@ -180,6 +181,10 @@ def _read_prefix(view: memoryview) -> tuple[int, int]:
     magic, version, flags, header_len, body_offset = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise DecodeError("the bytes do not begin with an envelope's magic")
+    if version > VERSION:
+        raise UnsupportedVersion(
+            f"an envelope has version {version}, and this worker reads version {VERSION}"
+        )
     if version != VERSION or flags:
         raise DecodeError(f"version {version} with flags {flags} is not supported")
     if header_len > MAX_HEADER_BYTES:

@@ -5,6 +5,7 @@ Without AVX-512, or without a compiler and a library in the image, models run on
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,8 @@ def _open(compiler: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(target))
     except OSError:
-        # The file was truncated by a power cut or a full disk.
-        target.unlink()
+        # The file was truncated by a power cut or a full disk. Another process may remove it first.
+        target.unlink(missing_ok=True)
         return ctypes.CDLL(str(_compile(compiler)))
 
 
@@ -69,14 +71,30 @@ def _compile(compiler: str) -> Path:
     ).stdout
     inputs = " ".join([*FLAGS, *sorted(processor_flags())]).encode() + version
     target = _cache_folder() / f"native-{targets.hash_with_sources(inputs)}.so"
-    if not target.is_file():
-        _remove_stale_builds(target.parent)
-        # Another process may compile the same; the last one replaces the file with an equal one.
-        with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as build:
-            built = Path(build) / target.name
-            targets.compile_library(compiler, FLAGS, built)
-            built.replace(target)
+    if target.is_file():
+        return target
+    with _only_compiler(target.parent):
+        # Another process may have compiled it meanwhile.
+        if not target.is_file():
+            _remove_stale_builds(target.parent)
+            with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as build:
+                built = Path(build) / target.name
+                targets.compile_library(compiler, FLAGS, built)
+                built.replace(target)
     return target
+
+
+@contextlib.contextmanager
+def _only_compiler(cache: Path) -> Iterator[None]:
+    """Let one process at a time compile into `cache`. The kernel ends the turn of a dead one."""
+    folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some network file systems have no locks. There, several may compile the same.
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _remove_stale_builds(cache: Path) -> None:

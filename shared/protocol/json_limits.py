@@ -3,6 +3,7 @@
 The values travel in messages whose decoders recurse and whose integers have 64 bits.
 """
 
+import sys
 from typing import Any
 
 # Together with the message to an engine around it, a schema stays within
@@ -14,10 +15,15 @@ MAX_DEPTH = 22
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 
-def json_limit_error(value: Any, max_depth: int = MAX_DEPTH) -> str:
-    """Return a message about the limit that a value exceeds, or "" if it exceeds none."""
+def json_limit_error(value: Any, max_depth: int = MAX_DEPTH, max_values: int = sys.maxsize) -> str:
+    """Return a message about the limit that a value exceeds, or "" if it exceeds none.
+
+    `max_values` is the limit on the values of each level.
+    """
     level = [value]
     for _ in range(max_depth + 1):
+        if len(level) > max_values:
+            return f"Expected at most {max_values} values in a level of nesting"
         if any(type(v) is int and not _MIN_INT <= v <= _MAX_INT for v in level):
             return "Expected integers of at most 64 bits"
         level = [inner for outer in level for inner in _children(outer)]

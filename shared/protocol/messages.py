@@ -134,6 +134,9 @@ class AttemptRecord(Versioned, frozen=True):
     outcome: Literal["open", "requeued", "failed"] = "open"
     model: str = ""
     """Empty in records of coordinators, and of workers before this field."""
+    unread: str = ""
+    """Why the worker could not read the task, which it has left to a newer one; this is no attempt
+    then."""
 
 
 class CachedImages(Struct, frozen=True):
@@ -200,6 +203,9 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     """Where a gateway serves."""
     stage: str = ""
     """The stage that it serves, where that is not named like its role."""
+    reads: tuple[int, int] | None = None
+    """The oldest and the newest version of messages that it reads; None for a worker before this
+    field."""
 
 
 class StartReport(Struct, frozen=True, omit_defaults=True):

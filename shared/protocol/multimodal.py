@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.protocol.versions import since
+
 Modality = Literal["image", "video", "audio"]
 """Kinds of media that a request may hold."""
 IMAGE: Modality = "image"
@@ -95,7 +97,7 @@ class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
     map.
     """
 
-    modality: str
+    modality: Annotated[str, since(3, VIDEO, AUDIO)]
     mm_hash: str
     placeholder: PlaceholderRange
     fields: dict[str, int] = {}

@@ -24,7 +24,14 @@ SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 
-# Streams that only one kind of worker may create or change.
+# Nobody changes what has been recorded, nor records anything in the name of another.
+_AUDIT_CHANGES = tuple(
+    f"$JS.API.STREAM.{change}.{subjects.AUDIT_STREAM}"
+    for change in ("DELETE", "PURGE", "MSG.DELETE", "UPDATE")
+)
+_GATEWAY = "gateway"
+
+# Who may create streams. Only the operator may change them, by `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
 
@@ -98,7 +105,8 @@ def permissions_of(identity: str) -> Permissions:
     A role that is not named here is one that serves stages, and may do no more than these need.
     """
     if identity == OPERATOR:
-        return Permissions((">",), (">",), never_publish=_LOGS)
+        never = (*_LOGS, *_AUDIT_CHANGES, subjects.audit(_GATEWAY))
+        return Permissions((">",), (">",), never_publish=never)
     base = _worker(identity)
     match identity:
         case "coordinator":
@@ -176,7 +184,7 @@ def _gateway(base: Permissions) -> Permissions:
     return base.with_(
         [
             *_asks(),
-            *(subjects.STEP_FILTER, subjects.RESPONSES_FILTER),
+            *(subjects.STEP_FILTER, subjects.RESPONSES_FILTER, subjects.audit(_GATEWAY)),
             *(subjects.JOBS_FILTER, subjects.MEDIA_FILTER, subjects.METRICS),
             *_reads(logs, steps, media, stages, subjects.JOBS_STREAM, subjects.ATTEMPTS_STREAM),
             *_reads(subjects.SCALE_STREAM, subjects.DEAD_STREAM),
@@ -234,4 +242,4 @@ def _consumes(*streams: str) -> list[str]:
 
 
 def _creates_streams() -> list[str]:
-    return ["$JS.API.STREAM.CREATE.*", "$JS.API.STREAM.UPDATE.*"]
+    return ["$JS.API.STREAM.CREATE.*"]

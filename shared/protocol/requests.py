@@ -12,6 +12,7 @@ from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modality, Overflow
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.sampling import SamplingParams, TokenId
+from shared.protocol.versions import needed_for, needed_version, since
 
 TENANT_HEADER = "Pagemill-Tenant"
 """Header with the tenant of a request, a name like a request id; without it there is no tenant.
@@ -88,6 +89,7 @@ class VideoURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"):
+    since_version: ClassVar[int] = 3
     modality: ClassVar[Modality] = VIDEO
     url_field: ClassVar[str] = "video_url.url"
     video_url: VideoURL
@@ -112,6 +114,7 @@ class AudioURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"):
+    since_version: ClassVar[int] = 3
     modality: ClassVar[Modality] = AUDIO
     url_field: ClassVar[str] = "audio_url.url"
     audio_url: AudioURL
@@ -178,7 +181,7 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     """A medium that another server has processed, and the range of its tokens in the prompt."""
 
-    modality: Modality
+    modality: Annotated[Modality, since(3, VIDEO, AUDIO)]
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
     """The client's own hash of the item; caches of the server do not trust it."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -279,3 +282,9 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None 
     if sampling is None:
         return to_json(request)
     return to_json(msgspec.to_builtins(request) | {"sampling_params": sampling})
+
+
+def version_of_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> int:
+    """Return the version that a reader of `encode_request` needs."""
+    needed = needed_version(request)
+    return needed if sampling is None else max(needed, needed_for(SamplingParams, sampling))

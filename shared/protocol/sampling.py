@@ -44,7 +44,9 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
             raise ValueError(
                 "Expected exactly one of json_schema, json_object, regex, choice and grammar"
             )
-        if message := json_limit_error(self.json_schema, MAX_SCHEMA_DEPTH):
+        # A value and its comma take two bytes, so a longer schema has too many of them as well.
+        max_values = MAX_GRAMMAR_BYTES // 2
+        if message := json_limit_error(self.json_schema, MAX_SCHEMA_DEPTH, max_values):
             raise ValueError(message)
         num_bytes = len(json.encode(given))
         if num_bytes > MAX_GRAMMAR_BYTES:

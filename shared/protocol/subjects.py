@@ -27,6 +27,7 @@ RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
 RESPONSES_STREAM = "RESPONSES"
 STEPS_STREAM = "STEPS"
+AUDIT_STREAM = "AUDIT"
 KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
@@ -35,6 +36,7 @@ SCALE_STREAM = "KV_pm_scale"
 REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
+AUDIT_FILTER = "pm.audit.*"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.>"
 # Requests and cancellations of publishers who may name any tenant. Those of a tenant's clients have
@@ -243,6 +245,12 @@ def id_in(subject: str) -> str:
     return scoped_id(last_token(subject), tenant_of(subject))
 
 
+def id_of_log(subject: str) -> str:
+    """The request id of any of its logs, see `tokens`."""
+    tenant = tenant_of(subject)
+    return scoped_id(subject.split(".")[3 if tenant else 2], tenant)
+
+
 def cancel(request_id: str) -> str:
     """Subject of a request to cancel, which is stored until a coordinator has carried it out."""
     name, tenant = split_id(request_id)
@@ -321,3 +329,8 @@ def dead(role: str, request_id: str) -> str:
 
 def dead_of(request_id: str) -> str:
     return f"pm.dead.*.{request_id}"
+
+
+def audit(identity: str) -> str:
+    """Subject of what an identity of `shared.protocol.permissions` has done."""
+    return f"pm.audit.{identity}"

@@ -1,6 +1,6 @@
 """Tasks: the messages between stages. Each has the same header, and a body that its stage reads."""
 
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -10,13 +10,7 @@ from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_ha
 from shared.protocol.records import StageSpan
 from shared.protocol.requests import EmbeddingParams, OnLate, Prompt
 from shared.protocol.sampling import SamplingParams
-
-TASK_VERSION = 2
-"""The latest version of tasks. It is raised when an older worker would misread a task, and then
-only the tasks of that kind have it. New optional fields do not raise it: a reader ignores fields
-that it does not know."""
-EMBEDDING_VERSION = 2
-"""Version of a task whose header has `embedding`: a worker of version 1 would generate text."""
+from shared.protocol.versions import since
 
 
 class RequestTicket(Struct, frozen=True, array_like=True):
@@ -62,7 +56,7 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     adapter: str | None = None
     outputs: list[str] = []
     """The outputs that the request has, which decide the stages that run; empty for text alone."""
-    embedding: EmbeddingParams | None = None
+    embedding: Annotated[EmbeddingParams | None, since(2)] = None
     """The request is answered by an embedding of its prompt, without tokens."""
     text_given: bool = False
     """The request gives its text itself: it starts at the stages that follow a text."""
@@ -75,7 +69,10 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = 1
-    """The version that a worker needs to read the task, at most TASK_VERSION."""
+    """The version that a worker needs to read the task, see `shared.protocol.versions`."""
+    writer_version: Annotated[int, since(1)] = 1
+    """The version of the worker that has written the task. A newer worker reads what an older one
+    cannot decode."""
 
 
 class TaskBody(Struct, frozen=True):

@@ -18,6 +18,13 @@ MAX_VALUES = 50_000
 array."""
 MAX_NUMBERS = 2**20
 """Limit on other values within runs, which take little time: the token ids of a prompt."""
+MAX_EXPONENTS = 10_000
+"""Limit on the numbers of a JSON text whose exponents have three digits. A decoder takes 10 µs for
+such a number: 6 MB of 1e308 were seen to hold an event loop for 10 s."""
+MAX_BARE_BYTES = 2**24
+"""Limit on the bytes of a JSON text outside of strings. Numbers of hundreds of digits are slow."""
+MAX_ESCAPES = 2**22
+"""Limit on escapes in the strings of a JSON text. A message of the bus has no room for more."""
 # More than any field may have by itself, so that the errors of fields are more exact.
 MAX_DEPTH = 64
 
@@ -26,7 +33,9 @@ _JSON_TOKEN = re.compile(
     rb'[^"\[\]{}]*+(?:(?P<string>"[^"\\]*+(?:\\.[^"\\]*+)*+")|(?P<open>[\[{])|(?P<close>[\]}]))',
     re.DOTALL,
 )
-_JSON_SCALAR = re.compile(rb"[^\s,:]+")
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
+_LONG_EXPONENTS = (b"e000", b"e+000", b"e-000")
+_SEPARATORS_AS_SPACES = bytes.maketrans(b",:", b"  ")
 _NO_SCALARS = frozenset((b"", b",", b", ", b":", b": "))
 """Usual text between two strings or brackets, without another value."""
 
@@ -40,12 +49,20 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
     """Raise ValidationError for a limit that the text exceeds."""
     num_brackets = data.count(b"[") + data.count(b"{")
     num_quotes, num_commas = data.count(b'"'), data.count(b",")
+    if data.count(b"\\") > 2 * MAX_ESCAPES:
+        raise _error(f"Expected at most {MAX_ESCAPES} escapes", b"")
     num_tokens = num_brackets + num_quotes // 2
     # Each of the other values is behind a bracket or a comma, and RUN_LEN of them count at most
     # between two tokens, which include the closing brackets.
     num_others = min(num_brackets + num_commas, RUN_LEN * (num_brackets + num_tokens))
     # Nearly all requests end here, although these numbers include what is within strings.
-    if num_brackets > MAX_DEPTH or num_tokens + num_others > max_values or num_commas > MAX_NUMBERS:
+    if (
+        num_brackets > MAX_DEPTH
+        or num_tokens + num_others > max_values
+        or num_commas > MAX_NUMBERS
+        or len(data) > MAX_BARE_BYTES
+        or (num_brackets + num_commas > MAX_EXPONENTS and _num_exponents(data) > MAX_EXPONENTS)
+    ):
         walk_json(data, max_values)
 
 
@@ -95,44 +112,71 @@ def walk_json(data: bytes, max_values: int = MAX_VALUES) -> bool:
 
     Raises ValidationError, which names the field of the outermost object, as `walk_msgpack` does.
     """
-    offset = depth = num_values = num_commas = 0
+    offset = depth = 0
     key = last_string = b""
+    counts = _JsonCounts(max_values)
     while token := _JSON_TOKEN.match(data, offset):
         start, stop = token.start(token.lastgroup or 0), token.end()
-        gap = data[offset:start]
-        num_before = gap.count(b",")
-        num_commas += num_before
-        num_values += _num_scalars(gap, num_before)
-        if depth == 1 and b":" in gap:
+        if depth == 1 and data.find(b":", offset, start) >= 0:
             key = last_string
         if token.lastgroup == "close":
             depth -= 1
+        elif token.lastgroup == "string":
+            last_string = data[start + 1 : stop - 1] if depth == 1 else b""
         else:
-            num_values += 1
-            if token.lastgroup == "string":
-                last_string = data[start + 1 : stop - 1] if depth == 1 else b""
-            else:
-                depth += 1
+            depth += 1
+        counts.add(data, offset, start, key, is_value=token.lastgroup != "close")
         offset = stop
-        if num_values > max_values:
-            raise _too_many(max_values, key)
-        if num_commas > MAX_NUMBERS:
-            raise _too_many(MAX_NUMBERS, key)
         if depth > MAX_DEPTH:
             raise _too_deep(key)
         if depth < 0:
             return False
-    num_commas += data.count(b",", offset)
-    if num_commas > MAX_NUMBERS:
-        raise _too_many(MAX_NUMBERS, key)
+    counts.add(data, offset, len(data), key, is_value=False)
     return depth == 0 and data.find(b'"', offset) < 0
+
+
+class _JsonCounts:
+    """Counts of what has been seen of a JSON text."""
+
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
+        self._num_values = self._num_commas = self._num_exponents = self._num_bare = 0
+
+    def add(self, data: bytes, start: int, end: int, key: bytes, *, is_value: bool) -> None:
+        """Count what is between two strings or brackets, and whether the second is a value.
+
+        Raises ValidationError with the field `key`.
+        """
+        self._num_bare += end - start
+        if self._num_bare > MAX_BARE_BYTES:
+            raise _error(f"Expected at most {MAX_BARE_BYTES} bytes outside of strings", key)
+        self._num_values += is_value
+        gap = data[start:end]
+        if gap not in _NO_SCALARS:
+            num_commas = gap.count(b",")
+            self._num_commas += num_commas
+            self._num_values += _num_scalars(gap, num_commas)
+            self._num_exponents += _num_exponents(gap)
+        elif gap:
+            self._num_commas += gap[0] == 0x2C
+        if self._num_values > self._max_values:
+            raise _too_many(self._max_values, key)
+        if self._num_commas > MAX_NUMBERS:
+            raise _too_many(MAX_NUMBERS, key)
+        if self._num_exponents > MAX_EXPONENTS:
+            raise _error(f"Expected at most {MAX_EXPONENTS} exponents of three digits", key)
+
+
+def _num_exponents(text: bytes) -> int:
+    zeros = text.translate(_DIGITS_AS_ZEROS)
+    return sum(map(zeros.count, _LONG_EXPONENTS))
 
 
 def _num_scalars(gap: bytes, num_commas: int) -> int:
     """Return the number of values between two strings or brackets, without those in runs."""
-    if gap in _NO_SCALARS:
-        return 0
-    return num_commas % RUN_LEN if num_commas >= RUN_LEN else len(_JSON_SCALAR.findall(gap))
+    if num_commas >= RUN_LEN:
+        return num_commas % RUN_LEN
+    return len(gap.translate(_SEPARATORS_AS_SPACES).split())
 
 
 def _packed_key(data: bytes, key: tuple[int, int]) -> bytes:

@@ -11,6 +11,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     role: str
     worker: str
     status: str
+    version: str = ""
+    reads: tuple[int, int] | None = None
+    """The oldest and the newest version of messages that it reads."""
 
     @property
     def is_ok(self) -> bool:

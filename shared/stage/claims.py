@@ -1,14 +1,17 @@
 """The jobs that a worker has claimed, and the records of attempts at them."""
 
 import asyncio
+import random
 from collections.abc import Coroutine, Iterable
 from typing import Literal
 
+import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import DEAD_AFTER_S, Bus
 from shared.bus.consumer import Delivery
 from shared.config import DeliveryConfig
+from shared.errors import UnsupportedVersion
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
@@ -19,6 +22,11 @@ from shared.stage.job import Job
 ALIVE_S = 1.5
 # How long a task of a new round waits while the same worker still has the one before.
 AGAIN_PAUSE_S = 0.5
+# A job that is left to newer workers goes to any worker of its queue, which may be an older one.
+FIRST_NEWER_PAUSE_S = 0.1
+MAX_NEWER_PAUSE_S = 2.0
+
+_log = structlog.get_logger()
 
 
 class ClaimedJobs:
@@ -126,6 +134,22 @@ class ClaimedJobs:
         ours = [a for a in job.attempts if a.worker == self._worker and a.outcome == "open"]
         if ours:
             await self._publish(job, replace(ours[-1], outcome=outcome))
+
+    async def leave(self, job: Job, error: UnsupportedVersion) -> None:
+        """Return a job to its queue that a newer worker can read; this is no attempt at it."""
+        attempt = job.delivery.attempt
+        try:
+            await self.record_outcome(job, "requeued")
+            # Deliveries 1, 2, 4, 8 … are enough to know of, and leave room for other records.
+            if job.request_id is not None and attempt & (attempt - 1) == 0:
+                _log.warning("left_to_newer_worker", request_id=job.request_id, why=error.message)
+                now_ms, model = self._bus.now_ms(), subjects.model_of_stage(job.delivery.subject)
+                left = AttemptRecord(self._stage, self._worker, attempt, now_ms, 0, "requeued")
+                await self._publish(job, replace(left, model=model, unread=error.message))
+        finally:
+            self.release(job)
+            pause_s = min(FIRST_NEWER_PAUSE_S * 2 ** min(attempt - 1, 10), MAX_NEWER_PAUSE_S)
+            await job.delivery.retry(pause_s * (1 - random.random() / 2))
 
     async def _publish(self, job: Job, attempt: AttemptRecord) -> None:
         assert job.request_id is not None

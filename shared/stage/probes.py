@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from shared.protocol.encoding import to_json
+from shared.protocol.versions import readable
 from shared.protocol.worker_status import WorkerStatus
 from shared.telemetry.prometheus import Probe
 
@@ -13,7 +14,9 @@ HANGS = "hangs"
 LOOP_TIMEOUT_S = 5.0
 
 
-def new_probes(role: str, worker: str, read_status: Callable[[], str]) -> dict[str, Probe]:
+def new_probes(
+    role: str, worker: str, version: str, read_status: Callable[[], str]
+) -> dict[str, Probe]:
     """Return the probes of a worker by name; the threads of an HTTP server call them.
 
     `read_status` returns `ok` if the worker takes work. It is called in the running event loop, so
@@ -33,7 +36,7 @@ def new_probes(role: str, worker: str, read_status: Callable[[], str]) -> dict[s
             return HANGS
 
     def report(status: str) -> tuple[bool, bytes]:
-        found = WorkerStatus(role, worker, status)
+        found = WorkerStatus(role, worker, status, version, readable())
         return found.is_ok, to_json(found)
 
     return {

@@ -92,9 +92,8 @@ def recount(
     An attempt that added to the log is not held against its request, however it ended: what kills a
     worker does so before it has an output, and a long answer outlives many workers.
     """
-    attempts = list(
-        {(a.worker, a.number, a.began_ms): a for a in records if a.stage == stage}.values()
-    )
+    own = (a for a in records if a.stage == stage and not a.unread)
+    attempts = list({(a.worker, a.number, a.began_ms): a for a in own}.values())
     lengths = [a.log_len for a in attempts] + [log_len]
     stuck = [
         attempt

@@ -21,10 +21,12 @@ from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.protocol.versions import readable
 from shared.stage import signals
 from shared.stage.common_settings import compare_settings
 from shared.stage.pipelines import default_stage, pipelines_of
 from shared.stage.probes import new_probes
+from shared.stage.reloading import Reloader
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
@@ -32,6 +34,9 @@ from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
 
 HEARTBEAT_S = 1.0
+# The broker stores each heartbeat in a stream, and its longest election is shorter. When it has
+# stored none for so long, it has no streams, or does not write any more.
+UNHEARD_S = 20.0
 # How often a worker that drains looks whether its payloads have been fetched.
 PINNED_POLL_S = 0.1
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
@@ -111,11 +116,14 @@ class Context:
             self.pipelines,
         )
         self.shutdown = Shutdown()
+        self.reloader = Reloader(self.config, None, self.log)
         self.may_have_work = False
         """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
+        """When the broker has stored the last heartbeat, by the clock of the event loop."""
         self._start_reporter = StartReporter(
             self.bus, self.role, self.worker, self.model, self._own_stage_name, VERSION
         )
@@ -152,7 +160,7 @@ class Context:
                 config.listen,
                 config.port,
                 METRICS_PORTS,
-                new_probes(self.role, self.worker, self._read_status),
+                new_probes(self.role, self.worker, VERSION, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
 
@@ -167,7 +175,10 @@ class Context:
             return "draining"
         if self._heartbeat is None:
             return "starting"
-        return "ok" if self.bus.is_connected else "no broker"
+        if not self.bus.is_connected:
+            return "no broker"
+        unheard_s = asyncio.get_running_loop().time() - self._heard_s
+        return "ok" if unheard_s < UNHEARD_S else "no streams"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of a worker; its heartbeat tells other workers the address."""
@@ -215,6 +226,7 @@ class Context:
         self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
+        self._heard_s = asyncio.get_running_loop().time()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
@@ -233,9 +245,11 @@ class Context:
                 metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
+                reads=readable(),
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))
+                self._heard_s = asyncio.get_running_loop().time()
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
                     await self.bus.sync_clock()
             except Exception as error:
@@ -260,10 +274,12 @@ async def run(
     server: Login | str,
     model: str | None,
     stage: str | None,
+    reread: Callable[[], Config] | None = None,
 ) -> int:
     """Run one worker until it has stopped, and return its exit code; the process ends then.
 
-    `stage` is the stage that it serves; by default that of `default_stage`.
+    `stage` is the stage that it serves; by default that of `default_stage`. `reread` returns the
+    configuration as it is at a reload, or raises ConfigError.
     """
     signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
@@ -276,6 +292,7 @@ async def run(
         log.error("not_started", code=error.code, reason=error.message)
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
+    context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)
         await bus.prepare(config.nats, config.delivery, config.agent)
@@ -307,10 +324,10 @@ def _exit_code(error: PagemillError) -> int:
 
 
 def _drain_on_signals(context: Context) -> None:
-    """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
+    """Begin the drain at a SIGTERM or SIGINT, and hurry it at a second one.
 
-    A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
-    the kernel.
+    The end of a terminal begins the drain, too. It does not hurry it, because a terminal sends
+    several SIGHUPs: its shell does, and the kernel. Without a terminal, SIGHUP is a reload.
     """
     loop = asyncio.get_running_loop()
 
@@ -320,4 +337,8 @@ def _drain_on_signals(context: Context) -> None:
         loop.call_soon_threadsafe(act)
 
     shutdown = context.shutdown
-    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.begin))
+    signals.set_handlers(
+        lambda: call(shutdown.signal),
+        lambda: call(shutdown.begin),
+        lambda: loop.call_soon_threadsafe(context.reloader.reload),
+    )

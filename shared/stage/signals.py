@@ -15,16 +15,31 @@ def end_at_once() -> None:
     set_handlers(exit_now, exit_now)
 
 
-def set_handlers(on_stop: Callable[[], object], on_hangup: Callable[[], object]) -> None:
-    """Call `on_stop` on SIGTERM and SIGINT, and `on_hangup` on SIGHUP, in the main thread.
+def set_handlers(
+    on_stop: Callable[[], object],
+    on_hangup: Callable[[], object],
+    on_reload: Callable[[], object] = lambda: None,
+) -> None:
+    """Call `on_stop` on SIGTERM and SIGINT, and one of the others on SIGHUP, in the main thread.
 
-    Under nohup SIGHUP stays ignored. The handlers of an event loop are not used, because the loop
-    restores the default action when it closes, and a late signal would kill a worker that has
-    drained.
+    SIGHUP tells a process with a terminal that it has ended: `on_hangup`. Other processes are told
+    by a service manager to read their configuration again: `on_reload`. Under nohup SIGHUP stays
+    ignored. The handlers of an event loop are not used, because the loop restores the default
+    action when it closes, and a late signal would kill a worker that has drained.
     """
-    for number, handler in zip(_NUMBERS, (on_stop, on_stop, on_hangup), strict=True):
+    handlers = (on_stop, on_stop, on_hangup if has_terminal() else on_reload)
+    for number, handler in zip(_NUMBERS, handlers, strict=True):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_, act=handler: act())
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def ignore() -> None:

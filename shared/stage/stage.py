@@ -20,13 +20,11 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.codec.envelope import TensorData
 from shared.config import DeliveryConfig
-from shared.errors import BlobLost, Fenced, PagemillError, WorkerFailure
+from shared.errors import BlobLost, Fenced, PagemillError, UnsupportedVersion, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import TEXT, Pipeline
-from shared.protocol.prompts import prompt_of
 from shared.protocol.records import OutputEnd, OutputSummary, StageSpan
-from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
@@ -198,7 +196,7 @@ class Stage:
             raise lost
         again = replace(self._header_behind(job), round=header.round + 1)
         _log.warning("rerendered", request_id=header.request_id, round=again.round)
-        prompt = prompt_of(decode_request(request.data))
+        prompt = tasks.prompt_of_queued(request)
         await self.close_attempt(job)
         for edge in edges:
             await tasks.publish(self.bus, edge, again, prompt)
@@ -289,7 +287,10 @@ class Stage:
         When that fails too, the broker is away: the message comes again after its ack wait.
         """
         try:
-            await self._settle_failure(job, error)
+            if isinstance(error, UnsupportedVersion):
+                await self.claims.leave(job, error)
+            else:
+                await self._settle_failure(job, error)
         except Exception:
             _log.exception("unsettled", request_id=job.request_id, attempt=job.delivery.attempt)
             self.drop(job)
@@ -319,9 +320,8 @@ class Stage:
                 await job.delivery.retry(after_s)
                 return
             case retry.GiveUp():
-                await dead_letter.write(
-                    self.bus, job, self.name, self.worker, self.version, cause, error
-                )
+                who = self.name, self.worker, self.version
+                await dead_letter.write(self.bus, job, *who, cause, error)
                 self.counters.given_up(job, cause)
             case retry.AnswerWithError():
                 pass

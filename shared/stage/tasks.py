@@ -4,50 +4,60 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.bus.bus import Bus
+from shared.bus.reading import QueuedRequest
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
-from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import TASK_VERSION, Task, TaskBody, TaskHeader
+from shared.protocol.prompts import prompt_of
+from shared.protocol.requests import Prompt, decode_request
+from shared.protocol.task_messages import Task, TaskBody, TaskHeader
+from shared.protocol.versions import WIRE_VERSION, check_version, needed_version
 from shared.stage.edge_functions import input_of_follower
 from shared.stage.slots import slot_of_task
 
 
-class _AnyVersion(Struct, frozen=True):
+class _AnyHeader(Struct, frozen=True):
     version: int = 1
+    writer_version: int = 1
 
 
 class _AnyTask(Struct, frozen=True):
-    header: _AnyVersion
+    header: _AnyHeader
 
 
 def decode(data: bytes, body: type[Any]) -> tuple[Task[Any], list[TensorData]]:
     """The task in a message, and its tensors, which are views into `data`.
 
-    Raises DecodeError for bytes that are no task with such a body, and Unavailable for a task of a
-    newer version: a newer worker will take it.
+    Raises DecodeError for bytes that are no task with such a body, and UnsupportedVersion for a
+    task of a newer version, or of a newer writer whose task cannot be decoded here.
     """
     try:
         task, tensors = envelope.decode(data, Task[body])  # type: ignore[valid-type]
     except DecodeError:
-        _refuse_newer(data)
+        header = envelope.decode(data, _AnyTask)[0].header
+        check_version(max(header.version, header.writer_version), "this task")
         raise
-    if task.header.version > TASK_VERSION:
-        _refuse_newer(data)
+    check_version(task.header.version, "this task")
     return task, tensors
 
 
-def _refuse_newer(data: bytes) -> None:
-    version = envelope.decode(data, _AnyTask)[0].header.version
-    if version > TASK_VERSION:
-        raise Unavailable(
-            f"this task has version {version}, and this worker reads up to version {TASK_VERSION}"
-        )
+def prompt_of_queued(request: QueuedRequest) -> Prompt:
+    """Return the prompt of a request as it was accepted. Raises UnsupportedVersion."""
+    check_version(request.version, "the request")
+    return prompt_of(decode_request(request.data))
+
+
+def encode(header: TaskHeader, body: TaskBody, tensors: Sequence[TensorData]) -> bytes:
+    """Return the message of a task, with the version that its reader needs."""
+    needed = max(needed_version(header), needed_version(body))
+    header = replace(header, version=needed, writer_version=WIRE_VERSION)
+    return envelope.encode(Task(header, body), tensors)
 
 
 async def publish(
@@ -68,7 +78,7 @@ async def publish(
     """
     assert header.ticket is not None
     body = function_of(edge)(source)
-    data = envelope.encode(Task(header, body), tensors)
+    data = encode(header, body, tensors)
     round = header.round
     msg_id = subjects.stage_msg_id(edge.target, header.request_id, header.ticket.sequence, round)
     slot = slot_of_task(header, body, num_slots)
@@ -129,7 +139,7 @@ async def publish_item(
     item = TaskHeader(name, header.model, header.lane, expires_ms=header.ticket.deadline_ms)
     return await bus.publish(
         subjects.stage(edge.target, header.model, header.lane, name),
-        envelope.encode(Task(item, function_of(edge)(body)), tensors),
+        encode(item, function_of(edge)(body), tensors),
         f"{key}:{header.request_id}:{header.ticket.sequence}:{header.round}",
     )
 

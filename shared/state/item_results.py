@@ -14,9 +14,10 @@ from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
 from shared.protocol import subjects
-from shared.protocol.encoding import UNDECODABLE, to_msgpack
+from shared.protocol.encoding import UNDECODABLE, Versioned, to_msgpack
 from shared.protocol.records import Failure
 from shared.protocol.task_messages import ItemResult
+from shared.protocol.versions import check_version
 from shared.state.token_log import last_record
 
 # How often a waiting stage looks whether the item task still exists.
@@ -24,6 +25,7 @@ LOOK_S = 1.0
 
 T = TypeVar("T")
 _decoder = msgspec.msgpack.Decoder(ItemResult)
+_version_decoder = msgspec.msgpack.Decoder(Versioned)
 
 
 async def publish(bus: Bus, key: str, result: ItemResult) -> None:
@@ -36,8 +38,10 @@ async def last(bus: Bus, key: str) -> StoredMessage | None:
 
 
 def decode(data: bytes) -> ItemResult:
-    """Raises DecodeError."""
+    """Raises UnsupportedVersion for a result of a newer version, and otherwise DecodeError."""
     try:
+        version = _version_decoder.decode(data).version
+        check_version(version, "an item's result")
         return _decoder.decode(data)
     except UNDECODABLE as error:
         raise DecodeError(f"not an item's result: {error}") from error

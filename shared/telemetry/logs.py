@@ -6,6 +6,7 @@ import os
 from typing import Any, Literal
 
 import structlog
+from structlog.processors import NAME_TO_LEVEL
 
 # A value chosen by a client (an id, a subject) must not fill the log.
 MAX_FIELD_LEN = 256
@@ -25,8 +26,10 @@ def configure_logging(level: Level, fd: int = STDERR, **context: str) -> Logger:
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
     )
+    set_level(level)
     structlog.configure(
         processors=[
+            _threshold,
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -34,13 +37,34 @@ def configure_logging(level: Level, fd: int = STDERR, **context: str) -> Logger:
             _cap_fields,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
         logger_factory=structlog.WriteLoggerFactory(file=_Output(fd)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**context)
     logger: Logger = structlog.get_logger()
     return logger
+
+
+def set_level(level: Level) -> None:
+    """Set the least severe events of this process that are written."""
+    _threshold.level = getattr(logging, level.upper())
+
+
+class _Threshold:
+    """Drops events below a level. Loggers are cached, so the level is none of theirs."""
+
+    level = logging.INFO
+
+    def __call__(
+        self, logger: Any, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        if NAME_TO_LEVEL[method] < self.level:
+            raise structlog.DropEvent
+        return event
+
+
+_threshold = _Threshold()
 
 
 class _Output:

@@ -12,6 +12,7 @@ import pytest
 from shared.config_agent import AgentConfig
 from shared.protocol.encoding import to_json
 from shared.targets import Target
+from tests.renderer.canary import resolve_as
 from workers.agent.mcp_client import MAX_POOLS, McpClient, NotSent, OutcomeUnknown, Server
 from workers.agent.mcp_protocol import (
     EventReader,
@@ -149,22 +150,16 @@ async def test_a_session_that_has_expired_is_opened_anew_and_the_call_sent_again
 async def test_a_name_that_changes_its_address_between_listing_and_call_is_not_dialled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    resolve, address = loop.getaddrinfo, ["127.0.0.1"]
-
-    async def rebound(host: str, port: int, **options: Any) -> Any:
-        return await resolve(address[0] if host == "calc.test" else host, port, **options)
+    resolve_as(monkeypatch, ["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"])
 
     async def answer(_: dict[str, Any], __: dict[str, str]) -> tuple[int, Any, str]:
         return 200, {"tools": []}, "Connection: close\r\n"
 
-    monkeypatch.setattr(loop, "getaddrinfo", rebound)
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
         server = Server("", "calc", target._replace(host="calc.test"))
         async with open_session(client, server) as session:
             assert await session.list_tools() == []
-            address[0] = "127.0.0.2"
             with pytest.raises(NotSent, match=r"not in agent\.mcp_networks"):
                 await session.call("add", {}, None, no_mark)
         await client.close()

@@ -128,6 +128,7 @@ def forked_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(python))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_peers")
 @pytest.mark.timeout(300)
 def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> None:

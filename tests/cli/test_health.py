@@ -63,6 +63,17 @@ def test_all_workers_of_the_machine_have_to_be_well(tmp_path: Path, port: int) -
     assert (code, said.startswith("no engine answers")) == (1, True)
 
 
+def test_a_worker_tells_its_version_and_what_it_reads(tmp_path: Path, port: int) -> None:
+    status = WorkerStatus("engine", "engine-1", "ok", "0.2.0", (1, 3))
+    probes = {"health": lambda: (True, to_json(status))}
+    endpoint = MetricsEndpoint(list, "127.0.0.1", port, 64, probes)
+    try:
+        told = "engine-1: ok, version 0.2.0 reads messages of versions 1-3\n"
+        assert check(tmp_path) == (0, told)
+    finally:
+        endpoint.close()
+
+
 def test_a_listener_of_another_program_is_no_worker(tmp_path: Path, port: int) -> None:
     endpoint = MetricsEndpoint(list, "127.0.0.1", port)
     try:

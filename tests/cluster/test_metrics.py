@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -202,6 +203,21 @@ def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
             assert process.wait(20) == 0
         finally:
             process.kill()
+
+
+async def test_every_worker_tells_its_health_and_whether_it_takes_work(
+    cluster: Cluster, client: Bus
+) -> None:
+    beats = await client.read_heartbeats()
+    assert {"coordinator", "renderer", "engine", "gateway"} <= {beat.role for beat in beats}
+    async with httpx.AsyncClient(timeout=30) as http:
+        for beat in beats:
+            assert beat.metrics is not None
+            host, port = beat.metrics
+            for path in ("health", "ready"):
+                answer = await http.get(f"http://{host}:{port}/{path}")
+                assert answer.status_code == 200
+                assert answer.json() == {"role": beat.role, "worker": beat.worker, "status": "ok"}
 
 
 def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:

@@ -171,6 +171,7 @@ def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> 
     assert {span.stage for span in finish.path} >= {"engine", "talker", "code2wav"}
 
 
+@pytest.mark.long
 async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus) -> None:
     """Its engine and its talker are killed.
 

@@ -50,11 +50,20 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "request_",
     [
-        request_text("What can you do?", temperature=0.0, **LONG),
-        request_text("What can you do?", temperature=1.0, seed=11, n=2, **LONG),
-        request_text("What can you do?", temperature=0.9, top_k=40, **LONG),
+        pytest.param(
+            request_text("What can you do?", temperature=0.0, **LONG),
+            id="greedy",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            request_text("What can you do?", temperature=1.0, seed=11, n=2, **LONG),
+            id="seeded, two choices",
+        ),
+        pytest.param(
+            request_text("What can you do?", temperature=0.9, top_k=40, **LONG),
+            id="sampled without a seed",
+        ),
     ],
-    ids=["greedy", "seeded, two choices", "sampled without a seed"],
 )
 async def test_an_engine_killed_mid_answer(
     cluster: Cluster, client: Bus, request_: GenerateRequest
@@ -84,7 +93,7 @@ async def test_an_engine_killed_mid_answer(
             assert text_of(records, choice) == text_of(undisturbed, choice)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
     cluster: Cluster, client: Bus, temperature: float
 ) -> None:
@@ -116,7 +125,9 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
         assert tokens_of(records, choice) == tokens_of(undisturbed, choice)
 
 
-@pytest.mark.parametrize("path", BATCHES)
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", pytest.param("/v1/score", marks=pytest.mark.long)]
+)
 async def test_an_engine_killed_amid_embeddings(cluster: Cluster, client: Bus, path: str) -> None:
     kind, texts = BATCHES[path]
     body, name = {"model": "demo"} | texts, new_request_id()

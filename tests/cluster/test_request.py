@@ -408,7 +408,7 @@ async def ask_as(nc: Client, request_id: str, question: dict[str, Any]) -> LogRe
     """Ask as the client of a tenant, whose header names another one; the last record."""
     log = await nc.subscribe(f"pm.tokens.{request_id}")
     data = json.dumps(question | {"request_id": request_id}).encode()
-    await nc.request("pm.request.demo", data, headers={"Pagemill-Tenant": "acme"}, timeout=5)
+    await nc.request("pm.request.demo", data, headers={"Pagemill-Tenant": "acme"}, timeout=60)
     while isinstance(record := decode_record((await log.next_msg(60)).data), TokenChunk):
         pass
     assert isinstance(record, Finish | Failure)
@@ -439,7 +439,7 @@ async def test_clients_of_tenants_are_apart(cluster: Cluster, client: Bus) -> No
     assert await last_record(client, name) is None
     # A cancellation that comes first ends the request of its own tenant, and no other.
     name = new_request_id()
-    await local.request(f"pm.cancel.{name}", b"", timeout=5)
+    await local.request(f"pm.cancel.{name}", b"", timeout=60)
     end = await ask_as(local, name, question)
     assert isinstance(end, Failure)
     assert end.error.code == "cancelled"

@@ -15,13 +15,14 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
+from shared.protocol import request_ids
 from shared.protocol.encoding import json_or_msgpack, or_none
 from shared.protocol.images import PaintParams
 from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipeline_of
 from workers.coordinator import admission
-from workers.coordinator.admission import Admitted, admit, request_id_of
+from workers.coordinator.admission import Admitted, admit
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
 PIPELINES = {name: pipeline_of(model) for name, model in MODELS.items()}
@@ -210,8 +211,8 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
         patch.setattr("msgspec.json.Decoder", CountingDecoder)
         patch.setattr("msgspec.msgpack.Decoder", CountingDecoder)
         patch.setattr(admission, "decode_request", json_or_msgpack(GenerateRequest))
-        patch.setattr(admission, "_decode_id", or_none(json_or_msgpack(admission._OnlyId)))
-        assert admission.request_id_of(None, data, "pm.request.m") is None
+        patch.setattr(request_ids, "_decode_id", or_none(json_or_msgpack(request_ids._OnlyId)))
+        assert request_ids.request_id_of(None, data, "pm.request.m") is None
         with pytest.raises(InvalidRequest, match="at most 50000 values") as caught:
             admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
     assert caught.value.field == "template_kwargs"
@@ -235,27 +236,6 @@ def test_an_adapter_is_one_of_the_models_own() -> None:
         with pytest.raises(UnknownAdapter, match=named) as caught:
             admit(f"pm.request.{model}", "r1", json.dumps(body).encode(), models, pipelines)
         assert caught.value.field == "adapter"
-
-
-@pytest.mark.parametrize(
-    ("header", "data", "expected"),
-    [
-        ("r1", b"garbage", "r1"),
-        (None, b'{"request_id": "r2", "x": 1}', "r2"),
-        (None, msgspec.msgpack.encode({"request_id": "r3"}), "r3"),
-        ("a.b", b"{}", None),
-        ("*", b"{}", None),
-        ("", b"{}", None),
-        ("x" * 129, b"{}", None),
-        ("item_" + "0" * 64, b"{}", None),
-        (None, b'{"request_id": "item_1"}', None),
-        (None, b'{"request_id": "a b"}', None),
-        (None, b"garbage", None),
-        (None, b"{}", None),
-    ],
-)
-def test_the_id_to_answer_under(header: str | None, data: bytes, expected: str | None) -> None:
-    assert request_id_of(header, data, "pm.request.m") == expected
 
 
 @pytest.mark.parametrize(("header", "tenant"), [(None, ""), ("a-1_B", "a-1_B"), ("x" * 128,) * 2])

@@ -54,6 +54,7 @@ async def admit(bus: Bus, request_id: str) -> list[str]:
         receipt="r",
         tenant=None,
         msg_id=request_id,
+        headers={},
         retry=retry,
         ack=ack,
         abandon=lambda: None,

@@ -69,7 +69,9 @@ def start_gateway_at(
         process: Process = (
             preloaded.start(command, cwd=folder, env=env, stderr=stderr)
             if forked
-            else subprocess.Popen([*PAGEMILL, *command], cwd=folder, env=env, stderr=stderr)
+            else subprocess.Popen(
+                [*PAGEMILL, *command], cwd=folder, env=env, stderr=stderr, start_new_session=True
+            )
         )
     deadline = time.monotonic() + 30
     while (found := _listening(log, start)) is None:

@@ -1,16 +1,22 @@
 """A real server that counts connections, and fetchers that call it."""
 
+import asyncio
+import atexit
 import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiodns
 import pytest
 
 from shared.config_renderer import RendererConfig
+from tests.renderer.threads import in_thread
 from workers.renderer.media.fetcher import Fetcher
+from workers.renderer.media.loader import MediaLoader
 
 LOOPBACK = ["127.0.0.0/8"]
 
@@ -79,21 +85,41 @@ def config(networks: list[str] | None = None, **given: object) -> RendererConfig
     return RendererConfig(media_networks=networks or [], **given)  # type: ignore[arg-type]
 
 
-def fetcher(networks: list[str] | None = None, **given: object) -> Fetcher:
-    return Fetcher(config(networks, **given))
+RUNNER = asyncio.Runner()
+atexit.register(RUNNER.close)
+
+
+class Blocking:
+    """A fetcher or a loader for tests without a loop."""
+
+    def __init__(self, made: Fetcher | MediaLoader) -> None:
+        self._made = made
+
+    def fetch(self, *args: Any) -> bytes:
+        assert isinstance(self._made, Fetcher)
+        return RUNNER.run(self._made.fetch(*args))
+
+    def read(self, *args: Any) -> bytes:
+        assert isinstance(self._made, MediaLoader)
+        return RUNNER.run(self._made.read(*args))
+
+
+def fetcher(networks: list[str] | None = None, **given: object) -> Blocking:
+    return Blocking(Fetcher(config(networks, **given)))
+
+
+def loader(limits: RendererConfig) -> Blocking:
+    return Blocking(MediaLoader(limits, in_thread))
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
     """Names resolve to each of `answers` in turn; returns the names that were asked for."""
     asked: list[str] = []
-    really = socket.getaddrinfo
 
-    def getaddrinfo(host: str, port: int, *args: object, **options: object) -> list[Any]:
-        if host.endswith(tuple("0123456789")):  # the dial itself
-            return really(host, port, *args, **options)  # type: ignore[arg-type]
+    async def getaddrinfo(_: object, host: str, **options: object) -> Any:
         asked.append(host)
         found = answers[min(len(asked), len(answers)) - 1]
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
+        return SimpleNamespace(nodes=[SimpleNamespace(addr=(a.encode(), 0)) for a in found])
 
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(aiodns.DNSResolver, "getaddrinfo", getaddrinfo)
     return asked

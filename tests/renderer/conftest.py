@@ -1,5 +1,6 @@
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpcore2
 import pytest
@@ -26,11 +27,11 @@ def canary_everywhere() -> Iterator[Canary]:
 def dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses to which connections were tried."""
     tried: list[str] = []
-    really = httpcore2.SyncBackend.connect_tcp
+    really = httpcore2.AnyIOBackend.connect_tcp
 
-    def connect_tcp(self: object, host: str, *args: object) -> httpcore2.NetworkStream:
+    async def connect_tcp(self: Any, host: str, *args: Any) -> httpcore2.AsyncNetworkStream:
         tried.append(host)
-        return really(self, host, *args)  # type: ignore[arg-type]
+        return await really(self, host, *args)
 
-    monkeypatch.setattr(httpcore2.SyncBackend, "connect_tcp", connect_tcp)
+    monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
     return tried

@@ -10,7 +10,7 @@ from typing import Any
 import httpcore2
 
 from shared.config_agent import AgentConfig
-from shared.dialing import AddressBlocked, GuardedAsyncBackend, url_of
+from shared.dialing import AddressBlocked, GuardedBackend, Resolver, url_of
 from shared.lru import ByteLRU
 from shared.protocol.items import ListedTool
 from shared.targets import Target
@@ -63,6 +63,7 @@ class McpClient:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._networks = [ip_network(text) for text in config.mcp_networks]
+        self._resolver = Resolver()
         self._tls = httpcore2.default_ssl_context()
         self._pools: OrderedDict[Server, httpcore2.AsyncConnectionPool] = OrderedDict()
         # Each entry counts as one byte.
@@ -74,6 +75,7 @@ class McpClient:
     async def close(self) -> None:
         for pool in self._pools.values():
             await pool.aclose()
+        await self._resolver.close()
 
     def pool_of(self, server: Server) -> httpcore2.AsyncConnectionPool:
         pool = self._pools.pop(server, None)
@@ -83,8 +85,8 @@ class McpClient:
                 max_connections=MAX_CONNECTIONS,
                 keepalive_expiry=KEEP_ALIVE_S,
                 # Without TLS, requests and tokens stay within our own networks.
-                network_backend=GuardedAsyncBackend(
-                    self._networks, only_allowed=server.target.scheme == "http"
+                network_backend=GuardedBackend(
+                    self._resolver, self._networks, only_allowed=server.target.scheme == "http"
                 ),
             )
         self._pools[server] = pool

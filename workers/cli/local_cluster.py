@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field
@@ -11,17 +12,17 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
-from shared.bus.local_keys import forget_keys, note_keys
+from shared.bus.local_keys import forget_keys
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
 from shared.task_set import TaskSet
 from workers.cli import readiness
-from workers.cli.keyring import DEFAULT_TENANT, Keyring
+from workers.cli.embedded_broker import start_embedded
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
-from workers.cli.settings import keys_folder, login_of, nats_url
+from workers.cli.settings import login_of, nats_url
 from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
 
@@ -72,7 +73,6 @@ class LocalCluster:
     """
 
     def __post_init__(self, configured_url: str | None) -> None:
-        self._store_dir = Path(self._config.nats.store_dir).absolute()
         self.url = configured_url or (nats_url(self._config) if self._config.nats.url else "")
         # Otherwise workers read it from the configuration: arguments show in `ps`, and it may have
         # a password.
@@ -86,8 +86,9 @@ class LocalCluster:
         for title in titles_of(self._specs):
             self.show.progress(title, "starting")
         if not self.url:
-            self._broker = await asyncio.to_thread(self._start_broker)
+            self._broker = await asyncio.to_thread(start_embedded, self._config)
             self.url = self._broker.url
+            await self._fit_streams()
             self._others.append(asyncio.create_task(self._supervise_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
         for number in range(len(self._specs)):
@@ -107,17 +108,33 @@ class LocalCluster:
         if self.when_ready is not None:
             self._others.append(asyncio.create_task(self._keep(self.when_ready, "starter")))
 
-    def _start_broker(self) -> EmbeddedServer:
-        """Start the embedded server, which accepts only those who have one of its keys."""
-        keyring = Keyring(keys_folder(self._config))
-        # A tenant of the first start may have been removed since.
-        keyring.complete([] if keyring.accounts_file.exists() else [DEFAULT_TENANT])
-        broker = EmbeddedServer(
-            self._store_dir, self._config.nats.port, accounts_file=keyring.accounts_file
-        )
-        broker.start()
-        note_keys(broker.port, keyring.folder)
-        return broker
+    async def _fit_streams(self) -> None:
+        """Change the streams of the embedded broker to the configuration, as `pagemill migrate`.
+
+        A limit that has no room for all that is stored is left to that command.
+        """
+        bus = await self._connect("migrate")
+        try:
+            config = self._config
+            bus.configure_streams(config.nats, config.delivery, config.agent)
+            changes = await bus.find_stream_changes(bus.now_ms())
+            kept = [change for change in changes if change.shrinks]
+            # A coordinator creates those that are missing.
+            fitting = [c for c in changes if c.difference.setting and not c.shrinks]
+            await bus.change_streams(fitting)
+        except Unavailable as error:
+            _log.warning("streams_not_compared", reason=error.message)
+            return
+        finally:
+            await bus.close()
+        for change in kept:
+            _log.warning(
+                "stream_not_shrunk",
+                stream=change.difference.stream,
+                setting=change.difference.setting,
+                effect=change.effect,
+                hint="pagemill migrate --shrink",
+            )
 
     async def _connect(self, name: str) -> Bus:
         login = login_of(self._config, given_url=self.url if self.passes_url else None)
@@ -191,6 +208,12 @@ class LocalCluster:
         for process in self._processes.values():
             if process.returncode is None:
                 process.terminate()
+
+    def reload(self) -> None:
+        """Make the workers read their configuration again."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
         """Drain all workers, then stop the broker."""

@@ -144,7 +144,7 @@ def print_refusal(error: PagemillError) -> None:
 def call_on_signals(
     handler: Callable[[], object], *, on_hangup: Callable[[], object] | None = None
 ) -> None:
-    """Call `handler` on Ctrl-C and SIGTERM, and `on_hangup` at the end of the terminal.
+    """Call `handler` on Ctrl-C and SIGTERM, and `on_hangup` on SIGHUP.
 
     `on_hangup` is `handler` by default. Under nohup, SIGHUP stays ignored.
     """

@@ -137,9 +137,16 @@ def _headline(seen: Frame) -> str:
 
 def _pools(seen: Frame) -> Table:
     return _table(
-        ("pool", "models", "#workers", "#silent", "versions"),
+        ("pool", "models", "#workers", "#silent", "versions", "reads"),
         (
-            (p.role, ", ".join(p.models), p.workers, p.silent, ", ".join(p.versions))
+            (
+                p.role,
+                ", ".join(p.models),
+                p.workers,
+                p.silent,
+                ", ".join(p.versions),
+                ", ".join(p.reads),
+            )
             for p in seen.pools
         ),
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from shared.protocol.versions import range_words
 from shared.telemetry.deltas import (
     ClusterSnapshot,
     Samples,
@@ -24,6 +25,8 @@ class Pool(Struct, frozen=True):
     silent: int
     """Workers with a heartbeat that did not report their metrics in time."""
     versions: list[str]
+    reads: list[str]
+    """Versions of messages that they read, such as `1-3`; `?` for workers that do not tell."""
 
 
 class StartingRow(Struct, frozen=True):
@@ -165,11 +168,12 @@ def _pools(now: ClusterSnapshot) -> list[Pool]:
         beats = [b for b in now.beats if b.role == role and b.models == models]
         silent = sum(beat.worker not in now.metrics for beat in beats)
         versions = sorted({beat.version for beat in beats})
-        pools.append(Pool(role, models, len(beats), silent, versions))
+        reads = sorted({range_words(beat.reads) for beat in beats})
+        pools.append(Pool(role, models, len(beats), silent, versions, reads))
     served = {(beat.stage or beat.role, model) for beat in now.beats for model in beat.models}
     queues = dict.fromkeys((queue.role, queue.model) for queue in now.queues if queue.model)
     empty = (queue for queue in queues if queue not in served)
-    return pools + [Pool(stage, [model], 0, 0, []) for stage, model in empty]
+    return pools + [Pool(stage, [model], 0, 0, [], []) for stage, model in empty]
 
 
 def _queue_order(queue: StageQueue) -> tuple[str, str, bool]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shared.bus.login import without_credentials
 from shared.config import Config
 from shared.errors import PagemillError
+from shared.stage.signals import has_terminal
 from shared.telemetry import logs
 from workers.cli import log_file
 from workers.cli.local_cluster import LocalCluster
@@ -45,7 +46,8 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
             cluster.requeue_now()
         stopping.set()
 
-    call_on_signals(stop_or_requeue, on_hangup=stopping.set)
+    # Without a terminal, a service manager asks for a reload.
+    call_on_signals(stop_or_requeue, on_hangup=stopping.set if has_terminal() else cluster.reload)
     display.open()
     ticks = asyncio.create_task(display.keep_current())
     start = asyncio.create_task(cluster.start())

@@ -1,9 +1,10 @@
 """Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
@@ -25,26 +26,13 @@ class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-class _OnlyId(msgspec.Struct, frozen=True):
-    request_id: str | None = None
+class _OnlyTimeout(msgspec.Struct, frozen=True):
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
 
 # Decoders of a part of a request, whose other fields are not looked at.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_id = or_none(json_or_msgpack(_OnlyId))
-
-
-def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
-    """The id under which a request can be answered, even if the rest of it is of no use.
-
-    The ids of each tenant's clients are apart from those of all others.
-    """
-    if header is None:
-        found = _decode_id(data)
-        header = None if found is None else found.request_id
-    if header is None or not names.is_request_id(header):
-        return None
-    return names.scoped_id(header, subjects.tenant_of(subject))
+_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
 
 
 class Admitted(NamedTuple):
@@ -218,6 +206,13 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
             field="timeout_s",
         )
     return accepted_ms + 1000 * timeout_s
+
+
+def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) -> float:
+    """When a request must have ended of which nothing else can be read."""
+    found = _decode_timeout(data)
+    timeout_s = None if found is None else found.timeout_s
+    return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:

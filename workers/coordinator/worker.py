@@ -5,12 +5,23 @@ comes back then, no worker has ended it, and the coordinator does. So the queue 
 requests in flight, its limit bounds their number, and no timer lives in a process that can die.
 """
 
+import contextlib
+
 from shared.bus.consumer import Consumer, Delivery
-from shared.errors import Cancelled, DeadlineExceeded, DecodeError
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DecodeError,
+    PagemillError,
+    Unavailable,
+    UnsupportedVersion,
+)
 from shared.protocol import names, subjects
 from shared.protocol.pipeline import TEXT
+from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of
-from shared.protocol.task_messages import EMBEDDING_VERSION, RequestTicket, TaskHeader
+from shared.protocol.task_messages import RequestTicket, TaskHeader
+from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.retry import History
@@ -19,8 +30,9 @@ from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
-from workers.coordinator.admission import Admitted, admit, deadline_ms, request_id_of
+from workers.coordinator.admission import Admitted, admit, deadline_ms, latest_deadline_ms
 from workers.coordinator.stage_waits import StageWaits
+from workers.coordinator.unread_tasks import why_unread
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
 # is delivered again.
@@ -71,7 +83,12 @@ class Coordinator:
 
     def _job(self, delivery: Delivery, request_id: str | None) -> Job:
         # Attempts are not recorded here, because they take milliseconds: each delivery counts.
-        history = History(failures=delivery.attempt - 1, deaths=0)
+        # Those of a request that older coordinators may have left do not, until it must be over.
+        is_late = (
+            self._context.bus.now_ms() > delivery.stored_ms + 1000 * self._delivery.max_timeout_s
+        )
+        is_counted = is_late or VERSION_HEADER not in delivery.headers
+        history = History(failures=delivery.attempt - 1 if is_counted else 0, deaths=0)
         return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
 
     async def _admit_or_end(self, job: Job) -> None:
@@ -84,6 +101,8 @@ class Coordinator:
                 field="request_id",
             )
         if await self._has_ended(job, job.request_id):
+            return
+        if await self._has_expired_unread(job):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
@@ -103,7 +122,8 @@ class Coordinator:
             prompt_cache_key=request.prompt_cache_key or "",
         )
         if bus.now_ms() >= ticket.deadline_ms:
-            await self._expire(job, ticket, request.on_late)
+            allowed_s = (ticket.deadline_ms - ticket.accepted_ms) / 1000
+            await self._expire(job, allowed_s, request.on_late)
             return
         job.header = TaskHeader(
             request_id=job.request_id,
@@ -119,7 +139,6 @@ class Coordinator:
             voice=admitted.voice,
             on_late=request.on_late,
             image=admitted.image,
-            version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
         if admitted.outputs:
             await output_ends.begin(bus, job.request_id, admitted.outputs)
@@ -128,6 +147,22 @@ class Coordinator:
                 return
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _has_expired_unread(self, job: Job) -> bool:
+        """Whether the request is of a newer version, and is ended because its time is over.
+
+        Raises UnsupportedVersion until then.
+        """
+        delivery = job.delivery
+        try:
+            check_version(version_of(delivery.headers), "this request")
+        except UnsupportedVersion:
+            late_ms = latest_deadline_ms(delivery.data, delivery.stored_ms, self._delivery)
+            if self._context.bus.now_ms() < late_ms:
+                raise
+            await self._expire(job, (late_ms - delivery.stored_ms) / 1000, "fail")
+            return True
+        return False
 
     async def _has_ended(self, job: Job, request_id: str) -> bool:
         """Whether the request has its final record; if so, close its outputs and settle it."""
@@ -151,13 +186,15 @@ class Coordinator:
             lane=header.lane,
         )
 
-    async def _expire(self, job: Job, ticket: RequestTicket, on_late: OnLate) -> None:
+    async def _expire(self, job: Job, allowed_s: float, on_late: OnLate) -> None:
         assert job.request_id is not None
         bus, request_id = self._context.bus, job.request_id
-        allowed_s = (ticket.deadline_ms - ticket.accepted_ms) / 1000
-        error = DeadlineExceeded(
-            f"not finished within {allowed_s:g} s of its acceptance", field="timeout_s"
-        )
+        late, unread = f"not finished within {allowed_s:g} s of its acceptance", None
+        with contextlib.suppress(Unavailable):
+            unread = await why_unread(bus, request_id)
+        error: PagemillError = DeadlineExceeded(late, field="timeout_s")
+        if unread is not None:
+            error = UnsupportedVersion(f"{late}: {unread}")
         path = [self._stage.span(job)]
         ends_in_text = on_late == "text" and await output_ends.has_ended(bus, request_id, TEXT)
         end = cut_outputs if ends_in_text else end_request

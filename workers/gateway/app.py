@@ -33,6 +33,7 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
 from workers.gateway.http.body import BodyReader
 from workers.gateway.http.middleware import EdgeMiddleware
+from workers.gateway.http.origins import OriginPolicy
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
@@ -80,6 +81,7 @@ class AppContext:
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)
+        self.origins = OriginPolicy(config.gateway)
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """Model cards by model, each with the loop time at which it was received."""
@@ -111,6 +113,11 @@ class AppContext:
             models = ", ".join(sorted(self.config.models))
             raise UnknownModel(f"no model {model!r}; there is: {models}", field="model")
 
+    def reload(self, config: Config) -> None:
+        """Take over the API keys of a changed configuration."""
+        self._keyring = Keyring(config.gateway.api_keys)
+        self.origins.set_keys(config.gateway.api_keys)
+
     async def close(self) -> None:
         """Wait for the background work."""
         await asyncio.gather(*self.background, return_exceptions=True)
@@ -136,6 +143,7 @@ class AppContext:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            request.scope["tenant"] = caller.tenant
             if counted:
                 self._rate_limiter.acquire(caller)
                 request.scope["release_slot"] = lambda: self._rate_limiter.release(caller)
@@ -153,7 +161,7 @@ class AppContext:
 def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
     # A redirect would lead to the host that the client's own Host header names.
     router = Router(list(routes), redirect_slashes=False)
-    return EdgeMiddleware(router, context.limits, context.metrics, error_response)
+    return EdgeMiddleware(router, context.limits, context.metrics, error_response, context.origins)
 
 
 def error_response(error: Exception) -> Response:

@@ -15,6 +15,7 @@ from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, MakeAssembler, error_response
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.origins import SAFE_METHODS
 from workers.gateway.http.sse import ErrorResponder
 
 SCALE_OUT = "Scale-out"
@@ -66,9 +67,12 @@ class ApiOperation(Struct, frozen=True):
         """Error codes, by their status."""
         found: set[type[PagemillError]] = {
             errors.HeadersTooLarge,
+            errors.ForeignHost,
             shared_errors.WorkerFailure,
             *self.refuses,
         }
+        if self.method not in SAFE_METHODS:
+            found.add(errors.ForeignOrigin)
         if not self.public:
             found.add(errors.InvalidKey)
         if self.counted:
@@ -158,6 +162,7 @@ RENDERER_ERRORS: Errors = (
     shared_errors.UnknownAdapter,
     shared_errors.UnknownModel,
     shared_errors.UnsupportedContent,
+    shared_errors.UnsupportedVersion,
 )
 """Errors with which a renderer may reply."""
 

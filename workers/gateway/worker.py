@@ -38,6 +38,7 @@ OTHER_FILES = 192
 async def main(context: Context) -> None:
     config = context.config.gateway
     app = AppContext(context.bus, context.config, context.metrics, context.worker)
+    context.reloader.takers.append(app.reload)
     with _listening(config) as listener:
         num_connections = _affordable(config.max_connections)
         if num_connections < config.max_connections:

@@ -137,9 +137,7 @@ class PreviewPath:
                 limit = self._config.max_bytes[part.modality]
                 data = await read_stored(self._bus, part.url, part.field, limit, tenant)
             else:
-                data = await self._in_thread(
-                    self._loader.read, part.url, part.field, None, part.modality
-                )
+                data = await self._loader.read(part.url, part.field, None, part.modality, tenant)
             yield part, data
 
     def _open(

@@ -53,7 +53,7 @@ class RendererWorker:
         """Requests in flight here that were ended elsewhere."""
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
-        self._loader = MediaLoader(limits)
+        self._loader = MediaLoader(limits, self._in_thread)
         self._decoders = MediaDecoders(limits, self._in_thread)
         self._render_path = RenderPath(
             context.bus, blobs, self._config, self._decoders, self._in_thread
@@ -128,6 +128,7 @@ class RendererWorker:
             group.create_task(loop.run())
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._decoders.close()
+        await self._loader.close()
 
     def _note_ended(self, subject: str) -> None:
         request_id = subjects.last_token(subject)
@@ -196,9 +197,7 @@ class RendererWorker:
 
     def _open_media(self, request_id: str, sequence: int, *whose: str) -> RequestMedia:
         limits = self._config.renderer
-        return RequestMedia(
-            self._context.bus, self._loader, limits, self._in_thread, request_id, sequence, *whose
-        )
+        return RequestMedia(self._context.bus, self._loader, limits, request_id, sequence, *whose)
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()

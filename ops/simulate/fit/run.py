@@ -70,7 +70,7 @@ class TimedCluster(LocalCluster):
             *("-m", "ops.simulate.fit.timed_worker", *arguments),
             *("--config", str(self._config_file)),
             cwd=ROOT,
-            env={**os.environ, "FIT_STEPS": str(self._store_dir)},
+            env={**os.environ, "FIT_STEPS": self._config.nats.store_dir},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )

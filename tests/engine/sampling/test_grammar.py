@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -416,7 +416,7 @@ class Counting:
         self.go_on.set()
         self._outcome = outcome
 
-    async def __call__(self, definition: str) -> str:
+    async def __call__(self, definition: str, _: Callable[[], bool]) -> str:
         self.tried.append(definition)
         await self.go_on.wait()
         if isinstance(self._outcome, Exception):

@@ -62,7 +62,7 @@ async def test_a_trial_without_time_is_a_retryable_fault_and_not_remembered(
     compiler = new_compiler()
     with monkeypatch.context() as patch:
         on_each_start(patch, stop)
-        patch.setattr(grammar_trial, "MAX_WALL_S", 0.3)
+        patch.setattr(grammar_trial, "TURN_S", 0.3)
         with pytest.raises(GrammarNotTried, match=r"within 0\.3 s") as caught:
             await compile_with(compiler, YES_OR_NO)
     error = caught.value
@@ -124,7 +124,7 @@ async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
 async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    async def refuse(definition: str) -> str:
+    async def refuse(definition: str, _: Callable[[], bool]) -> str:
         tried.append(definition)
         return "x" * 300
 
@@ -150,7 +150,7 @@ class HeldTrials:
         self._ends: list[asyncio.Event] = []
         monkeypatch.setattr(grammars_module, "check_grammar", self._try)
 
-    async def _try(self, definition: str) -> str:
+    async def _try(self, definition: str, _: Callable[[], bool]) -> str:
         self.begun.append(definition)
         self._ends.append(asyncio.Event())
         await self._ends[-1].wait()

@@ -13,6 +13,7 @@ from shared.bus.bus import Bus
 from shared.config_parsing import parse_config
 from shared.errors import ContextTooLong, Overloaded
 from shared.protocol import subjects
+from shared.protocol.audit import AuditRecord
 from shared.protocol.encoding import to_json
 from shared.protocol.items import (
     ApprovalResponseItem,
@@ -36,11 +37,12 @@ from shared.protocol.steps import (
     Step,
     turn_id,
 )
+from shared.state import audit_log
 from shared.state.step_log import StepLog, open_log
 from shared.telemetry.metrics import Metrics
 from workers.gateway.app import AppContext
 from workers.gateway.backend import approvals, response_stream, responses
-from workers.gateway.http.auth import Caller
+from workers.gateway.http.auth import ANONYMOUS, Caller
 from workers.gateway.http.errors import ApprovalUsed, StoreFull
 from workers.gateway.routes.responses import _without_images
 
@@ -106,7 +108,7 @@ async def test_long_conversations_are_refused_and_take_memory_of_bodies(bus: Bus
     before, logs = await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
     assert [log.response_id for log in logs] == before.ancestors == names
     assert scope["body_bytes"] > 3 * 2**20
-    app.bodies.reserve(Request(scope), app.bodies._free_bytes)
+    app.bodies.reserve(Request(scope), app.bodies._memory._free)
     with pytest.raises(Overloaded):
         await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
 
@@ -125,17 +127,23 @@ async def test_an_approval_for_a_response_that_could_not_begin_is_free(bus: Bus)
     (request_id,) = log.state.approvals
     items = [ApprovalResponseItem(request_id, True, "mcpa_1")]
     lost, taken, late = new_name(), new_name(), new_name()
-    assert await approvals.decide(bus, items, [log], lost)
+    alice = Caller("alice", "acme")
+    assert await approvals.decide(bus, alice, items, [log], lost)
+    recorded = await anext(audit_log.read_newest(bus))
+    assert recorded.identity == "gateway"
+    assert recorded.record == AuditRecord("approval", "alice", f"{request_id} approved", "acme")
     # Its gateway fails here, and the client asks again without naming the response.
-    (call,) = await approvals.decide(bus, items, [log], taken)
+    (call,) = await approvals.decide(bus, ANONYMOUS, items, [log], taken)
     with pytest.raises(ApprovalUsed):
         await responses.begin(app, replace(BEGUN, approved=[call]), lost, is_named=True)
     begun = await responses.begin(app, replace(BEGUN, approved=[call]), taken, is_named=False)
     assert begun.state.calls
-    assert [call] == await approvals.decide(bus, items, [log], taken)
+    assert [call] == await approvals.decide(bus, ANONYMOUS, items, [log], taken)
     for name in (late, lost):
         with pytest.raises(ApprovalUsed, match=taken):
-            await approvals.decide(bus, items, [await open_log(bus, "", log.response_id)], name)
+            await approvals.decide(
+                bus, ANONYMOUS, items, [await open_log(bus, "", log.response_id)], name
+            )
     assert list(log.state.decisions.values())[-1:] == [Decided(6, request_id, True, taken)]
 
 

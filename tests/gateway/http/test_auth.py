@@ -22,6 +22,7 @@ from workers.gateway.app import AppContext, error_response
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
+from workers.gateway.http.origins import OriginPolicy
 from workers.gateway.openapi.document import OPERATIONS
 from workers.gateway.worker import all_routes
 
@@ -234,7 +235,13 @@ async def test_the_slot_is_released_before_the_final_byte() -> None:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    edge = EdgeMiddleware(app, GatewayConfig(), Metrics("gateway", "gateway-1"), error_response)
+    edge = EdgeMiddleware(
+        app,
+        GatewayConfig(),
+        Metrics("gateway", "gateway-1"),
+        error_response,
+        OriginPolicy(GatewayConfig()),
+    )
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
     await edge({**scope, "headers": []}, receive, send)
     assert happened == ["released", "sent", "answered"]

@@ -27,7 +27,7 @@ from workers.gateway.worker import OTHER_FILES
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 REFUSED = "pagemill_http_connections_refused_total"
 SLOW = "pagemill_http_slow_clients_total"
 IN_FLIGHT = "pagemill_http_requests_in_flight"
@@ -60,7 +60,7 @@ async def leave(*connections: Connection) -> None:
 
 def post(path: str, body: object) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 

@@ -18,7 +18,7 @@ MAX_GROWTH_BYTES = 64 * 10**6
 SAMPLE_S = 0.01
 CROWD = 500
 MIB = 2**20
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 FLOODS = {

@@ -18,7 +18,7 @@ from tests.gateway.http.test_auth import raw
 from tests.gateway.routes.test_chat import question
 
 PATH = "/v1/chat/completions"
-POST = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+POST = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 INSIDES = re.compile(r"Traceback|/site-packages|\.py|0x[0-9a-f]{6}|nats|127\.0\.0\.1|pm\.")
 
 
@@ -197,7 +197,7 @@ async def _drip(gateway: Gateway) -> bytes:
     """Return the answer to a file that never ends, whose pieces all come in time."""
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     part = b'--XX\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     writer.write(head + b"Content-Type: multipart/form-data; boundary=XX\r\n\r\n")
     writer.write(b"%x\r\n%b\r\n" % (len(part), part))
@@ -239,7 +239,7 @@ async def test_a_pipelined_body_may_arrive_slowly(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ask(max_tokens=1)).encode()
     next_one = POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + next_one + body[:5])
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + next_one + body[:5])
     await asyncio.sleep(2.5)
     writer.write(body[5:])
     answers = await reader.read()
@@ -249,13 +249,13 @@ async def test_a_pipelined_body_may_arrive_slowly(gateway: Gateway) -> None:
 
 async def test_headers_have_a_limit(another: Start) -> None:
     gateway = another(max_header_kib=8, header_timeout_s=0.5)
-    start = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+    start = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     for attack in (
         start + b"X-Large: " + b"x" * 10**6,
         start + b"X-Large: " + b"x" * 9000 + b"\r\n\r\n",
         start + b"".join(b"X-%d: y\r\n" % i for i in range(10_000)),
         start + b"".join(b"X-%d: y\r\n" % i for i in range(200)) + b"\r\n",
-        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ):
         assert (await raw(gateway, attack)).startswith(b"HTTP/1.1 431"), attack[:80]
     late = await raw(gateway, start)

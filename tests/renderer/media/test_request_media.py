@@ -249,10 +249,10 @@ async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], RequestM
 
     def new() -> RequestMedia:
         limits = config_for(model).renderer
-        loader = MediaLoader(limits)
+        loader = MediaLoader(limits, in_thread)
         assert task.header.ticket is not None
         sequence = task.header.ticket.sequence
-        return RequestMedia(bus, loader, limits, in_thread, task.header.request_id, sequence)
+        return RequestMedia(bus, loader, limits, task.header.request_id, sequence)
 
     return new
 

@@ -229,11 +229,11 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
     async def wait() -> None:
         match waits_for:
             case "an answer":
-                await nc.request("test.cancelled", b"", timeout=5)
+                await nc.request("test.cancelled", b"", timeout=60)
             case "the server":
-                await nc.flush(timeout=5)
+                await nc.flush(timeout=60)
             case _:
-                await replies.next(5.0)
+                await replies.next(60.0)
 
     def come() -> None:
         match waits_for:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shared.codec import envelope as codec
 from shared.codec.envelope import ITEM_BYTES, TensorData, decode, encode
-from shared.errors import DecodeError, PayloadTooLarge
+from shared.errors import DecodeError, PayloadTooLarge, UnsupportedVersion
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -148,13 +148,18 @@ def test_trailing_bytes_are_refused() -> None:
     assert refuses(SAMPLE + bytes(64))
 
 
+def test_a_newer_envelope_is_told_from_bytes_that_are_none() -> None:
+    with pytest.raises(UnsupportedVersion, match="has version 2, and this worker reads version 1"):
+        decode(SAMPLE[:4] + b"\2\0" + SAMPLE[6:], Head)
+
+
 def test_bit_flips_never_raise_anything_else() -> None:
     rng = random.Random(1)
     for _ in range(3000):
         data = bytearray(SAMPLE)
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        with contextlib.suppress(DecodeError):
+        with contextlib.suppress(DecodeError, UnsupportedVersion):
             decode(bytes(data), Head)
 
 
@@ -180,7 +185,7 @@ def test_every_byte_of_padding_must_be_zero() -> None:
     [
         b"",
         b"MMQ1" + SAMPLE[4:],
-        SAMPLE[:4] + b"\2\0" + SAMPLE[6:],
+        SAMPLE[:4] + b"\0\0" + SAMPLE[6:],
         SAMPLE[:6] + b"\1\0" + SAMPLE[8:],
         envelope(packed([]), header_len=2**32 - 1),
         envelope(packed([]), header_len=codec.MAX_HEADER_BYTES + 1),

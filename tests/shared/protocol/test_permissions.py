@@ -78,6 +78,12 @@ def test_only_coordinators_and_operators_make_streams(identity: str) -> None:
     assert may_create_streams(identity) == (identity == "coordinator")
 
 
+@pytest.mark.parametrize("identity", [*ROLES, OPERATOR])
+def test_only_operators_change_streams(identity: str) -> None:
+    stream = f"$JS.API.STREAM.UPDATE.{subjects.TOKENS_STREAM}"
+    assert may_publish(permissions_of(identity), stream) == (identity == OPERATOR)
+
+
 @pytest.mark.parametrize("role", STAGE_ROLES)
 def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
     permissions = permissions_of(role)

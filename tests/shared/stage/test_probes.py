@@ -12,10 +12,10 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config, MetricsConfig
+from shared.config import Config, DeliveryConfig, MetricsConfig, NatsConfig
 from shared.protocol.worker_status import decode_status
 from shared.stage import probes
-from shared.stage.runtime import Context
+from shared.stage.runtime import UNHEARD_S, Context
 
 CONFIG = Config(models={}, metrics=MetricsConfig("127.0.0.1"))
 
@@ -68,6 +68,27 @@ async def test_a_worker_without_a_broker_lives_and_is_not_ready(tmp_path: Path) 
     finally:
         await context.close()
         await bus.close()
+
+
+async def test_a_worker_without_streams_lives_and_is_not_ready(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
+    try:
+        await context.open_metrics()
+        context.ready([], dict)
+        context._heard_s -= UNHEARD_S  # As long ago as that.
+        assert await asyncio.to_thread(ask, context, "/ready") == (503, "no streams")
+        assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
+        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        async with asyncio.timeout(60):
+            while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    finally:
+        await context.close()
+        await bus.close()
+        await asyncio.to_thread(server.stop)
 
 
 async def test_a_worker_whose_event_loop_hangs_does_not_live(

@@ -15,6 +15,15 @@ from tests import preloaded
 
 ROOT = Path(__file__).parents[3]
 
+# The process gets a terminal of its own.
+WITH_TERMINAL = """
+import contextlib, fcntl, os, pty, termios
+_, slave = pty.openpty()
+with contextlib.suppress(PermissionError):  # It leads a session already.
+    os.setsid()
+fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+"""
+
 # The worker sends itself `before` signals in its main, and one more after it has drained.
 WORKER = """
 import asyncio, os, signal, sys
@@ -43,7 +52,7 @@ CASES = [(n, name) for n in (0, 1, 2) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 async def test_a_signal_after_the_drain_does_not_kill_the_worker(
     broker: EmbeddedServer, num_before: int, name: str
 ) -> None:
-    done = await run_script(WORKER, broker.url, str(num_before), name)
+    done = await run_script(WITH_TERMINAL + WORKER, broker.url, str(num_before), name)
     assert done.returncode == 0, done.stderr
     assert "drained" in done.stderr
 
@@ -79,7 +88,7 @@ sys.exit(uvloop.run(run()))
 
 
 async def test_a_second_hangup_does_not_hurry_the_drain(broker: EmbeddedServer) -> None:
-    done = await run_script(CLOSED_TERMINAL, broker.url)
+    done = await run_script(WITH_TERMINAL + CLOSED_TERMINAL, broker.url)
     assert done.returncode == 0, done.stderr
 
 
@@ -130,7 +139,7 @@ def test_a_worker_that_starts_ends_at_once(
 ) -> None:
     # Nothing answers there, and the connection is tried again.
     url = broker.url if step == "loading" else "nats://127.0.0.1:9"
-    command = [sys.executable, "-c", STARTS, url]
+    command = [sys.executable, "-c", WITH_TERMINAL + STARTS, url]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
         try:
             assert worker.stdout is not None

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names
-from shared.protocol.encoding import is_packed, to_json
+from shared.protocol.encoding import is_packed
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
+from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, find_login
 from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
@@ -74,8 +75,10 @@ async def requeue_letter(
     """
     async with connected(find_login(config, nats), "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
+        recorded = audited(bus, "dead.requeue", request_id, letter.tenant)
         if letter.role == AGENT:
-            await dead_letters.requeue_response(bus, letter)
+            async with recorded:
+                await dead_letters.requeue_response(bus, letter)
             out.print(f"given to the agents again: pagemill where {request_id}", highlight=False)
             return 0
         if not letter.request:
@@ -88,7 +91,8 @@ async def requeue_letter(
             raise InvalidRequest(message) from error
         name, _ = names.split_id(request_id)
         request = msgspec.structs.replace(request, request_id=name)
-        await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
+        async with recorded:
+            await dead_letters.requeue(bus, request_id, request, letter.tenant)
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 

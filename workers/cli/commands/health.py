@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from shared.config import METRICS_PORTS, MetricsConfig
 from shared.errors import ConfigError
+from shared.protocol.versions import range_words
 from shared.protocol.worker_status import WorkerStatus, decode_status
 from workers.cli.options import ConfigFile, check_role, load
 from workers.cli.terminal import print_line
@@ -43,7 +44,12 @@ def health(
     asked = _ask_all(metrics, "ready" if ready else "health")
     found = [status for status in asked if role is None or status.role in (role, "")]
     for status in found:
-        print_line(f"{status.worker}: {status.status}")
+        about = [status.status]
+        if status.reads is not None:
+            about.append(
+                f"version {status.version} reads messages of versions {range_words(status.reads)}"
+            )
+        print_line(f"{status.worker}: {', '.join(about)}")
     if not found:
         print_line(f"no {role or 'worker'} answers at {metrics.listen} from port {metrics.port} on")
     return 0 if found and all(status.is_ok for status in found) else 1

@@ -1,16 +1,21 @@
 """Commands for keys on the bus: `pagemill keys`."""
 
+import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from shared.protocol.audit import Action
 from workers.cli import settings
+from workers.cli.audited import audited_if_possible
 from workers.cli.keyring import Keyring
-from workers.cli.options import ConfigFile, load
+from workers.cli.options import ConfigFile, find_login, load
 from workers.cli.terminal import errors, print_line
 
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
@@ -25,49 +30,47 @@ Folder = Annotated[
 
 
 @keys.command(name="make")
-def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
+async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
     """Make the keys that are missing, of all roles and of the operator, and the server's accounts.
 
     The accounts allow what this version's roles need: run this again after an upgrade.
     """
-    keyring = _open(directory, config)
-    for name in keyring.complete():
-        print_line(f"{name}.nk")
-    _reload(keyring, config)
+    async with _changing("keys.make", "", directory, config) as keyring:
+        for name in keyring.complete():
+            print_line(f"{name}.nk")
     return 0
 
 
 @keys.command(name="add-tenant")
-def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
+async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
     """Make a key for the clients of a tenant, and print its file.
 
     They can do nothing but send requests, cancel them and read their answers, as this tenant.
     """
-    keyring = _open(directory, config)
-    print_line(str(keyring.add_tenant(name)))
-    _reload(keyring, config)
+    async with _changing("keys.add-tenant", name, directory, config) as keyring:
+        print_line(str(keyring.add_tenant(name)))
     return 0
 
 
 @keys.command(name="remove-tenant")
-def remove_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
+async def remove_tenant(
+    name: str, /, *, directory: Folder = None, config: ConfigFile = None
+) -> int:
     """Remove the key of a tenant, whose clients are then disconnected."""
-    keyring = _open(directory, config)
-    keyring.remove_tenant(name)
-    _reload(keyring, config)
+    async with _changing("keys.remove-tenant", name, directory, config) as keyring:
+        keyring.remove_tenant(name)
     return 0
 
 
 @keys.command(name="rotate")
-def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
+async def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
     """Replace keys: those of roles, as `engine`, and of tenants, as `tenants/acme`; by default all.
 
     Workers read the new key when they connect again, which the server makes them do.
     """
-    keyring = _open(directory, config)
-    for file in keyring.rotate(names):
-        print_line(str(file))
-    _reload(keyring, config)
+    async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
+        for file in keyring.rotate(names):
+            print_line(str(file))
     return 0
 
 
@@ -82,6 +85,17 @@ def list_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
 
 def _open(directory: Path | None, config: Path | None) -> Keyring:
     return Keyring(directory or settings.keys_folder(load(config)))
+
+
+@contextlib.asynccontextmanager
+async def _changing(
+    action: Action, target: str, directory: Path | None, config: Path | None
+) -> AsyncIterator[Keyring]:
+    """Yield the keys to change, and have the server accept them."""
+    keyring = _open(directory, config)
+    async with audited_if_possible(find_login(config, None), action, target):
+        yield keyring
+        await asyncio.to_thread(_reload, keyring, config)
 
 
 def _reload(keyring: Keyring, config: Path | None) -> None:

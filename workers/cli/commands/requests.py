@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Cancelled, NotFound
+from shared.protocol.names import split_id
 from shared.protocol.pipeline import TEXT
 from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
@@ -27,6 +28,7 @@ from workers.cli.ask import (
     print_records,
     with_media,
 )
+from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import (
     ConfigFile,
@@ -181,14 +183,20 @@ async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl
             if not before.num_unread:
                 raise _unknown(before)
             # Until a coordinator reads the request, no more can be done than to store this.
-            await client.cancel(bus, request_id)
+            await _cancel(bus, request_id)
             raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
-        await client.cancel(bus, request_id)
+        await _cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
     if after.has_ended:
         return _print_end(after)
     print_line(f"{request_id} is not cancelled yet: a coordinator cancels it as soon as one runs")
     return 0
+
+
+async def _cancel(bus: Bus, request_id: str) -> None:
+    _, tenant = split_id(request_id)
+    async with audited(bus, "cancel", request_id, tenant):
+        await client.cancel(bus, request_id)
 
 
 async def _find(

@@ -10,6 +10,7 @@ from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.orders import with_sizes
 from shared.state import scale_state
 from workers.cli import settings
+from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.terminal import print_json, print_line, print_note
@@ -64,7 +65,11 @@ async def scale(
     async with connected(settings.login_of(loaded, given_url=nats), "scale") as bus:
         if changes or pause or resume:
             paused = True if pause else False if resume else None
-            await scale_state.change_orders(bus, lambda orders: _changed(orders, changes, paused))
+            told = " ".join([*sizes, *["pause"] * pause, *["resume"] * resume])
+            async with audited(bus, "scale", told):
+                await scale_state.change_orders(
+                    bus, lambda orders: _changed(orders, changes, paused)
+                )
         orders = await scale_state.read_orders(bus)
         plan = await scale_state.read_current_plan(bus)
     _show(plan, orders, pools, as_json=json)

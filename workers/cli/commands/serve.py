@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +24,7 @@ from workers.cli.local_cluster import LocalCluster
 from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
-from workers.cli.options import ConfigFile, NatsUrl, check_role, load
+from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
@@ -156,7 +157,8 @@ def worker(
     try:
         # transformers imports the hub's library.
         check_endpoint()
-        loaded = load(config)
+        file = settings.find_config_file(config)
+        loaded = settings.load_config(file)
         login = settings.login_of(loaded, role, nats)
     except ConfigError as error:
         print_refusal(error)
@@ -166,7 +168,11 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return uvloop.run(runtime.run(role, load_main(role), loaded, login, model, stage))
+    return uvloop.run(
+        runtime.run(
+            role, load_main(role), loaded, login, model, stage, partial(settings.load_config, file)
+        )
+    )
 
 
 def load_main(role: str) -> runtime.Main:

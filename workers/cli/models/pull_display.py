@@ -3,6 +3,7 @@
 import threading
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,8 +21,16 @@ LINE_S = 4.0
 
 
 class PullDisplay:
-    def __init__(self, console: Console, *, live: bool, line_s: float = LINE_S) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        live: bool,
+        line_s: float = LINE_S,
+        waiting: str = "asking the hub …",
+    ) -> None:
         self._console = console
+        self._waiting = waiting
         self._line_s = line_s
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
@@ -30,7 +39,7 @@ class PullDisplay:
         self._bars = _bars(console) if live else None
         self._bar = None if self._bars is None else self._bars.add_task("", start=False)
 
-    def __enter__(self) -> "PullDisplay":
+    def __enter__(self) -> Self:
         if self._bars is not None:
             self._bars.start()
         else:
@@ -75,7 +84,7 @@ class PullDisplay:
                     f" {decimal(int(max(0, rate)))}/s"
                 )
             else:
-                self.say("asking the hub …")
+                self.say(self._waiting)
 
 
 def _bars(console: Console) -> Bars:

@@ -144,7 +144,7 @@ class GrammarCompiler:
             # Another tenant may have had the same definition compiled meanwhile.
             if (known := self._find(definition)) is not None:
                 return known
-            reason = await check_grammar(definition)
+            reason = await check_grammar(definition, lambda: self._slots.is_wanted(tenant))
             if not reason:
                 matcher = await _run_in_thread(lambda: self._warm(definition))
                 reason = error_of(matcher)

@@ -5,15 +5,18 @@ from collections.abc import Sequence
 
 from shared.bus.bus import Bus
 from shared.errors import Fenced, InvalidRequest
+from shared.protocol.audit import AuditRecord
 from shared.protocol.items import ApprovalResponseItem, Item
 from shared.protocol.steps import ApprovedCall, Decided, Ended
+from shared.state import audit_log
 from shared.state.step_log import StepLog, open_log
 from workers.gateway.backend.responses import publish_task
+from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import ApprovalUsed
 
 
 async def decide(
-    bus: Bus, items: Sequence[Item], logs: Sequence[StepLog], response_id: str
+    bus: Bus, caller: Caller, items: Sequence[Item], logs: Sequence[StepLog], response_id: str
 ) -> list[ApprovedCall]:
     """Record the decisions of a response's input, and return the calls that are approved.
 
@@ -31,7 +34,7 @@ async def decide(
         log = next((log for log in logs if name in log.state.approvals), None)
         if log is None:
             raise InvalidRequest("this conversation has no such approval request", field=field)
-        await _record(bus, log, Decided(0, name, item.approve, response_id), field)
+        await _record(bus, caller, log, Decided(0, name, item.approve, response_id), field)
         asked = log.state.approvals[name]
         if item.approve:
             approved.append(
@@ -46,7 +49,7 @@ async def decide(
     return approved
 
 
-async def _record(bus: Bus, log: StepLog, decision: Decided, field: str) -> None:
+async def _record(bus: Bus, caller: Caller, log: StepLog, decision: Decided, field: str) -> None:
     while True:
         known = log.state.decisions.get(decision.approval_id)
         # The same response may come a second time, because its client has seen no answer.
@@ -58,6 +61,11 @@ async def _record(bus: Bus, log: StepLog, decision: Decided, field: str) -> None
             raise ApprovalUsed(
                 f"this approval request has been decided on by {known.by}", field=field
             )
+        # First, so that no decision has an effect that is not recorded.
+        target = f"{decision.approval_id} {'approved' if decision.approve else 'denied'}"
+        await audit_log.write(
+            bus, "gateway", AuditRecord("approval", caller.name, target, caller.tenant)
+        )
         log.overtaken = False  # The decisions that it has now are known.
         with contextlib.suppress(Fenced):
             await log.append(decision)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from shared.errors import InvalidRequest
 from shared.protocol.messages import MAX_PARTS
 from shared.protocol.requests import GenerateRequest
-from shared.protocol.sampling import MAX_SEED
+from shared.protocol.sampling import MAX_GRAMMAR_BYTES, MAX_SEED
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.openai_request import (
     CommonRequest,
@@ -108,6 +108,11 @@ def _constraints_of(request: CommonRequest) -> Iterator[tuple[str, dict[str, Any
 def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
     schema: Any = given
     if isinstance(given, str):
+        if len(given) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"{field} has {len(given)} characters, the limit is {MAX_GRAMMAR_BYTES}",
+                field=field,
+            )
         try:
             schema = json.loads(given)
         except (ValueError, RecursionError):

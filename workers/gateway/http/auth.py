@@ -67,16 +67,16 @@ class _KeyUsage:
     """A token bucket that fills evenly, and the number of requests in flight."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
-        self._key = key
+        self.key = key
         self._tokens = float(key.max_requests_per_minute or 0)
         self._filled_s = now_s
         self.in_flight = 0
 
     def acquire(self, now_s: float) -> None:
-        limit = self._key.max_concurrent
+        limit = self.key.max_concurrent
         if limit is not None and self.in_flight >= limit:
             raise RateLimited(f"this key may have {limit} requests at one time", BUSY_S)
-        rate = self._key.max_requests_per_minute
+        rate = self.key.max_requests_per_minute
         if rate is not None:
             earned = (now_s - self._filled_s) * rate / 60
             self._tokens, self._filled_s = min(float(rate), self._tokens + earned), now_s
@@ -103,6 +103,7 @@ class RateLimiter:
         usage = self._key_usage.get(caller.key.sha256)
         if usage is None:
             usage = self._key_usage[caller.key.sha256] = _KeyUsage(caller.key, now_s)
+        usage.key = caller.key  # Its limits may have changed.
         usage.acquire(now_s)
 
     def release(self, caller: Caller) -> None:

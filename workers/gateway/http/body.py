@@ -1,6 +1,7 @@
 """Request bodies: limits on size and time, and decoding of JSON."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -8,7 +9,9 @@ from starlette.requests import Request
 
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
+from shared.fair_slots import FairSlots
 from shared.protocol.value_limits import check_json
+from shared.tenant_shares import TenantShares
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,
@@ -23,6 +26,8 @@ T = TypeVar("T")
 MAX_VALUES = 2**20
 # As many bodies of the largest size may be in memory at one time, or more smaller ones.
 MAX_LARGEST = 16
+MAX_WAITING = 16
+"""Limit on bodies that wait for the thread of `in_turn`."""
 
 
 class BodyReader:
@@ -30,7 +35,13 @@ class BodyReader:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
-        self._free_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
+        keys = limits.api_keys
+        has_tenants = len({key.name if key.tenant is None else key.tenant for key in keys}) > 1
+        num_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
+        self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
+        # Others may be at work on the rest of the connections.
+        self._unfinished = TenantShares(limits.max_connections // 2, has_tenants=has_tenants)
+        self._thread = FairSlots(1, "bodies wait to be decoded")
 
     async def read(self, request: Request) -> bytes:
         """Return the request's body. Its memory is reserved until `release`.
@@ -44,7 +55,9 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > limit:
             raise too_large
-        parts, total = [], 0
+        parts, total, tenant = [], 0, tenant_of(request)
+        if not self._unfinished.take(tenant, 1):
+            raise Overloaded("too many request bodies are being received")
         try:
             async with asyncio.timeout(timeout_s):
                 async for part in request.stream():
@@ -55,6 +68,8 @@ class BodyReader:
                     parts.append(part)
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+        finally:
+            self._unfinished.give_back(tenant, 1)
         return b"".join(parts)
 
     async def decode(
@@ -77,16 +92,26 @@ class BodyReader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
 
+    async def in_turn(self, request: Request, work: Callable[[], T]) -> T:
+        """Run work that takes seconds in a thread. Tenants take turns. Raises Overloaded."""
+        async with self._thread.turn(tenant_of(request), MAX_WAITING):
+            return await asyncio.to_thread(work)
+
     def release(self, request: Request) -> None:
         """Free everything that this request has reserved. A second call has no effect."""
-        self._free_bytes += request.scope.pop("body_bytes", 0)
+        self._memory.give_back(tenant_of(request), request.scope.pop("body_bytes", 0))
 
     def reserve(self, request: Request, num_bytes: int) -> None:
         """Reserve memory until `release`. Raises Overloaded."""
-        if num_bytes > self._free_bytes:
+        if not self._memory.take(tenant_of(request), num_bytes):
             raise Overloaded("too many large request bodies are being received")
-        self._free_bytes -= num_bytes
         request.scope["body_bytes"] = request.scope.get("body_bytes", 0) + num_bytes
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of the key that the request was sent with."""
+    tenant: str = request.scope.get("tenant", "")
+    return tenant
 
 
 def check_not_compressed(request: Request) -> None:

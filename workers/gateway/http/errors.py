@@ -103,6 +103,18 @@ class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
 
+class ForeignHost(RequestError):
+    """The Host header names a host that is not one of this gateway's."""
+
+    code = "foreign_host"
+
+
+class ForeignOrigin(RequestError):
+    """A web page of another site has sent the request to a gateway without keys."""
+
+    code = "foreign_origin"
+
+
 class RequestTimeout(RequestError):
     code = "request_timeout"
 
@@ -128,6 +140,7 @@ class RequestFailed(PagemillError):
 STATUSES = {
     InvalidKey.code: 401,
     "media_url_blocked": 403,
+    ForeignOrigin.code: 403,
     "unknown_model": 404,
     "unknown_adapter": 404,
     "not_found": 404,
@@ -141,6 +154,7 @@ STATUSES = {
     WrongContentType.code: 415,
     ApprovalUsed.code: 409,
     RangeNotSatisfiable.code: 416,
+    ForeignHost.code: 421,
     "invalid_media": 422,
     "media_too_large": 422,
     "media_not_found": 422,
@@ -150,6 +164,7 @@ STATUSES = {
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
+    "unsupported_version": 503,
     StoreFull.code: 503,
     "grammar_not_tried": 503,
     Interrupted.code: 503,

@@ -1,4 +1,4 @@
-"""ASGI middleware: header limits, security headers, CORS, request metrics, catch-all error handler.
+"""ASGI middleware: header limits and checks, security headers, CORS, metrics, errors.
 
 Each response to a request for an answer, and each error, has a header with a request id.
 
@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.config import GatewayConfig
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, RequestError
 from shared.telemetry.metrics import Metrics
 from workers.gateway.http.errors import HeadersTooLarge
+from workers.gateway.http.origins import OriginPolicy
 
 MAX_HEADERS = 128
 
@@ -57,6 +58,7 @@ class EdgeMiddleware:
     _metrics: Metrics
     _answer_of: Callable[[Exception], Response]
     """Makes the response for an exception that the application raises."""
+    _origins: OriginPolicy
     _in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -101,6 +103,14 @@ class EdgeMiddleware:
             return self._answer_of(HeadersTooLarge("the request's headers are too large"))
         if sum(name == b"host" for name, _ in headers) > 1:
             return self._answer_of(InvalidRequest("the header Host is given twice", field="Host"))
+        host, origin = (
+            None if value is None else value.decode("latin-1")
+            for value in (_header(headers, b"host"), _header(headers, b"origin"))
+        )
+        try:
+            self._origins.check(scope["method"], host, origin)
+        except RequestError as error:
+            return self._answer_of(error)
         is_allowed = _header(headers, b"origin") in self._cors
         method = _header(headers, b"access-control-request-method")
         if scope["method"] == "OPTIONS" and is_allowed and method is not None:

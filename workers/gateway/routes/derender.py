@@ -112,10 +112,14 @@ async def _read(
 ) -> Whole | Event:
     """Return the body, which is an event of a stream if its field `stream` is true."""
     data = await read_body(context, request)
-    # Each token may have log probabilities of twenty others.
-    if decode(data, _StreamFlag, max_values=MAX_NUMBERS).stream:
-        return decode(data, event, max_values=MAX_NUMBERS)
-    return decode(data, whole, max_values=MAX_NUMBERS)
+
+    def read() -> Whole | Event:
+        # Each token may have log probabilities of twenty others.
+        if decode(data, _StreamFlag, max_values=MAX_NUMBERS).stream:
+            return decode(data, event, max_values=MAX_NUMBERS)
+        return decode(data, whole, max_values=MAX_NUMBERS)
+
+    return await context.bodies.in_turn(request, read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ async def _begin(
     begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
     begun = replace(begun, input=await store_large_item_media(context, items, tenant))
     await responses.check_room(context, tenant)
-    decided = await approvals.decide(context.bus, items, logs, response_id)
+    decided = await approvals.decide(context.bus, caller, items, logs, response_id)
     begun = replace(begun, approved=decided)
     begun = replace(begun, asks=asks_at_once(begun))
     # What a client has named may have begun before, with another request.

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
-from shared.protocol.sampling import SamplingParams, StructuredOutputs
+from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from shared.protocol.value_limits import check_json
 from shared.validation import invalid_request, split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
@@ -142,6 +142,12 @@ def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
     }
     schema = form.pop("json", None)
     if isinstance(schema, str):
+        if len(schema) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"structured_outputs.json has {len(schema)} characters, the limit is"
+                f" {MAX_GRAMMAR_BYTES}",
+                field="structured_outputs",
+            )
         try:
             check_json(schema.encode())
             schema = msgspec.json.decode(schema)

@@ -14,6 +14,7 @@ from workers.renderer.decoding.animations import count_animation
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
 from workers.renderer.decoding.refusal import Refusal
+from workers.renderer.decoding.still_image import read_still_image
 from workers.renderer.decoding.video_file import Pixels
 
 # The constant of this name in `shared.protocol.requests`, which no decoder imports.
@@ -40,13 +41,13 @@ class JpegSequence:
         video_file.check_count(num_frames, limits)
         self._texts = text.split(b",")
         self._limits = limits
-        first = pictures.to_upright_rgb(self._open(0))
+        first = self._upright(0)
         self._size = first.size
         self.probe = VideoProbe(*first.size, num_frames, None, "JPEG sequence", is_sequence=True)
 
     def frames(self, indexes: Sequence[int]) -> Iterator[Pixels]:
         for index in indexes:
-            image = pictures.to_upright_rgb(self._open(index))
+            image = self._upright(index)
             if image.size != self._size:
                 raise Refusal(
                     "invalid",
@@ -55,20 +56,21 @@ class JpegSequence:
                 )
             yield np.asarray(image)
 
-    def _open(self, index: int) -> Image.Image:
+    def _upright(self, index: int) -> Image.Image:
+        """Return a frame. Raises Refusal."""
+        not_jpeg = Refusal("invalid", f"frame {index} of the video is no JPEG file in base64")
         try:
-            file = base64.b64decode(self._texts[index], validate=True)
-            image = Image.open(io.BytesIO(file), formats=["JPEG"])
+            still = read_still_image(base64.b64decode(self._texts[index], validate=True))
+            if still is None:
+                raise not_jpeg
+            image = Image.open(io.BytesIO(still.file), formats=["JPEG"])
         except (binascii.Error, OSError, ValueError):
-            raise Refusal(
-                "invalid", f"frame {index} of the video is no JPEG file in base64"
-            ) from None
+            raise not_jpeg from None
+        except Refusal as refusal:
+            raise Refusal(refusal.fault, f"frame {index} of the video: {refusal}") from None
         video_file.check_size(*image.size, self._limits)
-        if pictures.has_too_many_scans(file):
-            raise Refusal(
-                "invalid", f"frame {index} of the video has more than {pictures.MAX_SCANS} scans"
-            )
-        return image
+        still.check_scans(image.size)
+        return pictures.to_upright_rgb(image, still.orientation)
 
 
 class AnimatedImage:

@@ -1,27 +1,24 @@
-"""Single images in Pillow: upright, RGB, and without the scans that cost time alone."""
-
-import re
-from itertools import islice
+"""Single images in Pillow: upright, and RGB."""
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-# A decoder goes over all pixels of a progressive JPEG in every scan, and a scan may be 31 bytes
-# long: 172 KB of scans took 11 seconds. Encoders write about ten.
-MAX_SCANS = 100
-# The beginning of every scan that libjpeg takes: 1 to 4 components, and the length for so many.
-_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image upright, by its EXIF orientation."""
 
 
-def has_too_many_scans(data: bytes) -> bool:
-    """Return whether a JPEG file has more than MAX_SCANS."""
-    return any(islice(_SCAN.finditer(data), MAX_SCANS, None))
-
-
-def to_upright_rgb(image: Image.Image) -> Image.Image:
-    """Return the image as its EXIF block turns it, over white, with the upper 8 bits of grey."""
-    ImageOps.exif_transpose(image, in_place=True)
-    return to_rgb(image)
+def to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
+    """Return the image as its orientation turns it, over white, with the upper 8 bits of grey."""
+    turn = _TURNS.get(orientation)
+    return to_rgb(image if turn is None else image.transpose(turn))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

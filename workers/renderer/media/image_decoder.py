@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from PIL import Image
 
 from shared.config_renderer import RendererConfig
-from shared.errors import InvalidMedia, MediaTooLarge
+from shared.errors import InvalidMedia, MediaTooLarge, RequestError
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE, VIDEO, Modality, content_hash
 from shared.protocol.requests import SEQUENCE_HEAD
-from workers.renderer.decoding.pictures import MAX_SCANS, has_too_many_scans, to_upright_rgb
+from workers.renderer.decoding.pictures import to_upright_rgb
+from workers.renderer.decoding.refusal import Refusal
+from workers.renderer.decoding.still_image import read_still_image
 from workers.renderer.media.tools import MediaTools
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -93,28 +95,27 @@ def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImag
     InvalidMedia for any other fault.
     """
     check_num_bytes(len(data), limits, field)
-    image = _open(data, field)
-    check_size(image.size, limits, field)
-    _check_scans(image, data, field)
     try:
-        # Cameras store previews as further images in a JPEG; the first is the image itself.
-        if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
-            raise InvalidMedia("animated images are not accepted; send a single frame", field=field)
-        return DecodedImage(to_upright_rgb(image), hash_source(data))
-    except InvalidMedia:
+        still = read_still_image(data)
+        if still is None:
+            raise _other_format(data, field)
+        image = Image.open(io.BytesIO(still.file), formats=FORMATS)
+        check_size(image.size, limits, field)
+        still.check_scans(image.size)
+        return DecodedImage(to_upright_rgb(image, still.orientation), hash_source(data))
+    except RequestError:
         raise
+    except Refusal as refusal:
+        raise InvalidMedia(str(refusal), field=field) from None
     except Exception:  # the decoders raise nearly every type on hostile bytes
         raise InvalidMedia("the image is damaged or incomplete", field=field) from None
 
 
-def _open(data: bytes, field: str) -> Image.Image:
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except Exception:  # as above; the header alone is read here
-        name = _name_format(data)
+def _other_format(data: bytes, field: str) -> InvalidMedia:
+    name = _name_format(data)
     if name is None:
-        raise InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
-    raise InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
+        return InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
+    return InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
 
 
 def _name_format(data: bytes) -> str | None:
@@ -152,8 +153,3 @@ def check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> Non
             f" {limits.max_image_pixels} pixels",
             field=field,
         )
-
-
-def _check_scans(image: Image.Image, data: bytes, field: str) -> None:
-    if image.format in ("JPEG", "MPO") and has_too_many_scans(data):
-        raise InvalidMedia(f"a JPEG of more than {MAX_SCANS} scans is not accepted", field=field)

@@ -1,13 +1,12 @@
 """Media loader: reads the file behind a content part's URL, from the request or the internet.
 
-Fetched bytes are cached by tenant and URL, with room of its own for each modality, so that a video
-evicts no images. While one thread fetches a URL, other threads that need it for the same tenant and
-modality wait for that fetch. All functions block and are thread-safe.
+Fetched bytes are cached by scope and URL, with room of its own for each modality, so that a video
+evicts no images. While one request fetches a URL, others that need it for the same scope and
+modality wait for that fetch.
 """
 
-import threading
+import asyncio
 from collections.abc import Mapping
-from concurrent.futures import Future
 
 from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, RequestError
@@ -15,9 +14,10 @@ from shared.lru import ByteLRU
 from shared.protocol.multimodal import IMAGE, Modality
 from workers.renderer.media.fetcher import Fetcher
 from workers.renderer.media.image_decoder import decode_data_url
+from workers.renderer.threads import InThread
 
 _Key = tuple[Modality, str, str]
-"""Modality, tenant and URL. The limit on a file's size depends on the first."""
+"""Modality, scope of caches and URL. The limit on a file's size depends on the first."""
 
 
 def is_remote(url: str) -> bool:
@@ -30,64 +30,69 @@ def is_stored(url: str) -> bool:
 
 
 class MediaLoader:
-    def __init__(self, config: RendererConfig) -> None:
+    """Belongs to one event loop."""
+
+    def __init__(self, config: RendererConfig, in_thread: InThread) -> None:
         """Raises ValueError for a network in the configuration that is none."""
         self._config = config
+        self._in_thread = in_thread
         self._fetcher = Fetcher(config)
-        self._lock = threading.Lock()
         self._fetched: Mapping[Modality, ByteLRU[_Key, bytes]] = {
             modality: ByteLRU(config.url_cache_mib * 2**20) for modality in config.max_bytes
         }
-        self._flights: dict[_Key, Future[bytes]] = {}
+        self._flights: dict[_Key, asyncio.Task[bytes]] = {}
 
-    def read(self, url: str, field: str, tenant: str | None, modality: Modality = IMAGE) -> bytes:
-        """Return the bytes behind `url`. Raises a RequestError that names `field`.
+    async def read(
+        self,
+        url: str,
+        field: str,
+        scope: str | None,
+        modality: Modality = IMAGE,
+        tenant: str = "",
+    ) -> bytes:
+        """Return the bytes behind `url`. Raises a RequestError that names `field`, or Overloaded.
 
-        Without a tenant, the cache is neither used nor changed.
+        Without a scope of caches, the cache is neither used nor changed.
         """
         if not is_remote(url):
             if url[:5].lower() != "data:":
                 raise InvalidMedia(
                     "a media URL must begin with data:, media:, http: or https:", field=field
                 )
-            return decode_data_url(url, self._config, field, modality)
-        if tenant is None:
-            return self._fetcher.fetch(url, field, modality)
-        key = (modality, tenant, url)
-        with self._lock:
-            if (cached := self._fetched[modality].get(key)) is not None:
-                return cached
-            flight = self._flights.get(key)
-            is_own = flight is None
-            if flight is None:
-                flight = self._flights[key] = Future()
-        if is_own:
-            self._fetch(key, field, flight)
+            return await self._in_thread(decode_data_url, url, self._config, field, modality)
+        if scope is None:
+            return await self._fetcher.fetch(url, field, modality, tenant)
+        key = (modality, scope, url)
+        if (found := self._fetched[modality].get(key)) is not None:
+            return found
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = asyncio.create_task(self._fetch(key, field, tenant))
+            # Nobody is left to hear of a failure when all that waited were cancelled.
+            flight.add_done_callback(lambda flight: flight.exception())
         try:
-            return flight.result()
+            # It goes on for others, and for the cache, when this request is cancelled.
+            return await asyncio.shield(flight)
         except RequestError as error:
-            # The error of another thread's flight names another request's field.
+            # The error of another request's flight names that request's field.
             raise type(error)(error.message, field=field) from None
 
-    def recall(self, url: str, tenant: str, modality: Modality) -> bytes | None:
-        """Return the cached bytes of this URL, if any; does not block."""
-        with self._lock:
-            return self._fetched[modality].get((modality, tenant, url))
+    def recall(self, url: str, scope: str, modality: Modality) -> bytes | None:
+        """Return the cached bytes of this URL, if any."""
+        return self._fetched[modality].get((modality, scope, url))
 
-    def remember(self, url: str, data: bytes, tenant: str, modality: Modality) -> None:
+    def remember(self, url: str, data: bytes, scope: str, modality: Modality) -> None:
         """Add bytes from another source to the cache."""
-        with self._lock:
-            self._fetched[modality].put((modality, tenant, url), data, len(data))
+        self._fetched[modality].put((modality, scope, url), data, len(data))
 
-    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> None:
-        """Fetch a URL and complete its flight."""
+    async def close(self) -> None:
+        await self._fetcher.close()
+
+    async def _fetch(self, key: _Key, field: str, tenant: str) -> bytes:
         modality, _, url = key
         try:
-            data = self._fetcher.fetch(url, field, modality)
-            flight.set_result(data)
-        except BaseException as error:
-            flight.set_exception(error)
-        with self._lock:
+            data = await self._fetcher.fetch(url, field, modality, tenant)
+            self._fetched[modality].put(key, data, len(data))
+            return data
+        finally:
             del self._flights[key]
-            if flight.exception() is None:
-                self._fetched[modality].put(key, data, len(data))

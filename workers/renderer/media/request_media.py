@@ -24,7 +24,6 @@ from shared.protocol.requests import Feature
 from shared.state import media_store
 from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader, is_remote, is_stored
-from workers.renderer.threads import InThread
 
 _log = structlog.get_logger()
 _pin = msgspec.msgpack.Decoder(MediaPin)
@@ -44,7 +43,6 @@ class RequestMedia:
     _bus: Bus
     _loader: MediaLoader
     _config: RendererConfig
-    _in_thread: InThread
     _request_id: str
     request_sequence: InitVar[int]
     """Sequence of the request in its stream."""
@@ -77,7 +75,7 @@ class RequestMedia:
             return await self._read_stored(url, field, modality)
         if is_remote(url):
             return await self._read_remote(url, field, modality)
-        return Source(await self._in_thread(self._loader.read, url, field, self._scope, modality))
+        return Source(await self._loader.read(url, field, self._scope, modality, self._tenant))
 
     async def read_item(self, feature: Feature, field: str) -> Source:
         """Return the bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
@@ -128,7 +126,7 @@ class RequestMedia:
                 self._fetched.append(pinned)
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
-        data = await self._in_thread(self._loader.read, url, field, self._scope, modality)
+        data = await self._loader.read(url, field, self._scope, modality, self._tenant)
         name = await media_store.hash_media(data)
         self._fetched.append(PinnedPart(url_hash, name))
         return Source(data, name)

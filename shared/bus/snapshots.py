@@ -1,0 +1,126 @@
+"""Snapshots of streams: JetStream's own format, written and read in chunks."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from shared.bus.connection import BusPart, next_message
+from shared.errors import Unavailable
+
+# Within the 1 MiB that every accepted server takes.
+SNAPSHOT_CHUNK_BYTES = 512 * 1024
+# A server that syncs each message answers a chunk when it has stored what is in it, and gives up a
+# restore of which it hears nothing for five seconds.
+RESTORE_CHUNK_BYTES = 32 * 1024
+# The server creates the files of a stream before it answers, in a cluster on several machines.
+SNAPSHOT_REPLY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stream as of one moment: its configuration, its state, and its content in chunks."""
+
+    config: dict[str, Any]
+    state: dict[str, Any]
+    chunks: AsyncIterator[bytes]
+
+
+class StreamSnapshots(BusPart):
+    """The part of `Bus` that copies whole streams."""
+
+    async def streams_among(self, names: Iterable[str]) -> list[str]:
+        """Return those of the streams that the broker has. Raises Unavailable."""
+        found = []
+        for name in names:
+            try:
+                await self._js.stream_info(name)
+            except NotFoundError:
+                continue
+            except NatsError as error:
+                raise Unavailable(f"the broker did not report on stream {name}") from error
+            found.append(name)
+        return found
+
+    @contextlib.asynccontextmanager
+    async def open_snapshot(self, stream: str, *, with_consumers: bool) -> AsyncIterator[Snapshot]:
+        """Yield a snapshot of a stream, whose chunks are sent while they are read.
+
+        Raises Unavailable, also while the chunks are read.
+        """
+        inbox = self._nc.new_inbox()
+        subscription = await self._nc.subscribe(inbox)
+        query = {
+            "deliver_subject": inbox,
+            "no_consumers": not with_consumers,
+            "chunk_size": SNAPSHOT_CHUNK_BYTES,
+        }
+        try:
+            reply = await self._ask(f"$JS.API.STREAM.SNAPSHOT.{stream}", query, stream)
+            yield Snapshot(reply["config"], reply["state"], self._chunks(stream, subscription))
+        finally:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+
+    async def _chunks(self, stream: str, subscription: Subscription) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                message = await next_message(subscription, SNAPSHOT_REPLY_S)
+            except NatsError as error:
+                raise Unavailable(f"the snapshot of stream {stream} has stopped") from error
+            if not message.data:
+                status = (message.headers or {}).get("Status", "204")
+                if status != "204":
+                    raise Unavailable(f"the snapshot of stream {stream} failed: status {status}")
+                return
+            yield bytes(message.data)
+            if message.reply:  # The server sends a window of chunks, and then waits for this.
+                await self._nc.publish(message.reply, b"")
+
+    async def restore_snapshot(
+        self, stream: str, config: dict[str, Any], state: dict[str, Any], data: Iterable[bytes]
+    ) -> int:
+        """Create a stream of a snapshot, and return how many messages it has.
+
+        `data` has parts of any size. Raises Unavailable, also for a stream that exists.
+        """
+        query = {"config": config, "state": state}
+        place = await self._ask(f"$JS.API.STREAM.RESTORE.{stream}", query, stream)
+        for part in data:
+            for start in range(0, len(part), RESTORE_CHUNK_BYTES):
+                await self._send(
+                    place["deliver_subject"], part[start : start + RESTORE_CHUNK_BYTES], stream
+                )
+        created = await self._send(place["deliver_subject"], b"", stream)
+        return int(created["state"]["messages"])
+
+    async def remove_stream(self, stream: str) -> None:
+        """Remove a stream with all its messages and consumers. Raises Unavailable."""
+        try:
+            await self._js.delete_stream(stream)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not remove stream {stream}: {error}") from error
+
+    @property
+    def server_version(self) -> str:
+        version = self._nc.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
+    async def _ask(self, subject: str, query: dict[str, Any], stream: str) -> dict[str, Any]:
+        return await self._send(subject, json.dumps(query).encode(), stream)
+
+    async def _send(self, subject: str, data: bytes, stream: str) -> dict[str, Any]:
+        """Return the reply of the server, which is empty for a chunk. Raises Unavailable."""
+        try:
+            reply = await self._nc.request(subject, data, timeout=SNAPSHOT_REPLY_S)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not answer about stream {stream}") from error
+        found: dict[str, Any] = json.loads(reply.data) if reply.data else {}
+        if "error" in found:
+            raise Unavailable(f"stream {stream}: {found['error'].get('description', 'refused')}")
+        return found

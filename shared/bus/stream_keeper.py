@@ -1,0 +1,124 @@
+"""The streams of a cluster: created by the workers, and changed by `pagemill migrate` alone."""
+
+from collections.abc import Iterable, Sequence
+
+import structlog
+from nats.aio.client import Client as NatsClient
+from nats.errors import Error as NatsError
+from nats.js import api
+
+from shared.bus import stream_changes, streams
+from shared.bus.connection import FIRST_RETRY_S, BusPart, retry_until
+from shared.bus.stream_changes import Difference, StreamChange
+from shared.config import DeliveryConfig, NatsConfig
+from shared.config_agent import AgentConfig
+from shared.errors import ConfigError, Unavailable
+
+# A disk under load was seen to take 11 seconds to create the files of one stream.
+PREPARE_DEADLINE_S = 60.0
+HOW_TO_CHANGE = "`pagemill migrate` changes streams"
+
+_log = structlog.get_logger()
+
+
+class StreamKeeper(BusPart):
+    """The part of `Bus` that creates streams and compares them with a configuration."""
+
+    def __init__(self, nc: NatsClient) -> None:
+        super().__init__(nc)
+        self.creates_streams = True
+        """Whether this identity may create streams; otherwise it waits for them."""
+        self._durable: list[api.StreamConfig] = []
+        self._volatile: list[api.StreamConfig] = []
+
+    @property
+    def is_prepared(self) -> bool:
+        return bool(self._volatile)
+
+    async def prepare(
+        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig | None = None
+    ) -> None:
+        """Check the server's settings, and create the streams that it lacks.
+
+        A stream that exists is never changed. Where it differs from the configuration, the log says
+        so, and the worker goes on with what there is. Raises ConfigError when this server cannot
+        give the delivery guarantees or a stream lacks what workers need, and Unavailable when it
+        does not answer until PREPARE_DEADLINE_S.
+        """
+        self.configure_streams(nats, delivery, agent or AgentConfig())
+
+        async def attempt() -> list[Difference]:
+            await streams.check_server(self._nc, self._replies, nats)
+            if self.creates_streams:
+                await streams.create_missing(self._nc, self._configs)
+            found = await stream_changes.find_differences(self._nc, self._configs)
+            missing = [difference.stream for difference in found if not difference.setting]
+            if missing:
+                raise Unavailable(f"no coordinator has created stream {missing[0]}")
+            return found
+
+        # A cluster that has just started, or has lost its leader, needs more than one attempt.
+        found = await retry_until(
+            PREPARE_DEADLINE_S,
+            attempt,
+            (NatsError, Unavailable),
+            "the broker did not create the streams",
+            FIRST_RETRY_S,
+        )
+        _report(found)
+
+    def configure_streams(
+        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig
+    ) -> None:
+        """Set which streams there are to be."""
+        self._durable = streams.durable_streams(delivery, agent, nats.replicas)
+        self._volatile = streams.volatile_streams(delivery, nats.replicas)
+
+    async def restore_streams(self) -> None:
+        """Create the streams that a single broker has lost with its memory."""
+        if self.creates_streams:
+            await streams.create_missing(self._nc, self._volatile)
+
+    async def find_stream_changes(self, now_ms: float) -> list[StreamChange]:
+        """Return what would make the streams as they are configured, and the effects.
+
+        Raises Unavailable.
+        """
+        try:
+            return await stream_changes.find_changes(self._nc, self._configs, now_ms)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not describe its streams: {error}") from error
+
+    async def change_streams(self, changes: Iterable[StreamChange]) -> None:
+        """Carry out changes that `find_stream_changes` has returned.
+
+        Raises ConfigError for one that the broker refuses, and Unavailable.
+        """
+        try:
+            await stream_changes.apply_changes(self._nc, self._configs, changes)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not change its streams: {error}") from error
+
+    @property
+    def _configs(self) -> list[api.StreamConfig]:
+        return self._durable + self._volatile
+
+
+def _report(found: Sequence[Difference]) -> None:
+    """Log each difference. Raises ConfigError for one that workers cannot go on with."""
+    for difference in found:
+        _log.warning(
+            "stream_differs",
+            stream=difference.stream,
+            setting=difference.setting,
+            value=difference.wanted_words,
+            cluster_value=difference.found_words,
+            hint=HOW_TO_CHANGE,
+        )
+    for difference in found:
+        if difference.is_essential:
+            raise ConfigError(
+                f"stream {difference.stream} has {difference.setting} {difference.found_words}, and"
+                f" this version needs {difference.wanted_words}: run `pagemill migrate`",
+                field="nats.url",
+            )

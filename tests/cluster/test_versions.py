@@ -1,0 +1,168 @@
+"""Workers of a newer version beside those of this code, for each role, as in a rolling upgrade.
+
+The newer version is a copy of this code with one more sampling parameter, in whose effect it
+believes, and a higher version.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ops.token_logs import read_log
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.client import follow, new_request_id
+from shared.protocol import subjects
+from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.versions import WIRE_VERSION
+from tests import preloaded
+from tests.cluster.conftest import CONFIG, ROOT
+from tests.cluster.processes import until
+
+ROLES = ("coordinator", "renderer", "engine")
+NEWER = WIRE_VERSION + 1
+NUM_REQUESTS = 24
+EDITS = {
+    "shared/protocol/versions.py": (f"WIRE_VERSION = {WIRE_VERSION}", f"WIRE_VERSION = {NEWER}"),
+    "shared/protocol/sampling.py": (
+        "    skip_reading_prefix_cache: bool = False",
+        "    skip_reading_prefix_cache: bool = False\n"
+        f"    newest: Annotated[int, Meta(extra={{'since': {NEWER}, 'values': ()}})] = 0",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def newer_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("newer")
+    for package in ("shared", "workers"):
+        shutil.copytree(ROOT / package, tree / package)
+    for name, (before, after) in EDITS.items():
+        text = (tree / name).read_text()
+        assert text.count(before) == 1
+        (tree / name).write_text(text.replace(before, after))
+    return tree
+
+
+class Fleet:
+    """Workers of this code and of the newer one at a broker."""
+
+    def __init__(self, folder: Path, url: str, newer_code: Path) -> None:
+        self.url = url
+        self._folder, self._newer_code = folder, newer_code
+        self._config = folder / "pagemill.yaml"
+        self._config.write_text(CONFIG)
+        self._running: dict[tuple[str, bool], Any] = {}
+
+    def start(self, role: str, *, newer: bool) -> None:
+        arguments = ["worker", role, "--config", str(self._config), "--nats", self.url]
+        with (self._folder / "workers.log").open("ab") as stderr:
+            if newer:
+                self._running[role, newer] = subprocess.Popen(
+                    [sys.executable, "-m", "workers", *arguments],
+                    cwd=self._newer_code,
+                    env=os.environ | {"PYTHONPATH": str(self._newer_code)},
+                    stderr=stderr,
+                )
+            else:
+                self._running[role, newer] = preloaded.start(arguments, stderr=stderr)
+
+    async def stop(self, role: str, *, newer: bool) -> None:
+        process = self._running.pop((role, newer))
+        process.terminate()
+        await asyncio.to_thread(process.wait)
+
+    def kill(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+    async def until_ready(self, bus: Bus) -> None:
+        async def all_beat() -> bool:
+            beating = {(b.role, b.reads == (1, NEWER)) for b in await bus.read_heartbeats()}
+            return beating >= self._running.keys()
+
+        await until(all_beat, 240)
+
+
+@pytest.fixture
+def broker_of_its_own(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def fleet(
+    broker_of_its_own: EmbeddedServer, tmp_path: Path, newer_code: Path
+) -> AsyncIterator[tuple[Fleet, Bus]]:
+    fleet = Fleet(tmp_path, broker_of_its_own.url, newer_code)
+    bus = await Bus.connect(fleet.url, "test")
+    for role in ROLES:
+        for newer in (False, True):
+            fleet.start(role, newer=newer)
+    try:
+        await fleet.until_ready(bus)
+        yield fleet, bus
+    finally:
+        await bus.close()
+        fleet.kill()
+
+
+async def publish(bus: Bus, version: int = NEWER, **more: Any) -> str:
+    """Publish a request with the newer parameter, as a newer gateway does."""
+    request_id = new_request_id()
+    sampling = {"newest": 1, "max_tokens": 4}
+    body = {"model": "demo", "prompt": "What can", "sampling_params": sampling} | more
+    subject = subjects.request("demo")
+    await bus.publish(subject, msgspec.json.encode(body), request_id, version=version)
+    return request_id
+
+
+async def end_of(bus: Bus, request_id: str) -> LogRecord:
+    records = [record async for record in follow(bus, request_id, timeout_s=60)]
+    return records[-1]
+
+
+async def failure_of(bus: Bus, request_id: str) -> Failure:
+    end = await end_of(bus, request_id)
+    assert isinstance(end, Failure)
+    return end
+
+
+async def test_a_newer_parameter_is_answered_while_a_newer_worker_lives_and_ends_typed_without(
+    fleet: tuple[Fleet, Bus],
+) -> None:
+    workers, bus = fleet
+    names = [await publish(bus) for _ in range(NUM_REQUESTS)]
+    ends = await asyncio.gather(*(end_of(bus, name) for name in names))
+    assert [type(end) for end in ends] == [Finish] * NUM_REQUESTS
+    assert await bus.read(subjects.DEAD_STREAM, subjects.DEAD_FILTER) == []
+
+    await workers.stop("engine", newer=True)
+    failure = await failure_of(bus, await publish(bus, timeout_s=4))
+    assert (failure.error.code, failure.error.retryable) == ("unsupported_version", True)
+    assert f"engine: this task has version {NEWER}, and this worker reads versions 1 to" in (
+        failure.error.message
+    )
+
+    await workers.stop("coordinator", newer=True)
+    failure = await failure_of(bus, await publish(bus, timeout_s=4))
+    assert (failure.error.code, failure.error.fault) == ("unsupported_version", "server")
+    assert "coordinator: this request has version" in failure.error.message
+
+    # Without a version it is a misspelt parameter, which the client learns at once.
+    failure = await failure_of(bus, await publish(bus, version=1))
+    assert (failure.error.code, failure.error.fault) == ("invalid_request", "client")
+    assert "newest" in failure.error.message
+    assert await bus.read(subjects.DEAD_STREAM, subjects.DEAD_FILTER) == []
+    assert await read_log(bus, names[0])

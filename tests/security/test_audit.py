@@ -1,0 +1,68 @@
+"""The audit log: who may write into it, and that nobody changes it."""
+
+import pytest
+from nats.js.errors import APIError
+
+from shared.bus.bus import Bus
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.audit import AuditRecord
+from shared.protocol.permissions import OPERATOR
+from shared.state import audit_log
+from tests.security.test_bus import Site, operator, site
+
+__all__ = ["operator", "site"]
+
+STREAM = subjects.AUDIT_STREAM
+OTHERS = ("a", "engine", "renderer", "agent", "coordinator", "autoscaler")
+PUBLISHED = [
+    *((who, subjects.audit(name)) for who in OTHERS for name in (OPERATOR, "gateway", who)),
+    ("gateway", subjects.audit(OPERATOR)),
+    (OPERATOR, subjects.audit("gateway")),
+    *(
+        (who, f"$JS.API.STREAM.{change}.{STREAM}")
+        for who in (*OTHERS, "gateway", OPERATOR)
+        for change in ("DELETE", "PURGE", "MSG.DELETE")
+    ),
+    (OPERATOR, f"$JS.API.STREAM.UPDATE.{STREAM}"),
+    *((who, f"$JS.API.DIRECT.GET.{STREAM}") for who in (*OTHERS, "gateway")),
+]
+
+
+@pytest.mark.parametrize(("who", "subject"), PUBLISHED)
+async def test_nobody_writes_as_another_or_changes_the_log(
+    site: Site, who: str, subject: str
+) -> None:
+    attacker = await site.attacker(who)
+    await attacker.nc.publish(subject, b"{}")
+    assert await attacker.is_refused()
+    await attacker.nc.close()
+
+
+async def test_operators_and_gateways_write_as_themselves(site: Site, operator: Bus) -> None:
+    gateway = await Bus.connect(site.login("gateway"), "test")
+    await audit_log.write(gateway, "gateway", AuditRecord("approval", "alice", "mcpr_1", "acme"))
+    await audit_log.write(operator, OPERATOR, AuditRecord("scale", "root@host", "engine=2"))
+    newest = [entry async for entry in audit_log.read_newest(operator)][:2]
+    assert [(entry.identity, entry.record.action) for entry in newest] == [
+        (OPERATOR, "scale"),
+        ("gateway", "approval"),
+    ]
+    assert abs(newest[0].at_ms - operator.now_ms()) < 60_000
+    with pytest.raises(Unavailable):
+        await operator.purge(STREAM, subjects.AUDIT_FILTER)
+    await gateway.close()
+
+
+async def test_the_server_itself_deletes_nothing(bus: Bus) -> None:
+    """Also for someone whom no list of subjects holds back."""
+    await audit_log.write(bus, OPERATOR, AuditRecord("scale", "root@host"))
+    with pytest.raises(APIError, match="delete not permitted"):
+        await bus._js.delete_msg(STREAM, 1)
+    with pytest.raises(APIError, match="purge not permitted"):
+        await bus._js.purge_stream(STREAM)
+    config = (await bus._js.stream_info(STREAM)).config
+    for taken_back in ({"deny_delete": False}, {"deny_purge": False}):
+        with pytest.raises(APIError, match="can not cancel"):
+            await bus._js.update_stream(config.evolve(**taken_back))
+    assert (await bus.stream_size(STREAM))[0] > 0

@@ -1,0 +1,49 @@
+"""Calls of newer versions at a group of responders, of which some are older."""
+
+import secrets
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.client import tokenize
+from shared.errors import UnsupportedVersion
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.renderer_rpc import Tokenized, TokenizeRequest
+from shared.protocol.requests import AudioPart, AudioURL, Message
+from shared.protocol.versions import VERSION_HEADER
+
+
+async def reply(data: bytes, tenant: str | None) -> bytes:
+    return data
+
+
+async def test_an_older_responder_says_what_it_reads(bus: Bus) -> None:
+    subject = f"test.{secrets.token_hex(4)}"
+    await bus.add_group_responder(subject, "group", reply)
+    assert await bus.request(subject, b"a", 5, version=3) == b"a"
+    with pytest.raises(UnsupportedVersion, match="call has version 4, which a worker cannot read"):
+        await bus.request(subject, b"a", 5, version=4)
+
+
+async def test_a_call_is_repeated_until_a_renderer_reads_it(bus: Bus) -> None:
+    """The older renderer is one of version 2: it answers a call that needs 3 with its version."""
+    model = f"m-{secrets.token_hex(4)}"
+    subject = subjects.renderer("tokenize", model)
+    asked = []
+
+    async def answer(data: bytes, tenant: str | None) -> bytes:
+        return to_json(Tokenized(1, 2, [3]))
+
+    async def be_older(msg: object) -> None:
+        headers = msg.headers  # type: ignore[attr-defined]
+        asked.append(headers[VERSION_HEADER])
+        await bus._nc.publish(msg.reply, b"", headers={VERSION_HEADER: "2"})  # type: ignore[attr-defined]
+        if len(asked) == 2:
+            await bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
+            await older.unsubscribe()
+
+    older = await bus._nc.subscribe(subject, subjects.RENDERERS_GROUP, cb=be_older)
+    question = TokenizeRequest(messages=[Message("user", [AudioPart(AudioURL("data:,"))])])
+    assert await tokenize(bus, model, question) == Tokenized(1, 2, [3])
+    assert asked == ["3", "3"]

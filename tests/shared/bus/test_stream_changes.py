@@ -1,0 +1,178 @@
+"""A start never changes a stream; the differences are told, and their effects are counted."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from nats.js import api
+from structlog.testing import capture_logs
+
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.stream_changes import StreamChange, differences, words_of
+from shared.config import DeliveryConfig, NatsConfig
+from shared.config_agent import AgentConfig
+from shared.errors import ConfigError
+from shared.protocol import subjects
+
+NATS = NatsConfig(unchecked=True)
+KIB = bytes(1024)
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NATS, DeliveryConfig())
+    yield bus
+    await bus.close()
+
+
+async def fill(bus: Bus, number: int) -> None:
+    for n in range(number):
+        await bus.publish_without_id(subjects.append(f"r-{n}"), KIB)
+
+
+async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
+    bus.configure_streams(NATS, delivery, AgentConfig())
+    return await bus.find_stream_changes(bus.now_ms())
+
+
+async def num_stored(bus: Bus) -> int:
+    return int((await bus._js.stream_info(subjects.TOKENS_STREAM)).state.messages)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_configuration_differs_from_itself_in_nothing(replicas: int) -> None:
+    for config in streams.durable_streams(DeliveryConfig(), AgentConfig(), replicas):
+        assert differences(config, config) == []
+
+
+async def test_streams_as_they_were_just_created_differ_in_nothing(own: Bus) -> None:
+    assert await changes_to(own, DeliveryConfig()) == []
+
+
+async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
+    own: Bus, own_broker: EmbeddedServer
+) -> None:
+    await fill(own, 1500)
+    other = await Bus.connect(own_broker.url, "coordinator-2")
+    with capture_logs() as logs:
+        await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
+    assert await num_stored(own) == 1500
+    (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
+    told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
+    assert told == {
+        "stream": "TOKENS",
+        "setting": "max_bytes",
+        "value": "1 MiB",
+        "cluster_value": "2,048 MiB",
+    }
+    await other.close()
+
+
+async def test_a_smaller_limit_names_what_it_would_delete_and_deletes_that(own: Bus) -> None:
+    await fill(own, 1500)
+    (change,) = await changes_to(own, DeliveryConfig(max_token_log_mib=1))
+    assert change.shrinks
+    named = int(change.effect.removeprefix("would delete ").removesuffix(" messages"))
+    assert await num_stored(own) == 1500
+    await own.change_streams([change])
+    assert abs(1500 - named - await num_stored(own)) <= 2
+
+
+async def test_a_greater_limit_keeps_everything(own: Bus) -> None:
+    await fill(own, 3)
+    (change,) = await changes_to(own, DeliveryConfig(max_token_log_mib=4096))
+    assert (change.effect, change.shrinks) == ("keeps all 3 messages", False)
+    await own.change_streams([change])
+    assert await changes_to(own, DeliveryConfig(max_token_log_mib=4096)) == []
+
+
+async def test_a_shorter_age_counts_what_is_older(own: Bus) -> None:
+    await fill(own, 20)
+    now_ms = own.now_ms()
+    own.configure_streams(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
+    assert not any(c.shrinks for c in await own.find_stream_changes(now_ms))
+    later = await own.find_stream_changes(now_ms + 61_000)
+    assert [c.effect for c in later if c.shrinks] == ["would delete 20 messages"]
+
+
+async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own: Bus) -> None:
+    for number in range(5):
+        await own.publish("pm.request.demo", b"x", str(number))
+    changes = await changes_to(own, DeliveryConfig(max_queued=2))
+    (shrinking,) = [change for change in changes if change.shrinks]
+    assert shrinking.effect == "would take nothing new until 3 messages have left"
+
+
+async def test_the_streams_of_an_older_version_work_until_they_are_changed(own: Bus) -> None:
+    """What the commit before tenants had made: no subjects of theirs, and no steps."""
+    await own._js.delete_stream(subjects.STEPS_STREAM)
+    found = (await own._js.stream_info(subjects.CANCELS_STREAM)).config
+    await own._js.update_stream(found.evolve(subjects=["pm.cancel.*"]))
+    with capture_logs() as logs:
+        await own.prepare(NATS, DeliveryConfig())
+    assert [
+        (e["stream"], e["cluster_value"], e["value"]) for e in logs if "cluster_value" in e
+    ] == [("CANCELS", "pm.cancel.*", "pm.cancel.>")]
+    await own.publish_without_id(subjects.cancel("r-1"), b"")
+    (change,) = await changes_to(own, DeliveryConfig())
+    await own.change_streams([change])
+    await own.publish_without_id(subjects.cancel("r-1@tenant"), b"")
+
+
+@pytest.mark.parametrize(
+    ("stream", "less"),
+    [
+        (subjects.TOKENS_STREAM, {"republish": None}),
+        (subjects.STEPS_STREAM, {"discard": api.DiscardPolicy.OLD}),
+        (subjects.STAGES_STREAM, {"discard_new_per_subject": False}),
+    ],
+    ids=["republish", "discard", "discard per subject"],
+)
+async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed(
+    own: Bus, stream: str, less: dict[str, object]
+) -> None:
+    config = (await own._js.stream_info(stream)).config
+    await own._js.update_stream(config.evolve(**less))
+    with pytest.raises(ConfigError, match=rf"stream {stream} has .*run `pagemill migrate`"):
+        await own.prepare(NATS, DeliveryConfig())
+    await own.change_streams(await own.find_stream_changes(own.now_ms()))
+    await own.prepare(NATS, DeliveryConfig())
+
+
+async def test_what_no_stream_can_change_stays(own: Bus) -> None:
+    changes = await changes_to(own, DeliveryConfig(token_log_storage="memory"))
+    assert [(c.difference.setting, c.effect) for c in changes] == [
+        ("storage", "none: only a new stream can have it")
+    ]
+    await own.change_streams(changes)
+    await own.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
+    assert await changes_to(own, DeliveryConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("max_bytes", -1, "unlimited"),
+        ("max_bytes", 2**30, "1,024 MiB"),
+        ("max_age", 3600.0, "3,600 s"),
+        ("max_age", 0.0, "unlimited"),
+        ("max_msgs", 10_000, "10,000"),
+        ("allow_direct", True, "yes"),
+        ("republish", None, "none"),
+        ("republish", ("a.>", "b.>"), "a.> → b.>"),
+        ("retention", api.RetentionPolicy.WORK_QUEUE, "workqueue"),
+    ],
+)
+def test_values_in_words(setting: str, value: object, words: str) -> None:
+    assert words_of(setting, value) == words

@@ -1,0 +1,129 @@
+"""Where a backup is stored: a folder, or one file in zip format.
+
+A backup that is not complete has another name, so that none is taken for whole. It holds prompts
+and answers, and its owner alone can read it.
+"""
+
+import contextlib
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from errno import ENOSPC
+from pathlib import Path
+from typing import IO, Protocol
+
+from shared.errors import ConfigError, DiskFull, InvalidRequest
+
+SUFFIX = ".zip"
+READ_BYTES = 2**20
+
+
+class Archive(Protocol):
+    """The parts of a backup, by name."""
+
+    def write(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+
+    def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Raises InvalidRequest for a part that is missing."""
+
+
+class _Folder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def write(self, name: str) -> Iterator[IO[bytes]]:
+        with os.fdopen(
+            os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def open(self, name: str) -> IO[bytes]:
+        try:
+            return (self._path / name).open("rb")
+        except OSError as error:
+            raise _missing(name) from error
+
+
+class _Zip:
+    """Snapshots are compressed by the server, and stored here as they are."""
+
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file = file
+
+    def write(self, name: str) -> IO[bytes]:
+        return self._file.open(name, "w", force_zip64=True)
+
+    def open(self, name: str) -> IO[bytes]:
+        try:
+            return self._file.open(name)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise _missing(name) from error
+
+
+@contextlib.contextmanager
+def new_archive(path: Path) -> Iterator[Archive]:
+    """Yield an empty archive, which gets its name at the end. Without one, nothing is left.
+
+    Raises InvalidRequest for a path that exists, ConfigError or DiskFull.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    if path.exists() or partial.exists():
+        found = path if path.exists() else partial
+        raise InvalidRequest(f"{found} exists already", field="path")
+    try:
+        with _creating(path, partial) as archive:
+            yield archive
+        partial.rename(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _creating(path: Path, partial: Path) -> Iterator[Archive]:
+    if path.suffix != SUFFIX:
+        partial.mkdir(mode=0o700)
+        yield _Folder(partial)
+        return
+    with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b") as file:
+        with zipfile.ZipFile(file, "w") as packed:
+            yield _Zip(packed)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def read_archive(path: Path) -> Iterator[Archive]:
+    """Yield a complete archive. Raises InvalidRequest for a path that has none."""
+    if path.is_dir():
+        yield _Folder(path)
+        return
+    try:
+        packed = zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is neither folder nor zip"
+        raise InvalidRequest(f"{path} cannot be read: {reason}", field="path") from error
+    with packed:
+        yield _Zip(packed)
+
+
+def read_parts(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts."""
+    while part := file.read(READ_BYTES):
+        yield part
+
+
+def _missing(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is missing or damaged in this backup", field="path")
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError | DiskFull:
+    message = f"{path} cannot be written: {error.strerror}"
+    return DiskFull(message) if error.errno == ENOSPC else ConfigError(message, field="path")

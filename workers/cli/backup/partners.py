@@ -1,0 +1,72 @@
+"""Records of a restored cluster whose partners in another stream are missing.
+
+Queues are copied before logs. So the ends of the logs may belong to requests and responses that
+were accepted when their queue had been copied. What there is of such a response is enough to go on
+with it. Nobody has the prompt of such a request: its log, which would never end, is removed, and
+the request is as unknown as any other one that was accepted later.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.request_ids import request_id_of
+from shared.protocol.steps import ResponseTask, decode_step
+from shared.responses.state import state_of
+from shared.state.token_log import is_final, last_record
+
+
+class Mended(NamedTuple):
+    """What was found at the ends of the logs."""
+
+    removed_logs: int
+    """Logs without an end of requests that are not queued."""
+    requeued_responses: int
+    """Responses that have not ended, and may not have been queued."""
+
+
+async def mend(bus: Bus, log_ends: dict[str, int]) -> Mended:
+    """Mend what was written after `log_ends`. Raises Unavailable."""
+    removed = await _remove_logs(bus, log_ends.get(subjects.TOKENS_STREAM))
+    return Mended(removed, await _requeue(bus, log_ends.get(subjects.STEPS_STREAM)))
+
+
+async def _remove_logs(bus: Bus, end: int | None) -> int:
+    written = await _subjects_after(bus, subjects.TOKENS_STREAM, subjects.TOKENS_FILTER, end)
+    suspects = {subjects.id_of_log(subject) for subject in written}
+    if suspects:
+        async for queued in bus.queued_requests():
+            suspects.discard(request_id_of(queued.msg_id, queued.data, queued.subject) or "")
+    num_removed = 0
+    for request_id in suspects:
+        if is_final(await last_record(bus, request_id)):
+            continue
+        await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+        await bus.purge(subjects.TOKENS_STREAM, subjects.logs_beside_text(request_id))
+        num_removed += 1
+    return num_removed
+
+
+async def _requeue(bus: Bus, end: int | None) -> int:
+    num_requeued = 0
+    written = await _subjects_after(bus, subjects.STEPS_STREAM, subjects.STEPS_FILTER, end)
+    for subject in written:
+        stored = await bus.read(subjects.STEPS_STREAM, subject)
+        steps = [step for message in stored if (step := decode_step(message.data)) is not None]
+        response_id = subjects.last_token(subject)
+        state = state_of(response_id, steps)
+        if state.begun is None or state.ended is not None:
+            continue
+        task = to_json(ResponseTask(response_id, state.begun.tenant))
+        await bus.publish(subjects.response(state.begun.model), task, response_id)
+        num_requeued += 1
+    return num_requeued
+
+
+async def _subjects_after(bus: Bus, stream: str, subject: str, end: int | None) -> Iterable[str]:
+    """Return the subjects of messages behind sequence `end` of a stream, if it has any."""
+    if end is None:
+        return ()
+    return sorted({message.subject for message in await bus.read(stream, subject, end + 1)})

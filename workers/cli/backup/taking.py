@@ -1,0 +1,64 @@
+"""Taking a backup: a snapshot of each stream, while workers and clients go on."""
+
+import hashlib
+from collections.abc import Callable
+
+from shared.bus.bus import Bus
+from shared.errors import NotFound
+from shared.protocol.encoding import to_json
+from shared.stage.runtime import VERSION
+from workers.cli.backup.archive import Archive
+from workers.cli.backup.manifest import (
+    FORMAT,
+    LOGS,
+    MANIFEST_FILE,
+    ORDER,
+    QUEUES,
+    Manifest,
+    StreamPart,
+    file_of,
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stream, its bytes that are done, and all of its bytes."""
+
+
+async def take_backup(bus: Bus, archive: Archive, progress: Progress) -> Manifest:
+    """Write all streams and the manifest, in this order.
+
+    Raises NotFound for a broker without streams of Pagemill, and Unavailable.
+    """
+    began_s = int(bus.now_ms() / 1000)
+    streams = await bus.streams_among(ORDER)
+    if not streams:
+        raise NotFound("the broker has no streams of Pagemill: nothing to back up")
+    log_ends = {name: (await bus.sequence_range(name))[1] for name in LOGS if name in streams}
+    parts = [await _take(bus, archive, stream, progress) for stream in streams]
+    manifest = Manifest(FORMAT, VERSION, bus.server_version, began_s, log_ends, parts)
+    with archive.write(MANIFEST_FILE) as file:
+        file.write(to_json(manifest))
+    return manifest
+
+
+async def _take(bus: Bus, archive: Archive, stream: str, progress: Progress) -> StreamPart:
+    digest, size, name = hashlib.sha256(), 0, file_of(stream)
+    async with bus.open_snapshot(stream, with_consumers=stream not in QUEUES) as snapshot:
+        num_bytes = int(snapshot.state["bytes"])
+        with archive.write(name) as file:
+            async for chunk in snapshot.chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                # Snapshots are compressed, so this is at most as much as there is.
+                progress(stream, min(size, num_bytes), num_bytes)
+    progress(stream, num_bytes, num_bytes)
+    return StreamPart(
+        stream,
+        name,
+        int(snapshot.state["messages"]),
+        num_bytes,
+        size,
+        digest.hexdigest(),
+        snapshot.config,
+        snapshot.state,
+    )

@@ -1,0 +1,80 @@
+"""The command `pagemill audit`."""
+
+from datetime import datetime
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from shared.protocol.audit import Action
+from shared.state import audit_log
+from shared.state.audit_log import AuditEntry
+from workers.cli.broker import connected
+from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.terminal import format_time, print_json, print_line
+
+HEADER = (
+    f"{'time (UTC)':<19}  {'action':<18} {'outcome':<20} {'identity':<9} {'by':<24}"
+    f" {'tenant':<16} target"
+)
+
+
+async def audit(
+    *,
+    action: Action | None = None,
+    by: str | None = None,
+    tenant: str | None = None,
+    since: datetime | None = None,
+    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 50,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """List what operators and people have done, the newest first.
+
+    Parameters
+    ----------
+    action
+        List only this action.
+    by
+        List only what this user, as `alice@host`, or this API key has done.
+    tenant
+        List only what was done to this tenant's work.
+    since
+        List only what was done at or after this time, such as 2026-11-23T08:00.
+    limit
+        Maximum number of entries.
+    json
+        Print one JSON object per line.
+    """
+
+    def is_wanted(entry: AuditEntry) -> bool:
+        record = entry.record
+        return (
+            action in (None, record.action)
+            and by in (None, record.by)
+            and tenant in (None, record.tenant)
+        )
+
+    num_shown = 0
+    async with connected(find_login(config, nats), "audit") as bus:
+        async for entry in audit_log.read_newest(bus):
+            if since is not None and entry.at_ms < 1000 * since.timestamp():
+                break
+            if not is_wanted(entry):
+                continue
+            if not json and not num_shown:
+                print_line(HEADER)
+            print_json(entry._asdict()) if json else print_line(_line(entry))
+            num_shown += 1
+            if num_shown == limit:
+                break
+    return 0
+
+
+def _line(entry: AuditEntry) -> str:
+    record = entry.record
+    return (
+        f"{format_time(entry.at_ms)}  {record.action:<18} {record.outcome:<20}"
+        f" {entry.identity:<9} {record.by:<24} {record.tenant or '-':<16} {record.target}"
+    )

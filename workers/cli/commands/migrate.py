@@ -1,0 +1,96 @@
+"""The command `pagemill migrate`: the only one that changes streams."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from shared.bus.stream_changes import StreamChange
+from shared.errors import ConfigError
+from workers.cli import settings
+from workers.cli.audited import audited
+from workers.cli.broker import connected
+from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.terminal import harmless, out, print_json, print_line
+
+
+async def migrate(
+    *,
+    yes: bool = False,
+    shrink: bool = False,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Change the broker's streams to this configuration and version, after a question.
+
+    Workers create the streams that are missing, and never change one. The exit code is 1 when
+    something would be changed and is not.
+
+    Parameters
+    ----------
+    yes
+        Do not ask.
+    shrink
+        Also set limits for which more is stored than they have room for.
+    json
+        Print one JSON object for each difference, and change nothing.
+    """
+    loaded = load(config)
+    async with connected(settings.login_of(loaded, given_url=nats), "migrate") as bus:
+        bus.configure_streams(loaded.nats, loaded.delivery, loaded.agent)
+        changes = await bus.find_stream_changes(bus.now_ms())
+        if json:
+            for change in changes:
+                print_json(_row(change))
+            return 0
+        if not changes:
+            print_line("all streams are as configured")
+            return 0
+        _show(changes)
+        wanted = [change for change in changes if not change.difference.is_fixed]
+        refused = [change for change in wanted if change.shrinks and not shrink]
+        if refused:
+            names = ", ".join(f"{c.difference.stream} {c.difference.setting}" for c in refused)
+            raise ConfigError(
+                f"--shrink is needed for what has no room for all that is stored: {names};"
+                " nothing was changed",
+                field="shrink",
+            )
+        if not wanted:
+            print_line("the broker cannot change any of these")
+            return 1
+        if not (yes or _confirm(len(wanted))):
+            print_line("nothing was changed")
+            return 1
+        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
+        async with audited(bus, "migrate", names):
+            await bus.change_streams(wanted)
+        print_line(f"changed: {len(wanted)}")
+    return 0
+
+
+def _row(change: StreamChange) -> dict[str, str]:
+    difference = change.difference
+    return {
+        "stream": difference.stream,
+        "setting": difference.setting,
+        "is": difference.found_words,
+        "will_be": difference.wanted_words,
+        "effect": change.effect,
+    }
+
+
+def _show(changes: Sequence[StreamChange]) -> None:
+    table = Table("stream", "setting", "is", "will be", "effect", box=None)
+    for change in changes:
+        table.add_row(*(escape(harmless(text)) for text in _row(change).values()))
+    out.print(table)
+
+
+def _confirm(number: int) -> bool:
+    """Ask whether to go on. Raises ConfigError where nobody can answer."""
+    if not sys.stdin.isatty():
+        raise ConfigError("--yes is needed where nobody can be asked", field="yes")
+    return input(f"make these {number} changes? [y/N] ").strip().lower() in ("y", "yes")
