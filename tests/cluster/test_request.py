@@ -263,7 +263,7 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
     ),
     "an animation": (
         body([image(data_url(webp((16_383, 16_383), 1000)))]),
-        "media_too_large",
+        "invalid_media",
         "messages[0].content[0].image_url.url",
     ),
     "too many pixels": (

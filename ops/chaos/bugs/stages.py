@@ -23,14 +23,21 @@ def ack_before_publish() -> None:
 @bug("coordinator", "calm", "I1", "I10")
 def message_id_not_unique() -> None:
     from shared.bus.bus import Bus
+    from shared.protocol.versions import OLDEST_VERSION
 
     publish = Bus.publish
 
     async def shortened(
-        self: Bus, subject: str, data: bytes, msg_id: str, tenant: str = ""
+        self: Bus,
+        subject: str,
+        data: bytes,
+        msg_id: str,
+        tenant: str = "",
+        version: int = OLDEST_VERSION,
     ) -> bool:
         request_id, colon, rest = msg_id.partition(":")
-        return await publish(self, subject, data, f"{request_id[:-1]}{colon}{rest[-8:]}", tenant)
+        short = f"{request_id[:-1]}{colon}{rest[-8:]}"
+        return await publish(self, subject, data, short, tenant, version)
 
     replace_attribute(Bus, "publish", shortened)
 

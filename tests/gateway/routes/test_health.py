@@ -53,7 +53,7 @@ async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
     await bus.publish(subjects.stage("engine", "demo", "batch", request_id), task, request_id)
     app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1")
     transport = httpx.ASGITransport(build_application(app, all_routes(app)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         found = (await client.get(f"/v1/requests/{request_id}")).json()
     return found["state"], found["stage"], found["waits_for"]
 
