@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ops.demo import IMAGES
 from ops.fuzz_decoders.seeds import json_messages
 from ops.fuzz_decoders.target import FuzzTarget
-from shared.config import RendererConfig
+from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge, RequestError
 from shared.ip_policy import parse_address
 from shared.protocol.json_limits import json_limit_error
@@ -69,6 +69,10 @@ def _body(kind: Any) -> FuzzTarget:
     name = f"body_{kind.__name__.removesuffix('Request').lower()}"
     answers = (RequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
     return FuzzTarget(name, run, lambda: json_messages(kind), answers, "json")
+
+
+def _vllm_bodies() -> list[bytes]:
+    return [*json_messages(RenderedRequest), b'{"token_ids":[1,2],"sampling_params":{"n":2}}']
 
 
 def _json_limits(data: bytes) -> None:
@@ -230,7 +234,7 @@ def _answers() -> list[bytes]:
 _SSE_ID = b"12,-1"
 DOOR_TARGETS = [
     *map(_body, _BODIES),
-    FuzzTarget("body_vllm", parse, lambda: json_messages(RenderedRequest), (RequestError,), "json"),
+    FuzzTarget("body_vllm", parse, _vllm_bodies, (RequestError,), "json"),
     FuzzTarget(
         "json_limits",
         _json_limits,

@@ -1,5 +1,6 @@
 """Valid messages of a type to begin with: the smallest one, and one with all fields."""
 
+import contextlib
 import types
 import typing
 from typing import Any
@@ -41,6 +42,8 @@ def _valid(kind: Any, codec: Any) -> list[Any]:
 
 def _value(kind: inspect.Type, is_full: bool, depth: int) -> Any:
     match kind:
+        case inspect.Metadata():
+            return _value(kind.type, is_full, depth)
         case inspect.StructType():
             return _struct(kind, is_full, depth)
         case inspect.UnionType():
@@ -79,10 +82,20 @@ def _struct(kind: inspect.StructType, is_full: bool, depth: int) -> Any:
     values: dict[str, Any] = {}
     if kind.tag_field is not None:
         values[kind.tag_field] = kind.tag
+    optional: list[str] = []
     for field in kind.fields:
         if field.required or kind.array_like or (is_full and depth > 0):
             values[field.encode_name] = _value(field.type, is_full, depth - 1)
-    return list(values.values()) if kind.array_like else values
+            optional += [] if field.required else [field.encode_name]
+    if kind.array_like:
+        return list(values.values())
+    # Not every combination of fields is valid: then one of them, or none.
+    for left_out in (set[str](), *({*optional} - {name} for name in optional), {*optional}):
+        some = {name: value for name, value in values.items() if name not in left_out}
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert(some, kind.cls)
+            return some
+    return values
 
 
 def _member(kind: inspect.UnionType, is_full: bool, depth: int) -> Any:
@@ -98,7 +111,8 @@ def _text(kind: inspect.StrType) -> str:
     for text in _TEXTS:
         try:
             meta = msgspec.Meta(pattern=kind.pattern)
-            return msgspec.convert(text * wanted, typing.Annotated[str, meta])
+            msgspec.convert(text * wanted, typing.Annotated[str, meta])
+            return text * wanted
         except msgspec.ValidationError:
             continue
     return "a" * wanted
