@@ -50,16 +50,29 @@ async def ask(
     when the queue is full, Unavailable when the broker does not store the request, or when a
     request with a `timeout_s` has no final record well after it.
     """
-    _check_request_id(request_id)
-    _check_model(request.model)
     async with LogReader(bus, request_id, 0) as reader:
-        data = encode_request(request, sampling)
-        subject = subjects.request(request.model)
-        version = version_of_request(request, sampling)
-        is_duplicate = await bus.publish(subject, data, request_id, tenant, version)
+        is_duplicate = await publish_request(bus, request, request_id, tenant, sampling)
         async for record in reader.records(at_once=is_duplicate, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
+
+
+async def publish_request(
+    bus: Bus,
+    request: GenerateRequest,
+    request_id: str,
+    tenant: str = "",
+    sampling: Mapping[str, Any] | None = None,
+) -> bool:
+    """Publish `request`. Return True if one of this id was published shortly before.
+
+    Raises as `ask` does.
+    """
+    _check_request_id(request_id)
+    _check_model(request.model)
+    data, subject = encode_request(request, sampling), subjects.request(request.model)
+    version = version_of_request(request, sampling)
+    return await bus.publish(subject, data, request_id, tenant, version)
 
 
 async def follow(

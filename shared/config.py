@@ -238,6 +238,9 @@ class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     takes any free port. Heartbeats contain the port."""
 
 
+Right = Literal["requests", "metrics"]
+
+
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     """A key of the gateway. `pagemill key` creates one and prints its configuration."""
 
@@ -248,6 +251,9 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     tenant: str | None = None
     """Tenant whose cached and stored data the key can reach, and no other's; by default the key's
     name."""
+    rights: tuple[Right, ...] = ("requests",)
+    """What the key is good for: `metrics` for `/metrics`, which tells of all tenants' requests, and
+    `requests` for all other endpoints."""
     max_requests_per_minute: Positive | None = None
     """Limit on counted requests of this key in a minute, in each gateway; by default none."""
     max_concurrent: Positive | None = None

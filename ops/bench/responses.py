@@ -6,6 +6,7 @@ Times of calls and turns are those at which the broker has stored the steps and 
 
 import argparse
 import asyncio
+import hashlib
 import json
 import statistics
 import tempfile
@@ -179,7 +180,9 @@ async def waiting(bus: Bus, count: int, broker_bytes: Callable[[], int]) -> tupl
 
     async def store(number: int) -> None:
         async with limit:
-            log = StepLog(bus, "", f"resp_waiting{number}")
+            # As long as the id of a response, of which the broker keeps the subject.
+            name = hashlib.sha256(f"waiting {number}".encode()).hexdigest()[:48]
+            log = StepLog(bus, "", f"resp_{name}")
             for step in steps:
                 await log.append(step)
             assert log.state.approvals

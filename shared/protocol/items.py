@@ -9,10 +9,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from shared.protocol.multimodal import MEDIA_SCHEME, Overflow
+
 Ignored = UnsetType | None
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Label = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+FileId = Annotated[str, Meta(pattern="^file-[0-9a-f]{64}$")]
+"""Id of a file of `/v1/files`. `media:` and this id is a URL of the file."""
 
 
 class InputTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_text"):
@@ -23,7 +27,46 @@ class InputTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_
 class InputImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_image"):
     image_url: str | None = None
     detail: Literal["auto", "low", "high"] = "auto"
-    file_id: None = None
+    file_id: FileId | None = None
+    """In the place of a URL."""
+    prompt_cache_breakpoint: Ignored = UNSET
+
+
+class InputAudio(Struct, frozen=True, forbid_unknown_fields=True):
+    """A sound in the message itself."""
+
+    data: str
+    """Base64 of the file, or the `media:` URL of one that is stored."""
+    format: str
+    """No effect: the file itself says what it is."""
+    overflow: Overflow = "refuse"
+    """As in `audio_url`."""
+
+    @property
+    def is_inline(self) -> bool:
+        return not self.data.startswith(MEDIA_SCHEME)
+
+    @property
+    def url(self) -> str:
+        return f"data:;base64,{self.data}" if self.is_inline else self.data
+
+
+class InputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_audio"):
+    input_audio: InputAudio
+
+
+class InputFilePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_file"):
+    """A file of `/v1/files` that is an image, a video or a sound by the ending of its name."""
+
+    file_id: FileId | None = None
+    filename: str | None = None
+    """The name with which the file was stored, whatever the client gives here."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """No effect."""
+    file_data: str | None = None
+    """Not supported."""
+    file_url: str | None = None
+    """Not supported."""
     prompt_cache_breakpoint: Ignored = UNSET
 
 
@@ -37,7 +80,8 @@ class RefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"
     refusal: str
 
 
-MessagePart = InputTextPart | InputImagePart | OutputTextPart | RefusalPart
+MediaPart = InputImagePart | InputAudioPart | InputFilePart
+MessagePart = InputTextPart | MediaPart | OutputTextPart | RefusalPart
 
 
 class MessageItem(Struct, frozen=True, forbid_unknown_fields=True, tag="message"):
@@ -66,20 +110,10 @@ class FunctionOutputItem(
     """The result of a function that the client has called."""
 
     call_id: str
-    output: str | list[InputTextPart | InputImagePart]
+    output: str | list[InputTextPart | InputImagePart | InputFilePart]
     id: str | None = None
     status: ItemStatus | None = None
     caller: Ignored = UNSET
-
-
-class ReasoningItem(Struct, frozen=True, forbid_unknown_fields=True, tag="reasoning"):
-    """Reasoning of an earlier response. Chat templates drop it from all answers but the last."""
-
-    id: str | None = None
-    summary: list[Any] = []
-    content: list[Any] | None = None
-    encrypted_content: None = None
-    status: ItemStatus | None = None
 
 
 class ListedTool(Struct, frozen=True):
@@ -127,19 +161,11 @@ class ApprovalResponseItem(
     reason: str | None = None
 
 
-OutputItem = (
-    MessageItem
-    | FunctionCallItem
-    | ReasoningItem
-    | ListToolsItem
-    | McpCallItem
-    | ApprovalRequestItem
-)
+OutputItem = MessageItem | FunctionCallItem | ListToolsItem | McpCallItem | ApprovalRequestItem
 Item = OutputItem | FunctionOutputItem | ApprovalResponseItem
 
 ID_PREFIXES = {
     "message": "msg",
-    "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
     "mcp_list_tools": "mcpl",

@@ -17,6 +17,9 @@ VIDEO: Modality = "video"
 AUDIO: Modality = "audio"
 
 
+MEDIA_SCHEME = "media:"
+"""Scheme of the URL of a stored file."""
+
 Overflow = Literal["refuse", "cut"]
 
 

@@ -4,6 +4,8 @@ The gateway writes Begun, and a cancellation as Ended. An agent writes all else,
 
     Begun → Listed* → [ Asked → Answered → (Sending → Result)* ]* → Ended → Decided*
 
+A Begun that `asks` is the first Asked as well.
+
 `index` counts the steps of one log from 0 without a gap. Times are Unix seconds of the broker's
 clock.
 """
@@ -119,6 +121,8 @@ class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     logprobs: bool = False
     deadline_s: int | None = None
     """When the response must have ended."""
+    asks: bool = False
+    """The request of the first turn is published from now on, as if this was an Asked as well."""
 
 
 class Listed(Struct, frozen=True, tag="listed", omit_defaults=True):

@@ -8,15 +8,21 @@ from shared.protocol.items import (
     ApprovalResponseItem,
     FunctionCallItem,
     FunctionOutputItem,
+    InputAudioPart,
+    InputFilePart,
     InputImagePart,
     InputTextPart,
     Item,
     McpCallItem,
     MessageItem,
+    MessagePart,
     OutputTextPart,
     RefusalPart,
 )
+from shared.protocol.multimodal import AUDIO, IMAGE, MEDIA_SCHEME, VIDEO
 from shared.protocol.requests import (
+    AudioPart,
+    AudioURL,
     ContentPart,
     FunctionCall,
     ImagePart,
@@ -24,11 +30,12 @@ from shared.protocol.requests import (
     Message,
     TextPart,
     ToolCall,
+    VideoPart,
+    VideoURL,
 )
+from shared.responses.files import modality_of_file
 from shared.responses.state import ResponseState
 from shared.responses.tools import prompt_name
-
-Part = InputTextPart | InputImagePart | OutputTextPart | RefusalPart
 
 
 class Entry(NamedTuple):
@@ -146,27 +153,38 @@ def check_outputs(items: Sequence[Item]) -> None:
         raise InvalidRequest(f"there is no call {unknown} for this output", field="input")
 
 
-def _text_of(content: str | Sequence[Part]) -> str:
+def _text_of(content: str | Sequence[MessagePart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(
-        part.refusal if isinstance(part, RefusalPart) else part.text
-        for part in content
-        if not isinstance(part, InputImagePart)
-    )
+    parts = (_part_of(part) for part in content)
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
-def _content_of(content: str | Sequence[Part]) -> str | list[ContentPart]:
+def _content_of(content: str | Sequence[MessagePart]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    parts: list[ContentPart] = []
-    for part in content:
-        match part:
-            case InputImagePart(image_url=url, detail=detail):
-                if url is not None:
-                    parts.append(ImagePart(ImageURL(url, detail)))
-            case RefusalPart(refusal=text):
-                parts.append(TextPart(text))
-            case InputTextPart(text=text) | OutputTextPart(text=text):
-                parts.append(TextPart(text))
-    return parts
+    return [made for part in content if (made := _part_of(part)) is not None]
+
+
+def _part_of(part: MessagePart) -> ContentPart | None:
+    match part:
+        case InputTextPart(text=text) | OutputTextPart(text=text) | RefusalPart(refusal=text):
+            return TextPart(text)
+        case InputImagePart(image_url=None, file_id=None):
+            return None
+        case InputImagePart(image_url=url, detail=detail, file_id=name):
+            return ImagePart(ImageURL(f"{MEDIA_SCHEME}{name}" if url is None else url, detail))
+        case InputAudioPart(input_audio=sound):
+            return AudioPart(AudioURL(sound.url, sound.overflow))
+        case InputFilePart():
+            return _file_of(part)
+
+
+def _file_of(part: InputFilePart) -> ContentPart | None:
+    url = f"{MEDIA_SCHEME}{part.file_id}"
+    modality = modality_of_file(part.filename)
+    if modality == IMAGE:
+        return ImagePart(ImageURL(url))
+    if modality == VIDEO:
+        return VideoPart(VideoURL(url))
+    return AudioPart(AudioURL(url)) if modality == AUDIO else None

@@ -94,17 +94,7 @@ class ResponseState:
         self.num_steps = step.index + 1
         match step:
             case Begun():
-                self.begun = step
-                for number, approved in enumerate(step.approved):
-                    item = McpCallItem(
-                        self._item_id("mcp_call", APPROVED_TURN, number),
-                        approved.label,
-                        approved.name,
-                        approved.arguments,
-                        "in_progress",
-                        approval_request_id=approved.request_id,
-                    )
-                    self._add_call(APPROVED_TURN, number, item, None)
+                self._begin(step)
             case Listed():
                 self._add_listing(step)
             case Asked():
@@ -121,6 +111,21 @@ class ResponseState:
                 self._end(step)
             case Decided():
                 self.decisions[step.approval_id] = step
+
+    def _begin(self, step: Begun) -> None:
+        self.begun = step
+        for number, approved in enumerate(step.approved):
+            item = McpCallItem(
+                self._item_id("mcp_call", APPROVED_TURN, number),
+                approved.label,
+                approved.name,
+                approved.arguments,
+                "in_progress",
+                approval_request_id=approved.request_id,
+            )
+            self._add_call(APPROVED_TURN, number, item, None)
+        if step.asks:
+            self.turns.append(Asked(step.index, 0))
 
     @property
     def usage(self) -> Usage:

@@ -34,7 +34,9 @@ def set_handlers(
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal."""
+    """Return whether this process has a controlling terminal, or reads from or writes to one."""
+    if any(map(os.isatty, (0, 1, 2))):
+        return True
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

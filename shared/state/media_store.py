@@ -21,18 +21,18 @@ from shared.errors import MediaTooLarge
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
+from shared.protocol.multimodal import MEDIA_SCHEME
 
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 8
 # A replica that serves reads may store an image a little later than its leader.
 STALE_READ_S = 0.3
 
-URL_SCHEME = "media:"
 _URL = re.compile(r"media:(?:file-)?([0-9a-f]{64})")
 
 
 def media_url(name: str) -> str:
-    return URL_SCHEME + name
+    return MEDIA_SCHEME + name
 
 
 def parse_media_url(url: str) -> str | None:

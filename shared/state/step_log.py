@@ -42,7 +42,8 @@ class StepLog:
         self._appending = b""
         """The step that this process is appending, until it is known to be stored."""
         self.overtaken = False
-        """Whether a watch has read steps of others, which what is being done does not know of."""
+        """Whether steps of others were read, which what is being done does not know of. Appends are
+        refused until whoever plans anew sets it to False."""
         self._lock = asyncio.Lock()
         """Held during an append, which other tasks of this process may want as well."""
         self._append_to = subjects.step(tenant, response_id)
@@ -87,8 +88,8 @@ class StepLog:
     async def append(self, step: Step) -> Step:
         """Append a step, whose index is set here, and apply it.
 
-        Raises Fenced when another writer was faster; the log is then refreshed. Raises Overloaded
-        when the store is full.
+        Raises Fenced when another writer was faster; the log is then refreshed, and `overtaken`.
+        Raises Overloaded when the store is full.
         """
         async with self._lock:
             return await self._append(step)
@@ -104,7 +105,8 @@ class StepLog:
             sequence = await self._bus.append(self._append_to, data, self._last_sequence, ttl_s)
         except Fenced:
             # The append may be stored although its ack was lost.
-            await self.refresh()
+            # Other tasks may wait to append what was planned before.
+            self.overtaken = bool(await self.refresh()) or self.overtaken
             if self._appending:
                 raise
             return step

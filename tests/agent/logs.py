@@ -37,8 +37,12 @@ USAGE = Usage(10, 3, 4)
 def begun_steps() -> st.SearchStrategy[Begun]:
     approved = ApprovedCall("mcpr_1", "calc", "add", "{}", schema_digest(ADD))
     return st.builds(
-        lambda servers, functions, changes: replace(
-            BEGUN, servers=servers, functions=functions, **changes
+        lambda servers, functions, changes, asks: replace(
+            BEGUN,
+            servers=servers,
+            functions=functions,
+            asks=asks and not servers and not changes["approved"],
+            **changes,
         ),
         st.sampled_from([[], [CALC], [CALC, ServerUse("other")]]),
         st.sampled_from([[], [FUNCTION]]),
@@ -51,6 +55,7 @@ def begun_steps() -> st.SearchStrategy[Begun]:
                 "approved": st.sampled_from([[], [approved], [replace(approved, name="gone")]]),
             }
         ),
+        st.booleans(),
     )
 
 

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 
 from ops.chaos.agents.checks import AgentRun, violations
+from ops.chaos.agents.process import held_in
 from shared.protocol.requests import FunctionCall
 from shared.protocol.steps import Answered, Asked, Ended, Listed, Result, Sending, Step
 from tests.agent.logs import ADD, BEGUN, BOOK, ID, USAGE, logs
@@ -21,7 +22,7 @@ CALLED: list[Step] = [
 
 
 def found(steps: list[Step], made: int = 1) -> set[str]:
-    run = AgentRun(ID, steps, {(0, 0): made}, may_repeat=False)
+    run = AgentRun(ID, steps, {(0, 0): made}, may_repeat=False, must_complete=True)
     return {text[:2] for text in violations(run)}
 
 
@@ -41,3 +42,11 @@ def test_each_check_finds_its_violation() -> None:
     assert found([*CALLED[:5], Asked(5, 1)]) == {"A3"}
     assert found([*CALLED[:5], CALLED[4]]) == {"A3"}
     assert found(CALLED, made=0) == {"A4"}
+    assert found([*CALLED[:-1], Ended(8, "cancelled", 2)]) == {"A5"}
+
+
+def test_an_agent_holds_what_it_has_taken_and_not_left() -> None:
+    assert held_in("") == set()
+    assert held_in("+a\n+b\n-a\n") == {"b"}
+    # The same response a second time, because the first delivery was late.
+    assert held_in("+a\n+a\n-a\n") == {"a"}

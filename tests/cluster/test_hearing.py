@@ -113,6 +113,32 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
     assert await ask(api, {"type": "audio_url", "audio_url": {"url": url, "overflow": "cut"}})
 
 
+async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener) -> None:
+    # One that is too large for the log of the response is stored beside it.
+    padded = np.concatenate([sound(), np.zeros(9 * RATE, np.float32)])
+    small, large = file_of(sound()), file_of(padded)
+    assert len(small) < 2**17 < 2**19 < len(large)
+    flac = file_of(sound(), "FLAC", "PCM_24")
+    stored = await api.files.create(file=("three.flac", flac), purpose="user_data")
+    parts: list[dict[str, Any]] = [
+        {"type": "input_audio", "input_audio": {"data": encoded(data), "format": "wav"}}
+        for data in (small, large)
+    ]
+    parts.append({"type": "input_file", "file_id": stored.id})
+    shown = []
+    for part, heard in zip(parts, (sound(), padded, sound()), strict=True):
+        content: Any = [part, {"type": "input_text", "text": QUESTION}]
+        made = await api.responses.create(
+            model="hearing", input=[{"role": "user", "content": content}]
+        )
+        assert made.output_text == listener.listen(heard, QUESTION)
+        items: Any = await api.responses.input_items.list(made.id)
+        shown.append(items.data[0].content[0])
+    assert shown[0].input_audio["data"] == encoded(small)
+    assert shown[1].input_audio["data"].startswith("media:")
+    assert shown[2].filename == "three.flac"
+
+
 async def test_a_recording_is_written_down(api: AsyncOpenAI, listener: Listener) -> None:
     transcribe: Any = api.audio.transcriptions.create
     data, told = file_of(sound()), listener.listen(sound(), "Transcribe the speech into text.")

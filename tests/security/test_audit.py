@@ -24,7 +24,7 @@ PUBLISHED = [
         for who in (*OTHERS, "gateway", OPERATOR)
         for change in ("DELETE", "PURGE", "MSG.DELETE")
     ),
-    (OPERATOR, f"$JS.API.STREAM.UPDATE.{STREAM}"),
+    *((who, f"$JS.API.STREAM.UPDATE.{STREAM}") for who in (*OTHERS, "gateway", OPERATOR)),
     *((who, f"$JS.API.DIRECT.GET.{STREAM}") for who in (*OTHERS, "gateway")),
 ]
 

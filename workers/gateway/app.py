@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config import Config, Right
 from shared.errors import PagemillError, UnknownModel
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -130,12 +130,13 @@ class AppContext:
         *,
         public: bool = False,
         counted: bool = False,
+        right: Right = "requests",
     ) -> Route:
         """Return a route that checks the API key and releases the request's memory at its end.
 
-        A `public` route needs no key. A `counted` route counts for the limits of the key: every
-        route that makes work is counted. Routes that look at work, end it, or return what the
-        gateway has at hand are not.
+        A `public` route needs no key, and any other a key with `right`. A `counted` route counts
+        for the limits of the key: every route that makes work is counted. Routes that look at work,
+        end it, or return what the gateway has at hand are not.
         """
 
         async def guarded(request: Request) -> Response:
@@ -143,6 +144,7 @@ class AppContext:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            caller.check_right(right)
             request.scope["tenant"] = caller.tenant
             if counted:
                 self._rate_limiter.acquire(caller)

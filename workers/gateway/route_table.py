@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import errors as shared_errors
+from shared.config import Right
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, MakeAssembler, error_response
@@ -56,6 +57,8 @@ class ApiOperation(Struct, frozen=True):
     """Statuses of the response."""
     public: bool = False
     """Whether no API key is needed."""
+    right: Right = "requests"
+    """The right that the key needs."""
     counted: bool = False
     """Whether requests count for the limits of the key."""
     name: str = ""
@@ -74,7 +77,7 @@ class ApiOperation(Struct, frozen=True):
         if self.method not in SAFE_METHODS:
             found.add(errors.ForeignOrigin)
         if not self.public:
-            found.add(errors.InvalidKey)
+            found |= {errors.InvalidKey, errors.MissingRight}
         if self.counted:
             found.add(errors.RateLimited)
         if self.body is not None:
@@ -128,6 +131,7 @@ class RouteTable:
                 [operation.method],
                 public=operation.public,
                 counted=operation.counted,
+                right=operation.right,
             )
             for operation, handler in self._endpoints
         ]

@@ -5,6 +5,7 @@ A2  a call is made at most once for each step that says so, and such a step is r
     the configuration says that repeating is harmless
 A3  each step follows from the steps before it, and indexes have no gap
 A4  a call with a result was made
+A5  a response with which nothing is wrong completes
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,29 +38,40 @@ class AgentRun(Struct, frozen=True):
     """How often each call was made, by turn and number."""
     may_repeat: bool
     """Whether its server is configured so that calls may be made again."""
+    must_complete: bool = False
+    """Whether nothing but the fault may keep it from completing."""
 
 
 def violations(run: AgentRun) -> Iterator[str]:
     state = ResponseState(run.response_id)
     for i, step in enumerate(run.steps):
-        if step.index != i:
-            yield f"A3 {run.response_id}: step {i} has the index {step.index}"
-            return
-        action = next_action(state)
-        # A gateway may cancel at any moment.
-        is_free = isinstance(step, Begun) or (
-            isinstance(step, Ended) and step.status == "cancelled"
-        )
-        if not is_free and not isinstance(action, PLANNED[type(step)]):
-            yield f"A3 {run.response_id}: {type(step).__name__} after {type(action).__name__}"
-            return
-        try:
-            state.apply(step)
-        except LookupError:
-            yield f"A3 {run.response_id}: {type(step).__name__} of another turn"
+        if (fault := _fault_of_order(state, i, step)) is not None:
+            yield f"A3 {run.response_id}: {fault}"
             return
     if state.ended is None:
         yield f"A1 {run.response_id} has not ended after {len(run.steps)} steps"
+    elif run.must_complete and state.ended.status != "completed":
+        yield f"A5 {run.response_id} has ended as {state.ended.status}: {state.ended.error}"
+    yield from _faults_of_calls(run, state)
+
+
+def _fault_of_order(state: ResponseState, i: int, step: Step) -> str | None:
+    """Apply a step, or return why it is none that may follow."""
+    if step.index != i:
+        return f"step {i} has the index {step.index}"
+    action = next_action(state)
+    # A gateway may cancel at any moment.
+    is_free = isinstance(step, Begun) or (isinstance(step, Ended) and step.status == "cancelled")
+    if not is_free and not isinstance(action, PLANNED[type(step)]):
+        return f"{type(step).__name__} after {type(action).__name__}"
+    try:
+        state.apply(step)
+    except LookupError:
+        return f"{type(step).__name__} of another turn"
+    return None
+
+
+def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
     for (turn, number), call in state.calls.items():
         made = run.made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"

@@ -6,15 +6,39 @@ from pathlib import Path
 import uvloop
 
 from ops.chaos.agents.bugs import BUGS
+from ops.chaos.agents.process import LEFT, TAKEN
+from ops.chaos.patching import replace_attribute
+from shared.bus.consumer import Delivery
 from shared.stage import runtime
-from workers.agent.worker import main
+from workers.agent.worker import Agent, main
 from workers.cli import settings
 from workers.roles import AGENT
+
+
+def report_responses() -> None:
+    """Have the agent write on standard output which responses it takes, and which it leaves."""
+    handle = Agent._handle
+
+    async def reported(self: Agent, delivery: Delivery) -> None:
+        _write(f"{TAKEN}{delivery.msg_id}")
+        try:
+            await handle(self, delivery)
+        finally:
+            _write(f"{LEFT}{delivery.msg_id}")
+
+    replace_attribute(Agent, "_handle", reported)
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
 
 if __name__ == "__main__":
     _, config_file, url, bug = sys.argv
     if bug:
         plant, _ = BUGS[bug]
         plant()
+    report_responses()
     config = settings.load_config(Path(config_file))
     sys.exit(uvloop.run(runtime.run(AGENT, main, config, url, None, None)))

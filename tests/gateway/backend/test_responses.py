@@ -12,19 +12,31 @@ from starlette.requests import Request
 from shared.bus.bus import Bus
 from shared.config_parsing import parse_config
 from shared.errors import ContextTooLong, Overloaded
+from shared.protocol import subjects
 from shared.protocol.audit import AuditRecord
 from shared.protocol.encoding import to_json
 from shared.protocol.items import (
     ApprovalResponseItem,
     FunctionOutputItem,
+    InputFilePart,
     InputImagePart,
     InputTextPart,
     ListedTool,
     MessageItem,
 )
 from shared.protocol.records import Usage
-from shared.protocol.requests import FunctionCall
-from shared.protocol.steps import Answered, Asked, Begun, Decided, Ended, Listed, ServerUse, Step
+from shared.protocol.requests import FunctionCall, GenerateRequest, Message
+from shared.protocol.steps import (
+    Answered,
+    Asked,
+    Begun,
+    Decided,
+    Ended,
+    Listed,
+    ServerUse,
+    Step,
+    turn_id,
+)
 from shared.state import audit_log
 from shared.state.step_log import StepLog, open_log
 from shared.telemetry.metrics import Metrics
@@ -135,13 +147,33 @@ async def test_an_approval_for_a_response_that_could_not_begin_is_free(bus: Bus)
     assert list(log.state.decisions.values())[-1:] == [Decided(6, request_id, True, taken)]
 
 
+async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> None:
+    app, begun = app_of(bus), replace(BEGUN, asks=True)
+    barred, name = await stored(bus, ended("cancelled")), new_name()
+    first = GenerateRequest("m", messages=[Message("user", "Hi")]), dict[str, Any]()
+    with pytest.raises(ApprovalUsed):
+        await responses.begin(app, begun, barred.response_id, first, is_named=False)
+    log = await responses.begin(app, begun, name, first, is_named=False)
+    assert log.state.turns == [Asked(0, 0)]
+
+    async def is_cancelled(response_id: str) -> bool:
+        subject = subjects.cancel(turn_id(response_id, 0))
+        return await bus.has_messages(subjects.CANCELS_STREAM, subject)
+
+    assert await is_cancelled(barred.response_id)
+    assert not await is_cancelled(name)
+    # The turn has no step of its own, and is cancelled with the response all the same.
+    await responses.cancel_response(app, log)
+    assert await is_cancelled(name)
+
+
 async def test_responses_without_an_agent_end(bus: Bus) -> None:
     app = app_of(bus)
     now_s = app.now_s
     old = replace(BEGUN, created_s=now_s - 700)
-    waiting = await stored(bus, old)
-    found = await responses.find_response(app, Caller("", ""), waiting.response_id)
-    assert (found.state.ended or ended()).status == "failed"
+    for waiting in (await stored(bus, old), await stored(bus, replace(old, asks=True))):
+        found = await responses.find_response(app, Caller("", ""), waiting.response_id)
+        assert (found.state.ended or ended()).status == "failed"
     behind = await stored(bus, replace(old, background=True))
     begun = await stored(bus, old, Asked(0, 0))
     for log in (behind, begun):
@@ -173,7 +205,7 @@ async def _kinds(events: Any) -> list[str]:
 
 def test_images_of_results_are_left_out_as_those_of_messages() -> None:
     image = InputImagePart("data:image/png;base64,AAAA")
-    parts: list[InputTextPart | InputImagePart] = [InputTextPart("a"), image]
+    parts: list[InputTextPart | InputImagePart | InputFilePart] = [InputTextPart("a"), image]
     for item in (MessageItem("user", [*parts]), FunctionOutputItem("call_1", parts)):
         shown = to_json(_without_images(item))
         assert b"base64" not in shown

@@ -282,7 +282,7 @@ async def test_configured_origins_get_cors_headers(another: Start) -> None:
 
 
 async def test_a_streamed_answer_belongs_to_the_tenant_of_its_key(another: Start) -> None:
-    gateway = another(api_keys=KEYS)
+    gateway = another(api_keys=[KEYS[0], KEYS[1] | {"rights": ["requests", "metrics"]}])
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
         streamed = await http.post(
             "/v1/chat/completions", json=question() | {"stream": True}, headers=bearer(BOB)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from shared.protocol.records import ChoiceDelta, TokenChunk
 from shared.protocol.requests import FunctionCall
-from shared.protocol.steps import Answered, Asked, Ended, Listed, ServerUse, Step
+from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, ServerUse, Step
 from shared.responses.state import state_of
 from shared.responses.turns import turn_format
 from tests.agent.logs import BEGUN, BOOK, ID, USAGE, logs
@@ -78,9 +78,10 @@ def events_of(steps: list[Step], cuts: Sequence[int]) -> Iterator[ResponseEvent]
     for i, step in enumerate(steps):
         yield from made.step(step)
         following = steps[i + 1] if i + 1 < len(steps) else None
-        if isinstance(step, Asked) and isinstance(following, Answered):
-            state = state_of(ID, steps[: i + 1])
-            found = turn_format(state, step, state.tools())
+        state = state_of(ID, steps[: i + 1])
+        asks = isinstance(step, Asked) or (isinstance(step, Begun) and step.asks)
+        if asks and isinstance(following, Answered):
+            found = turn_format(state, state.turns[-1], state.tools())
             raw = raw_text(following, found.form)
             for record in chunks_of(raw, cuts, following.finish_reason):
                 yield from made.token(record)

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shared.config_agent import AgentConfig
 from shared.errors import RequestError
@@ -24,6 +25,7 @@ from workers.gateway.openai.responses import (
     LOGPROBS,
     MAX_ITEMS,
     ConversationBefore,
+    asks_at_once,
     begun_of,
     input_of,
     needs_card,
@@ -38,6 +40,13 @@ CALL: dict[str, Any] = {
     "arguments": "{}",
 }
 ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
+FILE = f"file-{'a' * 64}"
+
+
+def said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [part]}
 
 
 def begun_from(
@@ -105,7 +114,7 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         (
             [{"role": "user", "content": [{"type": "input_image"}]}],
             "invalid_request",
-            "input[0]",
+            "input[0].content[0]",
         ),
         (
             [
@@ -116,8 +125,31 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
                 }
             ],
             "invalid_request",
-            "input[0]",
+            "input[0].output[0]",
         ),
+        (
+            [said({"type": "input_image", "image_url": "https://a.example/b", "file_id": FILE})],
+            "invalid_request",
+            "input[0].content[0]",
+        ),
+        ([said({"type": "input_file"})], "invalid_request", "input[0].content[0]"),
+        (
+            [said({"type": "input_file", "file_id": "file-1"})],
+            "invalid_request",
+            "input[0].content[0].file_id",
+        ),
+        (
+            [said({"type": "input_file", "file_data": "data:application/pdf;base64,AA"})],
+            "unsupported_parameter",
+            "input[0].content[0].file_data",
+        ),
+        (
+            [said({"type": "input_file", "file_id": FILE, "file_url": "https://a.example/b"})],
+            "unsupported_parameter",
+            "input[0].content[0].file_url",
+        ),
+        ([said({"type": "input_audio"})], "invalid_request", "input[0].content[0].input_audio"),
+        ([{"type": "reasoning", "summary": []}], "unsupported_parameter", "input[0].type"),
     ],
 )
 def test_an_input_is_refused_by_its_field(given: Any, code: str, field: str) -> None:
@@ -134,6 +166,27 @@ def test_the_number_of_items_is_limited() -> None:
 
 
 # -- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ({}, True),
+        ({"tools": [ADD]}, True),
+        ({"store": False}, True),
+        ({"tools": [{"type": "mcp", "server_label": "calc"}]}, False),
+        ({"background": True}, False),
+        ({"truncation": "auto"}, False),
+    ],
+)
+def test_the_model_is_asked_at_once_if_nothing_comes_before(
+    changes: dict[str, Any], asks: bool
+) -> None:
+    config = msgspec.convert({"servers": {"calc": {"url": "https://a.example/mcp"}}}, AgentConfig)
+    begun = begun_from(changes, config=config)
+    assert asks_at_once(begun) is asks
+    approved = ApprovedCall("mcpr_1", "calc", "add", "{}", "d")
+    assert not asks_at_once(replace(begun, approved=[approved]))
 
 
 def test_a_plain_request_has_the_defaults() -> None:

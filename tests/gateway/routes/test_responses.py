@@ -1,5 +1,7 @@
 """`/v1/responses` with the demo model, through the official client."""
 
+import base64
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.steps import Answered, Begun, Ended, decode_step
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_auth import ALICE, BOB, KEYS
 from tests.gateway.http.test_middleware import check_error
@@ -37,6 +40,7 @@ ADD: Any = {
         "x-guidance": {"whitespace_flexible": False},
     },
 }
+FILE_PART: dict[str, Any] = {"type": "input_file", "file_id": ""}
 NAME: Any = ADD | {"name": "name"}
 
 
@@ -104,6 +108,49 @@ async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncO
             model="demo", input="And now?", previous_response_id=final.response.id
         )
     assert refused.value.code == "previous_response_not_found"
+
+
+async def test_a_stored_file_is_an_item(client: AsyncOpenAI) -> None:
+    asked = {"type": "input_text", "text": "What colour is it?"}
+    image = base64.b64decode(star_url().partition(",")[2])
+    stored = await client.files.create(file=("star.png", image), purpose="vision")
+    for part in ({"type": "input_image", "file_id": stored.id, "detail": "auto"}, FILE_PART):
+        content: Any = [part | {"file_id": stored.id}, asked]
+        made = await client.responses.create(
+            model="demo", input=[{"role": "user", "content": content}], temperature=0
+        )
+        assert "yellow" in made.output_text
+        counted = await client.responses.input_tokens.count(
+            model="demo", input=[{"role": "user", "content": content}]
+        )
+        assert made.usage is not None
+        assert counted.input_tokens == made.usage.input_tokens
+    listed: Any = await client.responses.input_items.list(made.id)
+    assert listed.data[0].content[0].filename == "star.png"
+    # A file of another kind, and one that is not there.
+    text = await client.files.create(file=("notes.txt", b"What is red?"), purpose="user_data")
+    for name, code in ((text.id, "unsupported_content"), (f"file-{'0' * 64}", "media_not_found")):
+        content = [FILE_PART | {"file_id": name}, asked]
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.responses.create(
+                model="demo", input=[{"role": "user", "content": content}]
+            )
+        assert (refused.value.code, refused.value.param) == (code, "input[0].content[0].file_id")
+
+
+async def test_the_first_turn_of_a_response_has_no_step_of_its_own(
+    client: AsyncOpenAI, bus: Bus
+) -> None:
+    name = secrets.token_hex(8)
+    made = [
+        await client.responses.create(model="demo", input="Hi", extra_headers=headers)
+        for headers in ({}, {"X-Request-Id": name}, {"X-Request-Id": name})
+    ]
+    assert made[1].id == made[2].id != made[0].id
+    for response in made:
+        stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", response.id))
+        steps = [decode_step(message.data) for message in stored]
+        assert [type(step) for step in steps] == [Begun, Answered, Ended]
 
 
 async def test_functions_are_called_and_their_results_are_used(client: AsyncOpenAI) -> None:
@@ -213,6 +260,8 @@ LARGE = "data:image/png;base64," + "?" * 2**19
         ({"conversation": "c"}, "unsupported_parameter", "conversation"),
         ({"prompt": {"id": "p"}}, "unsupported_parameter", "prompt"),
         ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning"),
+        ({"modalities": ["text", "audio"]}, "unsupported_parameter", "modalities"),
+        ({"audio": {"voice": "a", "format": "wav"}}, "unsupported_parameter", "audio"),
         ({"include": ["file_search_call.results"]}, "unsupported_parameter", "include"),
         ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),

@@ -52,3 +52,19 @@ async def test_no_reconnection_survives_its_cancellation(
         await refused.wait()
         await asyncio.wait(reconnections)
     await bus.close()
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, b"50"), ("100", b"100")])
+def test_an_embedded_server_collects_garbage_early_unless_told_otherwise(
+    given: str | None, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOGC", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOGC", given)
+    server = EmbeddedServer(tmp_path)
+    server.start()
+    try:
+        environment = Path(f"/proc/{server.pid_file.read_text().strip()}/environ").read_bytes()
+    finally:
+        server.stop()
+    assert b"GOGC=" + kept in environment.split(b"\0")

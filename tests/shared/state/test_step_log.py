@@ -1,5 +1,6 @@
 """Logs of steps: fenced appends, and followers."""
 
+import asyncio
 import secrets
 
 import pytest
@@ -30,6 +31,7 @@ async def test_of_two_writers_one_goes_on_and_the_other_reads_its_step(bus: Bus)
     with pytest.raises(Fenced):
         await other.append(Ended(0, "cancelled", 2))
     assert other.state.num_steps == 2
+    other.overtaken = False
     await other.append(Ended(0, "cancelled", 2))
     # Nobody finds a response of another tenant.
     assert (await open_log(bus, "other", name)).state.num_steps == 0
@@ -73,6 +75,26 @@ async def test_what_is_being_done_ends_when_a_watch_reads_anothers_step(bus: Bus
         with pytest.raises(Fenced):
             await one.append(Asked(0, 0))
     assert [step async for step in other.follow()] == []
+
+
+async def test_calls_made_at_the_same_time_are_refused_together(bus: Bus) -> None:
+    """The second call was planned from the same steps as the first one, which is refused."""
+    name = new_id()
+    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    calls = [FunctionCall("calc__add", "{}")] * 2
+    for step in (
+        replace(BEGUN, servers=[ServerUse("calc", approval="never")]),
+        Listed(0, "calc", [ListedTool("add", {})]),
+        Asked(0, 0),
+        Answered(0, 0, "", calls, Usage(1, 1)),
+    ):
+        await one.append(step)
+    await other.refresh()
+    await other.append(Ended(0, "cancelled", 2))
+    sending = [Sending(0, 0, number, 0, "k", "d", "one") for number in range(2)]
+    refused = await asyncio.gather(*(one.append(s) for s in sending), return_exceptions=True)
+    assert [type(error) for error in refused] == [Fenced, Fenced]
+    assert (await open_log(bus, "t", name)).state.num_steps == 5
 
 
 async def test_a_follower_sees_every_step_once(bus: Bus) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import yaml
 from rich.console import Console
 
+from shared.config import Right
 from shared.protocol.pipeline import Pipeline
 from shared.stage.pipelines import pipelines_of
 from workers.cli import settings
@@ -13,7 +14,7 @@ from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
 
-def key(name: str, /, *, tenant: str | None = None) -> int:
+def key(name: str, /, *, tenant: str | None = None, right: list[Right] | None = None) -> int:
     """Make an API key for the gateway. Print the key, only this once, and its configuration.
 
     Parameters
@@ -22,11 +23,15 @@ def key(name: str, /, *, tenant: str | None = None) -> int:
         Name of the key's owner, for the log.
     tenant
         Tenant whose caches and requests the key shares; by default a tenant of its own.
+    right
+        What the key is good for: requests (the default), or metrics for `/metrics`. Repeat the
+        option for both.
     """
     stderr = Console(stderr=True)
     made = make_key()
     entry: dict[str, object] = {"name": name, "sha256": digest(made)}
     entry |= {} if tenant is None else {"tenant": tenant}
+    entry |= {} if right is None else {"rights": right}
     lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
     stderr.print("This key is stored nowhere; give it to its owner:")
     sys.stdout.write(f"{made}\n")

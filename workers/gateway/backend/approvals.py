@@ -66,6 +66,7 @@ async def _record(bus: Bus, caller: Caller, log: StepLog, decision: Decided, fie
         await audit_log.write(
             bus, "gateway", AuditRecord("approval", caller.name, target, caller.tenant)
         )
+        log.overtaken = False  # The decisions that it has now are known.
         with contextlib.suppress(Fenced):
             await log.append(decision)
             return

@@ -62,10 +62,11 @@ async def events_of(
     async for step, known in _all_steps(context, log, steps):
         if isinstance(step, Answered):
             await load_token_bytes(context, log)
+        num_turns = len(made.state.turns)
         for event in made.step(step):
             yield event
-        if isinstance(step, Asked):
-            async for record in _turn_records(context, log, step, known=known):
+        for asked in made.state.turns[num_turns:]:
+            async for record in _turn_records(context, log, asked, known=known):
                 await context.token_bytes.load(begun.model, token_ids_to_decode(record), tenant)
                 for event in made.token(record):
                     yield event

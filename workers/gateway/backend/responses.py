@@ -4,18 +4,28 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+from typing import Any
 
 from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.errors import DeadlineExceeded, Fenced, InvalidRequest, NotFound, Overloaded
+from shared.errors import (
+    DeadlineExceeded,
+    Fenced,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PagemillError,
+)
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import Item
 from shared.protocol.records import error_info
+from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import Begun, Ended, ResponseTask, turn_id
+from shared.state.log_reader import GRACE_S
 from shared.state.step_log import StepLog, open_conversation, open_log
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
@@ -24,6 +34,8 @@ from workers.gateway.openai.response_object import response_of
 from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore
 from workers.gateway.schemas.responses import ResponseBody
 
+FirstTurn = tuple[GenerateRequest, dict[str, Any]]
+"""The request of the first turn, and its sampling parameters."""
 # A running response may need more room, so a store that is fuller refuses new ones.
 MAX_FULL = 0.9
 # Steps take more memory than their JSON.
@@ -115,14 +127,24 @@ async def is_store_full(context: AppContext) -> bool:
     return await context.store_size.read() > MAX_FULL * context.config.agent.store_mib * 2**20
 
 
-async def begin(context: AppContext, begun: Begun, response_id: str, *, is_named: bool) -> StepLog:
-    """Store the first step of a response and give it to the agents, both at the same time.
+async def begin(
+    context: AppContext,
+    begun: Begun,
+    response_id: str,
+    first: FirstTurn | None = None,
+    *,
+    is_named: bool,
+) -> StepLog:
+    """Store the first step of a response, and give it to the agents and its `first` turn to the
+    model, all at the same time.
 
     An agent that is faster waits for the step. Raises ReusedId when a response of this name has
     another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
     """
     log = StepLog(context.bus, begun.tenant, response_id)
     giving = asyncio.create_task(publish_task(context.bus, begun, response_id))
+    # Nothing waits for this: if it fails, an agent does it again, or says why not.
+    asking = first and context.background.start(_publish_turn(context.bus, log, *first))
     try:
         await log.append(begun)
         context.store_use.note_added(begun.tenant, log.num_bytes)
@@ -140,9 +162,22 @@ async def begin(context: AppContext, begun: Begun, response_id: str, *, is_named
         raise StoreFull("the store of responses is full") from None
     finally:
         (failed,) = await asyncio.gather(giving, return_exceptions=True)
+        if asking and (failed is not None or log.state.begun is None):
+            await asyncio.wait({asking})
+            # No response waits for this answer.
+            with contextlib.suppress(PagemillError):
+                await client.cancel(context.bus, turn_id(response_id, 0))
     if failed is not None:
         raise failed
     return log
+
+
+async def _publish_turn(
+    bus: Bus, log: StepLog, request: GenerateRequest, sampling: dict[str, Any]
+) -> None:
+    with contextlib.suppress(PagemillError):
+        name = turn_id(log.response_id, 0)
+        await client.publish_request(bus, request, name, log.tenant, sampling or None)
 
 
 async def publish_task(bus: Bus, begun: Begun, response_id: str) -> None:
@@ -163,8 +198,10 @@ async def end_if_late(context: AppContext, log: StepLog) -> None:
     if begun.deadline_s is not None and now_s > begun.deadline_s:
         message = "the response has not ended in time"
     is_awaited = log.state.num_steps == 1 and not begun.background
-    if is_awaited and now_s > begun.created_s + context.config.delivery.default_timeout_s:
-        message = "no agent has begun the response in time"
+    # A turn that was asked for at once ends first, and its agent may say so.
+    patience_s = context.config.delivery.default_timeout_s + (GRACE_S if begun.asks else 0.0)
+    if is_awaited and now_s > begun.created_s + patience_s:
+        message = "no agent has gone on with the response in time"
     if message is None:
         return
     error = error_info(DeadlineExceeded(message))

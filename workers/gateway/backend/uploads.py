@@ -3,13 +3,22 @@
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
 from shared import client
-from shared.errors import InvalidMedia
-from shared.protocol.items import FunctionOutputItem, InputImagePart, Item, MessageItem
+from shared.errors import InvalidMedia, MediaNotFound, UnsupportedContent
+from shared.protocol.items import (
+    FunctionOutputItem,
+    InputAudioPart,
+    InputFilePart,
+    InputImagePart,
+    Item,
+    MessageItem,
+    MessagePart,
+)
+from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.protocol.requests import (
     SEQUENCE_HEAD,
     AudioPart,
@@ -20,6 +29,8 @@ from shared.protocol.requests import (
     TextPart,
     VideoPart,
 )
+from shared.responses.files import modality_of_file
+from shared.state import media_store
 from workers.gateway.app import AppContext
 
 # Lengths of data: URLs. A message has room for 8 MiB, so each of many images may use less of it.
@@ -74,45 +85,86 @@ async def store_large_images(
     return replace(request, messages=messages)
 
 
-async def store_large_item_images(
+async def store_large_item_media(
     context: AppContext, items: Sequence[Item], tenant: str
 ) -> list[Item]:
-    """Return the items of a response with `media:` URLs in place of large `data:` URLs.
+    """Return the items of a response with `media:` URLs in place of what is large.
 
     Raises InvalidMedia with the field, or Unavailable.
     """
-    inline = [part.image_url or "" for item in items for _, part in _image_parts(item)]
-    lengths = [len(url) for url in inline if url.startswith("data:")]
+    lengths = [len(url) for item in items for _, part in _parts_of(item) if (url := _data_of(part))]
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
     stored: list[Item] = []
     for i, item in enumerate(items):
-        for field, part in _image_parts(item):
-            url = part.image_url or ""
-            if url.startswith("data:") and len(url) > limit:
-                data = await asyncio.to_thread(_decode_data, url, f"input[{i}].{field}")
-                name = await client.pin_media(context.bus, data, tenant)
-                item = _with_image(item, part, replace(part, image_url=name))
+        for name, part in _parts_of(item):
+            url, field = _data_of(part), f"input[{i}].{name}"
+            if len(url) <= limit:
+                continue
+            where = "image_url" if isinstance(part, InputImagePart) else "input_audio.data"
+            data = await asyncio.to_thread(_decode_data, url, f"{field}.{where}")
+            media = await client.pin_media(context.bus, data, tenant)
+            if isinstance(part, InputImagePart):
+                item = _with_part(item, part, replace(part, image_url=media))
+            elif isinstance(part, InputAudioPart):
+                sound = replace(part.input_audio, data=media)
+                item = _with_part(item, part, InputAudioPart(sound))
         stored.append(item)
     return stored
 
 
-def _image_parts(item: Item) -> list[tuple[str, InputImagePart]]:
-    """Return an item's images, each with the name of the field that holds its URL."""
+async def name_files(context: AppContext, items: Sequence[Item], tenant: str) -> list[Item]:
+    """Return the items with the names of their stored files, which say what these are.
+
+    Raises MediaNotFound or UnsupportedContent with the field, or Unavailable.
+    """
+    named: list[Item] = []
+    for i, item in enumerate(items):
+        for name, part in _parts_of(item):
+            if isinstance(part, InputFilePart):
+                field = f"input[{i}].{name}"
+                filename = await _name_of(context, part.file_id or "", tenant, field)
+                item = _with_part(item, part, replace(part, filename=filename))
+        named.append(item)
+    return named
+
+
+async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -> str:
+    name = media_store.parse_media_url(f"{MEDIA_SCHEME}{file_id}")
+    file = None if name is None else await media_store.look_up(context.bus, name, tenant)
+    if file is None:
+        raise MediaNotFound(f"there is no file {file_id!r}", field=f"{field}.file_id")
+    filename = file.head.filename or ""
+    if modality_of_file(filename) is None:
+        raise UnsupportedContent(
+            f"{filename!r} is no image, video or sound by the ending of its name",
+            field=f"{field}.file_id",
+        )
+    return filename
+
+
+def _data_of(part: MessagePart) -> str:
+    """Return the data: URL of a part; "" for one that has none."""
+    match part:
+        case InputImagePart(image_url=str(url)) if url.startswith("data:"):
+            return url
+        case InputAudioPart(input_audio=sound) if sound.is_inline:
+            return sound.url
+        case _:
+            return ""
+
+
+def _parts_of(item: Item) -> list[tuple[str, MessagePart]]:
+    """Return an item's parts, each with the name of its field."""
     match item:
         case MessageItem(content=list(parts)):
-            name = "content"
-        case FunctionOutputItem(output=list(parts)):
-            name = "output"
+            return [(f"content[{j}]", part) for j, part in enumerate(parts)]
+        case FunctionOutputItem(output=list(outputs)):
+            return [(f"output[{j}]", part) for j, part in enumerate(outputs)]
         case _:
             return []
-    return [
-        (f"{name}[{j}].image_url", part)
-        for j, part in enumerate(parts)
-        if isinstance(part, InputImagePart)
-    ]
 
 
-def _with_image(item: Item, old: InputImagePart, new: InputImagePart) -> Item:
+def _with_part(item: Item, old: MessagePart, new: Any) -> Item:
     match item:
         case MessageItem(content=list(parts)):
             return replace(item, content=[new if part is old else part for part in parts])

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shared.config import ApiKey
-from workers.gateway.http.errors import InvalidKey, RateLimited
+from shared.config import ApiKey, Right
+from workers.gateway.http.errors import InvalidKey, MissingRight, RateLimited
 
 # Retry-After of a client that must wait until another of its requests ends.
 BUSY_S = 1.0
@@ -24,6 +24,11 @@ class Caller:
     name: str
     tenant: str
     key: ApiKey | None = None
+
+    def check_right(self, right: Right) -> None:
+        """Raises MissingRight. Without keys, everybody has all rights."""
+        if self.key is not None and right not in self.key.rights:
+            raise MissingRight(f"this key does not have the right {right!r} (gateway.api_keys)")
 
 
 ANONYMOUS = Caller("", "")

@@ -32,6 +32,12 @@ class InvalidKey(RequestError):
     code = "invalid_api_key"
 
 
+class MissingRight(RequestError):
+    """The key is valid, and not for this endpoint."""
+
+    code = "missing_right"
+
+
 class RateLimited(RequestError):
     code = "rate_limit_exceeded"
 
@@ -141,6 +147,7 @@ STATUSES = {
     InvalidKey.code: 401,
     "media_url_blocked": 403,
     ForeignOrigin.code: 403,
+    MissingRight.code: 403,
     "unknown_model": 404,
     "unknown_adapter": 404,
     "not_found": 404,

@@ -123,7 +123,7 @@ def _part_of(part: ChatPart) -> ContentPart:
         case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
         case ChatInputAudioPart(input_audio=sound):
-            return AudioPart(AudioURL(f"data:;base64,{sound.data}", sound.overflow))
+            return AudioPart(AudioURL(sound.url, sound.overflow))
         case ChatAudioPart():
             return AudioPart(part.audio_url)
         case ChatVideoPart():

@@ -94,20 +94,12 @@ class ResponseEvents:
             yield self._response("in_progress")
         match step:
             case Begun():
-                # Items of calls that were approved before are added by events of their own.
-                empty = replace(response_of(self.state, self._token_bytes), output=[])
-                yield self._event("created", response=empty)
-                status = "queued" if step.background else "in_progress"
-                yield self._event(status, response=empty)
-                for index, item in enumerate(self.state.output):
-                    yield from self._begin_call(index, item)
+                yield from self._begun(step)
             case Listed():
                 if not step.inherited:
                     yield from self._listed(len(self.state.output) - 1)
             case Asked():
-                table = self.state.tools()
-                text = turn_format(self.state, step, table).new_text()
-                self._open = _OpenTurn(step.turn, text, table, len(self.state.output))
+                self._begin_turn(step)
             case Answered():
                 yield from self._answered(step)
             case Result():
@@ -115,6 +107,17 @@ class ResponseEvents:
             case Ended():
                 kind = _ENDINGS[step.status].removeprefix("response.")
                 yield self._response(kind)
+
+    def _begun(self, step: Begun) -> Iterator[ResponseEvent]:
+        # Items of calls that were approved before are added by events of their own.
+        empty = replace(response_of(self.state, self._token_bytes), output=[])
+        yield self._event("created", response=empty)
+        status = "queued" if step.background else "in_progress"
+        yield self._event(status, response=empty)
+        for index, item in enumerate(self.state.output):
+            yield from self._begin_call(index, item)
+        if step.asks:
+            self._begin_turn(self.state.turns[0])
 
     @property
     def _is_background(self) -> bool:
@@ -158,6 +161,11 @@ class ResponseEvents:
             yield self._done(index, self.state.output[index])
 
     # -- turns ------------------------------------------------------------------------------------
+
+    def _begin_turn(self, asked: Asked) -> None:
+        table = self.state.tools()
+        text = turn_format(self.state, asked, table).new_text()
+        self._open = _OpenTurn(asked.turn, text, table, len(self.state.output))
 
     def _of_token(self, record: TokenChunk) -> Iterator[ResponseEvent]:
         turn = self._open

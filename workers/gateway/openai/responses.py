@@ -13,10 +13,12 @@ from shared.errors import InvalidRequest
 from shared.protocol.items import (
     FunctionCallItem,
     FunctionOutputItem,
+    InputFilePart,
     InputImagePart,
     Item,
     McpCallItem,
     MessageItem,
+    MessagePart,
     item_id,
 )
 from shared.protocol.renderer_rpc import ModelCard
@@ -39,7 +41,8 @@ MAX_ANCESTORS = 256
 LOGPROBS = "message.output_text.logprobs"
 # Types of items and parts that other servers accept, refused as unsupported.
 _UNSUPPORTED_ITEMS = (
-    *("item_reference", "computer_call", "computer_call_output", "web_search_call"),
+    # No model's reasoning is told from its answer here.
+    *("reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call"),
     *("file_search_call", "code_interpreter_call", "image_generation_call", "local_shell_call"),
     *("local_shell_call_output", "custom_tool_call", "custom_tool_call_output", "compaction"),
     *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
@@ -71,18 +74,32 @@ def _item_of(given: Any, field: str) -> Item:
         found = validation_error(error, frozenset())
         path = field if found.field is None else f"{field}.{found.field}"
         raise type(found)(f"{field}: {found.message}", field=path) from error
-    for part in _parts_of(item):
-        if isinstance(part, InputImagePart) and part.image_url is None:
-            raise InvalidRequest("an input_image needs an image_url", field=field)
+    match item:
+        case MessageItem(content=list(parts)):
+            for i, part in enumerate(parts):
+                _check_part(part, f"{field}.content[{i}]")
+        case FunctionOutputItem(output=list(outputs)):
+            for i, output in enumerate(outputs):
+                _check_part(output, f"{field}.output[{i}]")
+        case _:
+            pass
     return item
 
 
-def _parts_of(item: Item) -> Sequence[Any]:
-    match item:
-        case MessageItem(content=list(parts)) | FunctionOutputItem(output=list(parts)):
-            return parts
-        case _:
-            return []
+def _check_part(part: MessagePart, field: str) -> None:
+    """Raise a RequestError for a part that does not say where its file is."""
+    if isinstance(part, InputImagePart) and (part.image_url is None) == (part.file_id is None):
+        raise InvalidRequest("an input_image needs an image_url or a file_id", field=field)
+    if isinstance(part, InputFilePart):
+        for name in ("file_data", "file_url"):
+            if getattr(part, name) is not None:
+                raise UnsupportedParameter(
+                    f"{name} is not supported here: store the file by /v1/files and give its"
+                    " file_id, or use input_image or input_audio",
+                    field=f"{field}.{name}",
+                )
+        if part.file_id is None:
+            raise InvalidRequest("an input_file needs a file_id", field=field)
 
 
 def _with_id(item: Item, response_id: str, index: int) -> Item:
@@ -162,6 +179,14 @@ def begun_of(
         prompt_cache_key=request.prompt_cache_key,
         logprobs=LOGPROBS in (request.include or []),
     )
+
+
+def asks_at_once(begun: Begun) -> bool:
+    """Return whether the first thing that a response does is to ask the model.
+
+    One in the background is queued until an agent goes on with it.
+    """
+    return not (begun.servers or begun.approved or begun.background or begun.truncate)
 
 
 def _structure_of(request: ResponseFields) -> dict[str, Any] | None:

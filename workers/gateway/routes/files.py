@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from shared.bus.streams import MEDIA_REUSE_S
 from shared.errors import InvalidRequest, NotFound, Unavailable
+from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.state import media_store
 from shared.state.media_store import MediaUpload, StoredFile
 from workers.gateway.app import AppContext, Json
@@ -137,7 +138,7 @@ async def _store(
 
 
 async def _find(context: AppContext, request: Request, caller: Caller) -> StoredFile:
-    name = media_store.parse_media_url(media_store.URL_SCHEME + request.path_params["file_id"])
+    name = media_store.parse_media_url(MEDIA_SCHEME + request.path_params["file_id"])
     file = None
     if name is not None:
         file = await media_store.look_up(context.bus, name, caller.tenant)

@@ -67,7 +67,11 @@ async def version(_: AppContext, __: Request, ___: Caller) -> Response:
 
 
 @ROUTES.endpoint(
-    "GET", "/metrics", "Metrics of this gateway in the format of Prometheus", answer="text/plain"
+    "GET",
+    "/metrics",
+    "Metrics of this gateway in the format of Prometheus, for keys with the right `metrics`",
+    answer="text/plain",
+    right="metrics",
 )
 async def metrics(context: AppContext, _: Request, __: Caller) -> Response:
     text = prometheus.to_text(context.metrics.snapshot().series)

@@ -1,6 +1,6 @@
 """`/v1/responses`: responses that are carried out by agents, and stored."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -29,17 +29,21 @@ from shared.protocol.items import (
     MessagePart,
 )
 from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.steps import Begun
 from shared.responses.conversation import Entry, check_outputs, entries_of, messages_of
+from shared.responses.state import state_of
+from shared.responses.turns import turn_request
 from shared.state.step_log import StepLog
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import approvals, response_stream, responses
-from workers.gateway.backend.uploads import store_large_item_images
+from workers.gateway.backend.responses import FirstTurn
+from workers.gateway.backend.uploads import name_files, store_large_item_media
 from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream, run_until_disconnect
 from workers.gateway.openai.response_tools import functions_of
-from workers.gateway.openai.responses import begun_of, input_of, needs_card
+from workers.gateway.openai.responses import asks_at_once, begun_of, input_of, needs_card
 from workers.gateway.route_table import (
     ANSWER_ERRORS,
     ID_PARAMETERS,
@@ -72,6 +76,8 @@ PAGE = (
     Parameter("after", "query", "Id of the last item of the page before"),
     Parameter("include[]", "query", f"`{IMAGES}`: show where images are, or what they are"),
 )
+# Longer conversations are made into messages by agents, a few at a time.
+MAX_BYTES_BEFORE = 256 * 2**10
 ROUTES = RouteTable("Responses")
 
 
@@ -147,7 +153,7 @@ async def _begin(
 ) -> StepLog:
     """Begin a response, and keep nothing of what it is made of."""
     (response_id, is_named), tenant = name, caller.tenant
-    items = input_of(asked.input, response_id)
+    items = await name_files(context, input_of(asked.input, response_id), tenant)
     before, logs = await responses.find_context(
         context, request, caller, asked.previous_response_id
     )
@@ -155,12 +161,25 @@ async def _begin(
     has_calls = needs_card(asked, [*before.items, *items])
     card = await context.model_card(asked.model) if has_calls else None
     begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
-    begun = replace(begun, input=await store_large_item_images(context, items, tenant))
+    begun = replace(begun, input=await store_large_item_media(context, items, tenant))
     await responses.check_room(context, tenant)
     decided = await approvals.decide(context.bus, caller, items, logs, response_id)
-    return await responses.begin(
-        context, replace(begun, approved=decided), response_id, is_named=is_named
-    )
+    begun = replace(begun, approved=decided)
+    begun = replace(begun, asks=asks_at_once(begun))
+    # What a client has named may have begun before, with another request.
+    first = None if is_named else _first_turn(begun, logs, response_id)
+    return await responses.begin(context, begun, response_id, first, is_named=is_named)
+
+
+def _first_turn(begun: Begun, logs: Sequence[StepLog], response_id: str) -> FirstTurn | None:
+    """Return what the model is asked first; None if an agent is to ask, or something else comes
+    first."""
+    if not begun.asks or sum(log.num_bytes for log in logs) > MAX_BYTES_BEFORE:
+        return None
+    state = state_of(response_id, [begun])
+    entries = [entry for log in logs for entry in entries_of(log.state)]
+    made, sampling, _ = turn_request(state, state.turns[0], entries + entries_of(state))
+    return made, sampling
 
 
 async def _encoded(
@@ -319,7 +338,8 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     card = await context.model_card(asked.model)
     _, logs = await responses.find_context(context, request, caller, asked.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    entries += [Entry(item) for item in input_of(asked.input, "")]
+    items = await name_files(context, input_of(asked.input, ""), caller.tenant)
+    entries += [Entry(item) for item in items]
     messages = messages_of(asked.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and asked.tool_choice != "none"
     tools = functions_of(asked) if shows_tools else []

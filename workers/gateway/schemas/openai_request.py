@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.multimodal import Overflow
+from shared.protocol.items import InputAudio
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
@@ -130,17 +130,6 @@ class ChatRefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refu
 
 class ChatImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
     image_url: ImageURL
-
-
-class InputAudio(Struct, frozen=True, forbid_unknown_fields=True):
-    """A sound in the message itself."""
-
-    data: str
-    """Base64 of the file."""
-    format: str
-    """No effect: the file itself says what it is."""
-    overflow: Overflow = "refuse"
-    """As in `audio_url`."""
 
 
 class ChatInputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_audio"):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from shared.protocol.items import Item, Label, OutputItem, ToolName
+from shared.protocol.multimodal import AUDIO
 from shared.protocol.sampling import NumLogprobs, Probability
 from shared.protocol.steps import Approval, ToolFilter
 from workers.gateway.schemas.openai_request import JsonObjectFormat, Positive, TextFormat
@@ -18,6 +19,8 @@ RESPONSE_UNSUPPORTED = frozenset(
         *("conversation", "prompt", "moderation", "context_management", "background_options"),
         *("access_programs", "prompt_cache_options", "stream_options", "service_tier"),
         *("reasoning", "text", "include", "prompt_cache_retention"),
+        # Fields of chats. OpenAI's responses have no sound either.
+        *("modalities", AUDIO),
     }
 )
 
