@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -171,6 +171,10 @@ chaos-matrix: .venv/dev  ## every cell of the fault matrix, three seeds; needs r
 
 fuzz: .venv/dev  ## schemathesis over the OpenAPI document; 10 minutes
 	$(BIN)/python -m ops.fuzz
+
+fuzz-decoders: .venv/dev  ## atheris over every decoder of bytes from outside; 30 minutes
+	$(BIN)/python -m ops.install --group fuzz
+	nice -n 10 $(BIN)/python -m ops.fuzz_decoders
 
 first-hour: .venv/installed  ## docs/first-hour.svg: the ten commands of the guide in a clean clone; 3 minutes
 	$(BIN)/python -m ops.first_hour --svg docs/first-hour.svg

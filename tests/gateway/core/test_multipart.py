@@ -51,6 +51,11 @@ BAD = [
     (b"--XX\r\n" + b"X: y\r\n" * 1000 + b"\r\nb\r\n--XX--", TYPE, "more than 4096 bytes"),
     (PART.replace(b"\r\nb", b"\r\n\xff") + b"--XX--", TYPE, "a is not UTF-8"),
     (2 * PART.replace(b'"a"', b'"a"; filename="b"') + b"--XX--", TYPE, "a is given twice"),
+    (b"", f"multipart/form-data; boundary*{'9' * 5000}=b", "more than 4096 characters"),
+    *(
+        (PART.replace(b'"a"', b'"a"; filename*=' + name) + b"--XX--", TYPE, "utf-8, iso-8859-1")
+        for name in (b"idna''a", b"punycode''%ff", b"a%00''b", b"unicode_escape''%5cudc80")
+    ),
 ]
 
 

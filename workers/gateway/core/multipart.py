@@ -14,6 +14,9 @@ MAX_HEAD_LEN = 4096
 MAX_VALUE_BYTES = 16_384
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 
+_CHARSETS = ("us-ascii", "utf-8", "iso-8859-1")
+"""Charsets that the name of a file may be in."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
@@ -145,6 +148,9 @@ def parse_form(body: bytes, content_type: str) -> FormData:
 
 def _boundary_of(content_type: str) -> bytes:
     """Return the line that separates parts. Raises InvalidRequest."""
+    # A longer number than this in a parameter's name is an error of Python's parser.
+    if len(content_type) > MAX_HEAD_LEN:
+        raise _malformed(f"its Content-Type has more than {MAX_HEAD_LEN} characters")
     head = Message()
     head["content-type"] = content_type
     boundary = head.get_param("boundary", "")
@@ -163,8 +169,16 @@ def _read_head_of(head: bytes) -> tuple[str, str | None]:
             name = parsed.get_param("name", header="content-disposition")
             if isinstance(name, str) and parsed.get_content_disposition() == "form-data":
                 filename = parsed.get_param("filename", None, "content-disposition")
-                return name, None if filename is None else collapse_rfc2231_value(filename)
+                return name, None if filename is None else _read_filename(filename)
     raise _malformed("a part has no name")
+
+
+def _read_filename(value: str | tuple[str | None, str | None, str]) -> str:
+    """Return the name of a file, whose charset its sender may name (RFC 8187)."""
+    # Python has codecs that raise other errors, or return what is no UTF-8.
+    if isinstance(value, tuple) and (value[0] or "us-ascii").lower() not in _CHARSETS:
+        raise _malformed(f"a file's name must be in one of {', '.join(_CHARSETS)}")
+    return collapse_rfc2231_value(value)
 
 
 def _malformed(reason: str) -> InvalidRequest:
