@@ -80,8 +80,10 @@ class LoadClients:
     def _watch_acceptance(self, bus: Any) -> None:
         publish = bus.publish
 
-        async def watched(subject: str, data: bytes, msg_id: str, **named: Any) -> Any:
-            known = await publish(subject, data, msg_id, **named)
+        async def watched(
+            subject: str, data: bytes, msg_id: str, *others: Any, **named: Any
+        ) -> Any:
+            known = await publish(subject, data, msg_id, *others, **named)
             if subject.startswith("pm.request."):
                 session = self._sessions.get(msg_id, 0)
                 self._journal.write(Accepted(now(), msg_id, session, bool(known)))
