@@ -80,6 +80,7 @@ ALLOWED = {
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.backup.archive": {"os.open", ".open"},
     "workers.cli.chat.session": {".read_bytes"},
+    "workers.cli.sound": {".open"},
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration

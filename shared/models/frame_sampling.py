@@ -75,13 +75,7 @@ def sample_evenly(
     check_sampling(probe, asked, field)
     if probe.is_sequence:
         return _take_all(probe, asked, rule, field)
-    total = probe.num_frames
-    num = _num_asked(asked, rule)
-    if num is None:
-        by_rate = int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule))
-        num = max(by_rate, rule.min_frames)
-    num = min(num, _limit(asked, rule), total)
-    return _sampled(probe, np.linspace(0, total - 1, num).round(), probe.fps)
+    return _sampled(probe, _even_places(probe, asked, rule).round(), probe.fps)
 
 
 def sample_evenly_cut(
@@ -94,12 +88,17 @@ def sample_evenly_cut(
     check_sampling(probe, asked, field)
     if probe.is_sequence:
         return _take_all(probe, asked, rule, field)
+    return _sampled(probe, _even_places(probe, asked, rule), probe.fps)
+
+
+def _even_places(probe: VideoProbe, asked: FrameSampling, rule: SamplingRule) -> "np.ndarray":
+    """Return places from the first to the last frame at equal distances, in frames."""
     total = probe.num_frames
     num = _num_asked(asked, rule)
     if num is None:
-        num = max(int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule)), 1)
-    num = min(num, _limit(asked, rule), total)
-    return _sampled(probe, np.linspace(0, total - 1, num), probe.fps)
+        by_rate = int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule))
+        num = max(by_rate, rule.min_frames)
+    return np.linspace(0, total - 1, min(num, _limit(asked, rule), total))
 
 
 def check_sampling(probe: VideoProbe, asked: FrameSampling, field: str) -> None:

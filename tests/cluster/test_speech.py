@@ -481,6 +481,10 @@ async def test_the_command_line_saves_what_is_said(
     assert asked.returncode == 0, asked.stderr
     codes, _ = talker.speak(asked.stdout.removesuffix("\n"), MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
+    missing = file.parent / "missing" / "a.wav"
+    lost = await asyncio.to_thread(preloaded.run, "say", "A", "-o", str(missing), *options)
+    assert lost.returncode == 1
+    assert "No such file or directory" in " ".join(lost.stderr.split())
     refused = await asyncio.to_thread(preloaded.run, "say", "A", "--model", "mute", *options)
     assert refused.returncode == 1
     assert "mute has no output of sound" in refused.stderr

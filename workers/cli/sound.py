@@ -6,6 +6,7 @@ import contextlib
 import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import IO
 
 from shared import client
 from shared.bus.bus import Bus
@@ -55,9 +56,10 @@ async def while_saving(
         await asyncio.gather(saving, return_exceptions=True)
 
 
-def _open(file: Path) -> wave.Wave_write:
+def _open(file: Path) -> IO[bytes]:
+    """Raises InvalidRequest. Some versions of `wave` print a traceback for a path."""
     try:
-        return wave.open(str(file), "wb")
+        return file.open("wb")
     except OSError as error:
         raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error
 
@@ -71,7 +73,7 @@ async def _save(bus: Bus, request_id: str, output: str, file: Path) -> float:
             if not isinstance(record, AudioChunk):
                 continue
             if sound is None:
-                sound = opened.enter_context(_open(file))
+                sound = opened.enter_context(wave.open(opened.enter_context(_open(file)), "wb"))
                 sound.setparams((1, 2, record.sample_rate, 0, "NONE", ""))
             sound.writeframes(base64.b64decode(record.pcm))
             num_samples, sample_rate = num_samples + record.num_samples, record.sample_rate

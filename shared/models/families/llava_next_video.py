@@ -54,7 +54,7 @@ class LlavaNextVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
 
     def __init__(self, settings: VideoSettings, config: Any) -> None:
         self._table = from_numpy(fused_table(settings))
-        self._rule = SamplingRule(num_frames=settings.num_frames or NUM_FRAMES)
+        self._rule = SamplingRule(num_frames=settings.num_frames or NUM_FRAMES, min_frames=1)
         self._side: int = config.vision_config.image_size
         self._tokens_per_frame = _count_pooled(config)
         self.fingerprint = content_hash(

@@ -36,8 +36,7 @@ class OriginPolicy:
         """Raises ForeignHost or ForeignOrigin. A request without such a header is of no browser."""
         if self._checks_hosts and host is not None and not self._is_own(host):
             raise ForeignHost(
-                "this gateway is not asked by this name: its configuration lists the names of its"
-                " clients in gateway.hosts",
+                "this gateway does not serve this host name: gateway.hosts lists further names",
                 field="Host",
             )
         if self._checks_origins and origin is not None and method not in SAFE_METHODS:
