@@ -24,6 +24,8 @@ struct Config {
   int32_t num_heads, num_kv_heads, head_dim;
   float norm_eps, scale;
   int32_t is_bf16;
+  // The least rows that a product multiplies by tiles.
+  int32_t qkv_tile_rows, out_tile_rows, gate_up_tile_rows, down_tile_rows, head_tile_rows;
 };
 
 struct Step {
@@ -60,7 +62,7 @@ class Decoder : public DecoderBase {
       : config_(config),
         layers_(layers, layers + config.num_layers),
         final_norm_(final_norm),
-        head_(linear(head, config.hidden_size, config.vocab_size)),
+        head_(linear(head, config.hidden_size, config.vocab_size, config.head_tile_rows)),
         scratch_(num_threads),
         go_([this](Member member) { run(step_, member); }),
         team_(num_threads) {}
@@ -73,8 +75,8 @@ class Decoder : public DecoderBase {
   }
 
  private:
-  static Linear linear(const uint32_t* panels, int num_inputs, int num_outputs) {
-    return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs};
+  static Linear linear(const uint32_t* panels, int num_inputs, int num_outputs, int min_tile_rows) {
+    return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs, min_tile_rows};
   }
 
   // Nine per layer, and five before and after the layers.
@@ -125,7 +127,6 @@ class Decoder : public DecoderBase {
   }
 
   void run(const Step& step, Member member) {
-    const TileScope tiles;
     const int hidden_size = config_.hidden_size, num_tokens = step.num_tokens;
     const auto* embeddings = static_cast<const T*>(step.embeddings);
     for_rows(member, num_tokens, [&](int row) {
@@ -140,7 +141,7 @@ class Decoder : public DecoderBase {
         for_rows(member, num_tokens, [&](int row) {
           add_row(level + size_t(row) * hidden_size, &hidden_[size_t(row) * hidden_size], false);
         });
-          }
+      }
     }
     // After the last attention only the output rows are needed.
     const int num_output = step.num_logits + step.num_hidden;
@@ -170,7 +171,7 @@ class Decoder : public DecoderBase {
     const LayerWeights& weights = layers_[layer];
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
     norm_rows(weights.input_norm, num_tokens, hidden_.data(), member);
-    const Linear qkv = linear(weights.qkv, hidden_size, qkv_width());
+    const Linear qkv = linear(weights.qkv, hidden_size, qkv_width(), config_.qkv_tile_rows);
     multiply(member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
       float* to = &qkv_[size_t(row) * qkv_width() + panel * kPanel];
       if (weights.qkv_bias != nullptr) {
@@ -203,15 +204,16 @@ class Decoder : public DecoderBase {
   void mix(int layer, int num_rows, const T* attended, float* hidden, Member& member) {
     const LayerWeights& weights = layers_[layer];
     const int inner = config_.intermediate_size;
-    const Linear out = linear(weights.out, q_size(), config_.hidden_size);
+    const Linear out = linear(weights.out, q_size(), config_.hidden_size, config_.out_tile_rows);
     add_product(attended, num_rows, out, weights.out_bias, hidden, member);
     norm_rows(weights.post_norm, num_rows, hidden, member);
-    const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner);
+    const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner, config_.gate_up_tile_rows);
     multiply(member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
       const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid16(gate)), up);
       store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
     });
-    add_product(gated_.data(), num_rows, linear(weights.down, inner, config_.hidden_size), nullptr, hidden, member);
+    const Linear down = linear(weights.down, inner, config_.hidden_size, config_.down_tile_rows);
+    add_product(gated_.data(), num_rows, down, nullptr, hidden, member);
   }
 
   // hidden += x W^T + bias

@@ -24,6 +24,7 @@ struct Linear {
   int units;               // along the inputs
   int num_panels;
   int num_outputs;
+  int min_tile_rows;  // with fewer rows, vector instructions are faster than tiles
 };
 
 // Packs `source` [num_outputs, num_inputs] as the outputs from `first_output` on of a packed matrix.
@@ -76,25 +77,34 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
   multiply_tile<T, kRows>(rows, row_units, panel, units, ahead, take);
 }
 
-// Multiplies all rows with one panel on the matrix extension, 32 rows at a time.
+// Multiplies all rows with one panel on the matrix extension, 32 rows at a time. The last 16 rows overlap
+// the ones before, so nothing behind them is read; only of fewer than 16 rows, the memory of 16 is.
 template <class Take>
-void multiply_panel_by_tiles(const uint32_t* rows, int num_rows, const Linear& linear, const uint32_t* weights, Take&& take) {
+void multiply_panel_by_tiles(const Tiles& tiles, const uint32_t* rows, int num_rows, const Linear& linear,
+                             const uint32_t* weights, Take&& take) {
   alignas(64) float sums[2 * kTileSide][2][kTileSide];
+  const int last = std::max(num_rows - kTileSide, 0);
   for (int first = 0; first < num_rows; first += 2 * kTileSide) {
-    const int count = std::min(num_rows - first, 2 * kTileSide);
-    multiply_tiles(rows + size_t(first) * linear.units, linear.units, weights, linear.units, count <= kTileSide, sums);
-    for (int row = 0; row < count; ++row) take(first + row, load16(sums[row][0]), load16(sums[row][1]));
+    const int begins[] = {std::min(first, last), std::min(first + kTileSide, last)};
+    const bool both = first + kTileSide < num_rows;
+    const uint32_t* second = both ? rows + size_t(begins[1]) * linear.units : nullptr;
+    tiles.multiply(rows + size_t(begins[0]) * linear.units, second, weights, linear.units, sums);
+    for (int row = first; row < std::min(num_rows, first + 2 * kTileSide); ++row) {
+      const int half = (row - first) / kTileSide, place = half * kTileSide + row - begins[half];
+      take(row, load16(sums[place][0]), load16(sums[place][1]));
+    }
   }
 }
 
 // Multiplies all rows with one panel. Tiles have similar sizes: 12 + 12 + 8 is slower than 11 + 11 + 10.
 template <class T, class Take>
-void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, bool more, Take&& take) {
+void multiply_panel(const Tiles& tiles, const T* x, int num_rows, const Linear& linear, int panel, bool more,
+                    Take&& take) {
   const auto* rows = reinterpret_cast<const uint32_t*>(x);
   const size_t row_units = linear.units;
   const uint32_t* weights = linear.panels + size_t(panel) * linear.units * kPanel;
-  if (Unit<T>::kSize == 2 && have_tiles() && num_rows >= kMinTileRows && linear.units % kTileSide == 0) {
-    return multiply_panel_by_tiles(rows, num_rows, linear, weights, take);
+  if (Unit<T>::kSize == 2 && tiles.ready() && num_rows >= linear.min_tile_rows && linear.units % kTileSide == 0) {
+    return multiply_panel_by_tiles(tiles, rows, num_rows, linear, weights, take);
   }
   const uint32_t* next = more ? weights + size_t(linear.units) * kPanel : nullptr;
   const int num_tiles = (num_rows + kTileRows - 1) / kTileRows;
@@ -124,7 +134,7 @@ void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Ta
     const int count = std::min(whole_block, num_rows - start);
     const int stop = std::min(first + panels_at_once, linear.num_panels);
     for (int panel = first; panel < stop; ++panel) {
-      multiply_panel(x + size_t(start) * linear.units * Unit<T>::kSize, count, linear, panel, panel + 1 < stop,
+      multiply_panel(member.tiles(), x + size_t(start) * linear.units * Unit<T>::kSize, count, linear, panel, panel + 1 < stop,
                      [&](int row, __m512 low, __m512 high) { take(start + row, panel, low, high); });
     }
   });

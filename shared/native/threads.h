@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "tiles.h"
+
 namespace pagemill {
 
 // Longer than most waits between phases; after that the thread yields its processor.
@@ -38,10 +40,12 @@ struct alignas(64) Phase {
 // Progress of one thread through the phases of a step.
 class Member {
  public:
-  Member(int index, int team_size, Phase* phases) : index_(index), team_size_(team_size), phase_(phases) {}
+  Member(int index, int team_size, Phase* phases, const Tiles& tiles)
+      : index_(index), team_size_(team_size), phase_(phases), tiles_(tiles) {}
 
   int index() const { return index_; }
   int team_size() const { return team_size_; }
+  const Tiles& tiles() const { return tiles_; }
 
   // Runs the next phase: `work(i)` once for every i below `num_items`. All members run the same phases.
   template <class Work>
@@ -67,6 +71,7 @@ class Member {
   const int index_;
   const int team_size_;
   Phase* phase_;
+  const Tiles& tiles_;  // of this thread
 };
 
 class Team {
@@ -105,11 +110,17 @@ class Team {
     open_.store(true);
     round_.fetch_add(1);
     round_.notify_all();
-    work(Member(0, size_, phases_.get()));
+    walk(0, work);
     open_.store(false);
   }
 
  private:
+  // The only place that makes members: each has the tiles of the thread that it runs on.
+  void walk(int index, const std::function<void(Member)>& work) {
+    const Tiles tiles;
+    work(Member(index, size_, phases_.get(), tiles));
+  }
+
   void serve(int index) {
     for (unsigned seen = 0;;) {
       round_.wait(seen);
@@ -117,7 +128,7 @@ class Team {
       if (stopping_) return;
       // The order matters: either the caller sees this thread inside, or the thread sees the end.
       inside_.fetch_add(1);
-      if (open_.load()) (*work_)(Member(index, size_, phases_.get()));
+      if (open_.load()) walk(index, *work_);
       inside_.fetch_sub(1);
     }
   }

@@ -16,23 +16,22 @@
 namespace pagemill {
 
 constexpr int kTileSide = 16;
-// With fewer rows, a product is limited by memory bandwidth in any case.
-constexpr int kMinTileRows = 9;
 
 #if PAGEMILL_TILES
 
 // Requests permission from Linux, once per process; see its Documentation/arch/x86/xstate.rst.
-inline bool have_tiles() {
+inline bool request_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 }
 
-// Configures the tiles of the current thread while in scope: all eight have 16 rows of 64 bytes.
-class TileScope {
+// The tile registers of the current thread: all eight have 16 rows of 64 bytes while this is in scope.
+// Every tile instruction is in a method, so none can run without the configuration.
+class Tiles {
  public:
-  TileScope() {
-    if (!have_tiles()) return;
+  Tiles() {
+    if (!ready_) return;
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -44,50 +43,59 @@ class TileScope {
     }
     _tile_loadconfig(&config);
   }
-  ~TileScope() {
-    if (have_tiles()) _tile_release();
+  ~Tiles() {
+    if (ready_) _tile_release();
   }
-};
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
 
-// Computes sums of 32 rows x 32 outputs. The memory of 32 rows, or 16 with `short_rows`, must be readable.
-inline void multiply_tiles(const uint32_t* rows, size_t row_units, const uint32_t* panel, int units, bool short_rows,
-                           float (*sums)[2][kTileSide]) {
-  constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t), kSumBytes = 2 * kTileSide * sizeof(float);
-  // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
-  constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
-  const int row_bytes = int(row_units * sizeof(uint32_t));
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int unit = 0; unit < units; unit += kTileSide) {
-    const uint32_t* weights = panel + size_t(unit) * 2 * kTileSide;
-    for (int line = 0; line < 2 * kTileSide; ++line) _mm_prefetch(weights + kAhead + line * kTileSide, _MM_HINT_T0);
-    _tile_loadd(4, rows + unit, row_bytes);
-    _tile_loadd(6, weights, kPanelBytes);
-    _tile_loadd(7, weights + kTileSide, kPanelBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (!short_rows) {
-      _tile_loadd(5, rows + kTileSide * row_units + unit, row_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+  // Whether this thread has tiles. Without them, `multiply` must not be called.
+  bool ready() const { return ready_; }
+
+  // Computes the sums of 16 rows from `first` on, and of 16 from `second` on unless it is null, with the 32
+  // outputs of a panel.
+  void multiply(const uint32_t* first, const uint32_t* second, const uint32_t* panel, int units,
+                float (*sums)[2][kTileSide]) const {
+    constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t), kSumBytes = 2 * kTileSide * sizeof(float);
+    // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
+    constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
+    const int row_bytes = int(units * sizeof(uint32_t));
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int unit = 0; unit < units; unit += kTileSide) {
+      const uint32_t* weights = panel + size_t(unit) * 2 * kTileSide;
+      for (int line = 0; line < 2 * kTileSide; ++line) _mm_prefetch(weights + kAhead + line * kTileSide, _MM_HINT_T0);
+      _tile_loadd(4, first + unit, row_bytes);
+      _tile_loadd(6, weights, kPanelBytes);
+      _tile_loadd(7, weights + kTileSide, kPanelBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (second != nullptr) {
+        _tile_loadd(5, second + unit, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
+    _tile_stored(0, sums[0][0], kSumBytes);
+    _tile_stored(1, sums[0][1], kSumBytes);
+    _tile_stored(2, sums[kTileSide][0], kSumBytes);
+    _tile_stored(3, sums[kTileSide][1], kSumBytes);
   }
-  _tile_stored(0, sums[0][0], kSumBytes);
-  _tile_stored(1, sums[0][1], kSumBytes);
-  _tile_stored(2, sums[kTileSide][0], kSumBytes);
-  _tile_stored(3, sums[kTileSide][1], kSumBytes);
-}
+
+ private:
+  const bool ready_ = request_tiles();
+};
 
 #else
 
-inline bool have_tiles() { return false; }
-class TileScope {
+class Tiles {
  public:
-  TileScope() {}
+  Tiles() {}
+  bool ready() const { return false; }
+  void multiply(const uint32_t*, const uint32_t*, const uint32_t*, int, float (*)[2][kTileSide]) const {}
 };
-inline void multiply_tiles(const uint32_t*, size_t, const uint32_t*, int, bool, float (*)[2][kTileSide]) {}
 
 #endif
 

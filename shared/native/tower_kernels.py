@@ -13,6 +13,8 @@ from shared.native import library
 MAX_HEAD_DIM = 512
 PANEL = 32
 """Number of outputs that are packed together."""
+MIN_TILE_ROWS = 9
+"""Products of fewer rows are as fast without the matrix extension."""
 ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -32,6 +34,7 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "panels", "bias", "y")),
         *((name, _INT) for name in ("num_rows", "num_inputs", "num_outputs", "activation")),
+        ("min_tile_rows", _INT),
     )
 
 
@@ -88,8 +91,9 @@ class TowerKernels:
         bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
         num_outputs: int,
         activation: str = "none",
+        min_tile_rows: int = MIN_TILE_ROWS,
     ) -> Tensor:  # [..., num_outputs]
-        """Return `activation(x @ weight.T + bias)`."""
+        """Return `activation(x @ weight.T + bias)`; at least 16 rows are needed for tiles."""
         num_panels, num_units = panels.shape[:2]
         assert x.dtype == panels.dtype == torch.bfloat16
         assert x.shape[-1] == 2 * num_units
@@ -99,7 +103,7 @@ class TowerKernels:
         y = torch.empty(*x.shape[:-1], num_outputs, dtype=torch.bfloat16)
         sizes = (math.prod(x.shape[:-1]), 2 * num_units, num_outputs)
         pointers = library.pointers(x, panels, bias, y)
-        product = _Product(*pointers, *sizes, ACTIVATIONS.index(activation))
+        product = _Product(*pointers, *sizes, ACTIVATIONS.index(activation), min_tile_rows)
         self._library.pagemill_multiply(self._pool, ctypes.byref(product))
         return y
 

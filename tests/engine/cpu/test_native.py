@@ -1,7 +1,6 @@
 """The C++ kernels yield the tokens of transformers and the logits of the torch path."""
 
 import copy
-import ctypes
 import os
 import random
 import shutil
@@ -267,47 +266,7 @@ def test_levels_are_added_after_the_first_layers() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-# -- the matrix extension -------------------------------------------------------------------------
-
-
-@needs_kernels
-@needs_bf16
-def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The AMX code path, emulated in software, yields the results of the vector path."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    assert compiler is not None
-    target = tmp_path / "tiles.so"
-    sources = Path(library.__file__).parent
-    subprocess.run(
-        [
-            *(compiler, *library.FLAGS, "-O0", "-include", "software_tiles.h"),
-            *("-I", str(Path(__file__).parent), "-I", str(sources)),
-            *(*(str(sources / name) for name in targets.SOURCES), "-o", str(target)),
-        ],
-        check=True,
-    )
-    torch.manual_seed(0)
-    shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
-    config = LlamaConfig(**{**TEXT, **shape})
-    model: Any = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).eval().requires_grad_(False)
-
-    def logits_of(num_tokens: int) -> Tensor:
-        native = make_native(model)
-        cache = native.new_cache(16, 8)
-        positions = torch.arange(num_tokens)
-        plan = native.plan(BatchLayout([range(16)], [0, num_tokens], [num_tokens]), cache)
-        with torch.inference_mode():
-            return native.forward(
-                StepInputs(native.embed(positions), positions[None], plan, cache, positions)
-            )
-
-    sizes = (9, 16, 17, 32, 33, 70)
-    vector = [logits_of(size) for size in sizes]
-    tiles = library._declare(ctypes.CDLL(str(target)))
-    monkeypatch.setattr(library, "load", lambda: tiles)
-    for size, expected in zip(sizes, vector, strict=True):
-        torch.testing.assert_close(logits_of(size), expected, rtol=0.02, atol=0.02)
+# -- threads --------------------------------------------------------------------------------------
 
 
 LEAVES_IN_THE_MIDDLE = """

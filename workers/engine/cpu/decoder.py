@@ -21,7 +21,7 @@ from torch import Tensor
 from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library
-from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
+from shared.native.tower_kernels import MAX_HEAD_DIM, MIN_TILE_ROWS, PANEL
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.int8 import Int8Linear
@@ -48,6 +48,7 @@ class _Config(ctypes.Structure):
         ("norm_eps", _FLOAT),
         ("scale", _FLOAT),
         ("is_bf16", _INT),
+        *((f"{name}_tile_rows", _INT) for name in ("qkv", "out", "gate_up", "down", "head")),
     )
 
 
@@ -149,6 +150,7 @@ class NativeModel(DecoderModel):
             config.rms_norm_eps,
             attention.scaling,
             self.dtype == torch.bfloat16,
+            *[MIN_TILE_ROWS] * 5,
         )
         self._decoder = loaded.pagemill_decoder(
             ctypes.byref(self._config), layers, self._pin(decoder.norm.weight), head, num_threads

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -16,6 +17,7 @@ namespace software_tiles {
 
 inline thread_local uint8_t tiles[8][16][64];
 inline thread_local bool configured = false;
+inline std::atomic<int> num_products{0}, num_unconfigured{0};
 
 inline void configure(const void* config) {
   const auto* bytes = static_cast<const uint8_t*>(config);
@@ -27,14 +29,18 @@ inline void configure(const void* config) {
   configured = true;
 }
 inline void release() { configured = false; }
+// A processor raises an exception for a tile instruction without a configuration.
+inline void check() { num_unconfigured += !configured; }
 inline void zero(int tile) {
-  if (!configured) __builtin_trap();
+  check();
   std::memset(tiles[tile], 0, sizeof tiles[tile]);
 }
 inline void load(int tile, const void* from, long stride) {
+  check();
   for (int row = 0; row < 16; ++row) std::memcpy(tiles[tile][row], static_cast<const char*>(from) + row * stride, 64);
 }
 inline void store(int tile, void* to, long stride) {
+  check();
   for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(to) + row * stride, tiles[tile][row], 64);
 }
 inline float number(int tile, int row, int column) {
@@ -46,6 +52,8 @@ inline float number(int tile, int row, int column) {
   return result;
 }
 inline void multiply_add(int sums, int left, int right) {
+  check();
+  ++num_products;
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 16; ++column) {
       float sum;
@@ -59,6 +67,11 @@ inline void multiply_add(int sums, int left, int right) {
 }
 
 }  // namespace software_tiles
+
+extern "C" {
+inline __attribute__((used)) int num_tile_products() { return software_tiles::num_products; }
+inline __attribute__((used)) int num_unconfigured_tiles() { return software_tiles::num_unconfigured; }
+}
 
 #undef _tile_zero
 #undef _tile_loadd

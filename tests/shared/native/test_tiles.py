@@ -1,0 +1,141 @@
+"""The code for a matrix extension, on a model of its instructions in software.
+
+The model counts the products that tiles have computed, and the instructions of threads that had not
+configured their tiles, for which a processor ends the process.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shared.models.registry import adapt
+from shared.native import library, targets, tower_kernels
+from shared.native.tower_kernels import TowerKernels
+from tests import preloaded
+from tests.engine.model.test_parity import TEXT
+from tests.shared.native.test_tower_kernels import needs_kernels
+from workers.engine.cpu.decoder import NativeModel
+from workers.engine.model.flat_model import BatchLayout, StepInputs
+
+ROOT = Path(__file__).parents[3]
+SOURCES = Path(library.__file__).parent
+pytestmark = needs_kernels
+
+
+@pytest.fixture(scope="module")
+def software_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels as compiled for a processor with the extension, with the model in its place."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    target = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    subprocess.run(
+        [
+            *(compiler, *library.FLAGS, "-O0", "-include", "software_tiles.h"),
+            *("-I", str(Path(__file__).parent), "-I", str(SOURCES)),
+            *(*(str(SOURCES / name) for name in targets.SOURCES), "-o", str(target)),
+        ],
+        check=True,
+    )
+    return target
+
+
+@pytest.fixture
+def tiles(software_library: Path) -> Iterator[ctypes.CDLL]:
+    """The library, with which a test must compute by tiles, and by configured ones only."""
+    loaded: Any = library._declare(ctypes.CDLL(str(software_library)))
+    before = loaded.num_tile_products()
+    yield loaded
+    assert loaded.num_unconfigured_tiles() == 0
+    assert loaded.num_tile_products() > before
+
+
+def test_a_decoder_yields_the_results_of_vectors(
+    tiles: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**TEXT, **shape}))
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
+    sizes = (9, 16, 17, 32, 33, 70)
+
+    def logits_of(num_tokens: int) -> Tensor:
+        native = NativeModel(adapt(model_copy()), 2)
+        cache = native.new_cache(16, 8)
+        positions = torch.arange(num_tokens)
+        plan = native.plan(BatchLayout([range(16)], [0, num_tokens], [num_tokens]), cache)
+        with torch.inference_mode():
+            return native.forward(
+                StepInputs(native.embed(positions), positions[None], plan, cache, positions)
+            )
+
+    def model_copy() -> Any:
+        copied: Any = LlamaForCausalLM(model.config).to(torch.bfloat16)
+        copied.load_state_dict(model.state_dict())
+        return copied.eval().requires_grad_(False)
+
+    vector = [logits_of(size) for size in sizes]
+    monkeypatch.setattr(library, "load", lambda: tiles)
+    for size, expected in zip(sizes, vector, strict=True):
+        torch.testing.assert_close(logits_of(size), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("num_rows", [16, 17, 31, 32, 33, 47, 48, 100])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_tower_yields_the_results_of_torch(
+    tiles: ctypes.CDLL, num_rows: int, num_threads: int
+) -> None:
+    torch.manual_seed(num_rows)
+    x = torch.randn(num_rows, 96).bfloat16()
+    weight = (0.1 * torch.randn(70, 96)).bfloat16()
+    panels = tower_kernels.pack_weight(weight)
+    kernels = TowerKernels(tiles, num_threads)
+    actual = kernels.multiply(x, panels, torch.zeros(96), 70, min_tile_rows=1)
+    expected = F.linear(x.float(), weight.float())
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+# Rows of inputs that end where the memory ends; a thread that reads on ends the process.
+READS_TO_THE_END = """
+import ctypes, mmap, sys
+import torch
+from shared.native import library, tower_kernels
+
+loaded = library._declare(ctypes.CDLL(sys.argv[1]))
+kernels = tower_kernels.TowerKernels(loaded, 1)
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 17 * page)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(address + 16 * page), page, 0) == 0
+weight = tower_kernels.pack_weight(torch.zeros(32, 64).bfloat16())
+for num_rows in (*range(1, 70), 200):
+    size = num_rows * 64
+    x = torch.frombuffer(memory, dtype=torch.bfloat16, count=size, offset=16 * page - 2 * size)
+    kernels.multiply(x.view(num_rows, 64), weight, torch.zeros(32), 32, min_tile_rows=1)
+assert loaded.num_tile_products() > 0
+"""
+
+
+def test_nothing_behind_the_last_row_is_read(software_library: Path) -> None:
+    command = [*preloaded.PYTHON, "-c", READS_TO_THE_END, str(software_library)]
+    assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
+
+
+def test_tile_instructions_are_methods_of_what_configures_the_tiles() -> None:
+    for name in (*targets.SOURCES, *targets.HEADERS):
+        text = (SOURCES / name).read_text(encoding="utf-8")
+        found = {match.start() for match in re.finditer(r"\b_tile_\w+\(", text)}
+        if name == "tiles.h":
+            begin = text.index("class Tiles {")
+            found -= set(range(begin, text.index("\n};", begin)))
+        assert not found, name
