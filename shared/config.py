@@ -10,6 +10,7 @@ from shared.config_generator import GeneratorConfig
 from shared.config_renderer import RendererConfig
 from shared.config_scale import ScaleConfig
 from shared.config_stages import MAX_SLOTS, Graph, Positive, StageConfig
+from shared.native.choices import KernelSetting
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -193,9 +194,12 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cpu`, or `cuda` for an NVIDIA GPU."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 leaves it to torch."""
-    native: bool = True
-    """On a CPU with AVX-512, use the C++ kernels for the models that they support; the first start
-    compiles them. Otherwise torch is used."""
+    kernels: KernelSetting = "measured"
+    """What computes on a CPU. `measured`: the C++ kernels for the models that they support, and for
+    each product and attention of the tower what was fastest on this machine; the first starts
+    compile and measure. `vector`, `tiles`: the C++ kernels with AVX-512, or with AMX where the
+    processor has it. `torch`: no C++ kernels. `pagemill check --kernels` prints what was
+    measured."""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
     """Tokens per KV block; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared.config_stages import Positive
+from shared.native.choices import KernelSetting
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -16,6 +17,8 @@ class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cpu`, or `cuda` for an NVIDIA GPU."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 leaves it to torch."""
+    kernels: KernelSetting = "measured"
+    """What computes on a CPU, see `engine.kernels`."""
     max_batch_tokens: Positive = 4096
     """Limit on the embeddings of one batch, which may hold items of several requests. A larger
     item gets a batch of its own."""

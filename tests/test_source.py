@@ -97,6 +97,7 @@ ALLOWED = {
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
     "shared.native.library": {".read_text", "os.open"},  # the processor, the cache's folder
+    "shared.native.measuring": {".read_bytes"},  # what was measured, in the cache's folder
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder

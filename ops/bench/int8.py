@@ -31,6 +31,7 @@ from torch import Tensor
 from ops.bench.peers.machine import peak_bytes
 from ops.bench.speculation import PASSAGES
 from shared.config import EngineConfig, ModelConfig
+from shared.native.choices import KernelSetting
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 
@@ -47,19 +48,19 @@ class Variant:
     name: str
     dtype: Any
     quantization: Any = None
-    native: bool = True
+    kernels: KernelSetting = "measured"
 
     def load(self, folder: Path) -> LoadedModel:
         model = ModelConfig(
             path=str(folder), dtype=self.dtype, quantization=self.quantization, max_model_len=1024
         )
-        return load(model, EngineConfig(native=self.native, block_size=BLOCK_SIZE))
+        return load(model, EngineConfig(kernels=self.kernels, block_size=BLOCK_SIZE))
 
 
 BASE = Variant("float32", "float32")
 VARIANTS = (
     Variant("bfloat16", "bfloat16"),
-    Variant("bfloat16 on torch", "bfloat16", native=False),
+    Variant("bfloat16 on torch", "bfloat16", kernels="torch"),
     Variant("int8, bfloat16", "bfloat16", "int8"),
     Variant("int8, float32", "float32", "int8"),
 )

@@ -144,8 +144,8 @@ def main() -> None:
         max_ngram=given.max_ngram,
         max_step_tokens=given.max_step_tokens,
     )
-    plain = EngineConfig(native=not given.torch, kv_cache_mib=512)
-    speculative = EngineConfig(native=plain.native, kv_cache_mib=512, speculative=drafts)
+    plain = EngineConfig(kernels="torch" if given.torch else "measured", kv_cache_mib=512)
+    speculative = EngineConfig(kernels=plain.kernels, kv_cache_mib=512, speculative=drafts)
     without = build_core(load(model, plain), plain)
     drafting = build_core(load(model, speculative), speculative)
     prompts_of = {kind: tokenize(given.model, questions) for kind, questions in KINDS.items()}

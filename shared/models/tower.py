@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.tower_adapter import Fields, TowerAdapter, check_finite
+from shared.native.choices import KernelSetting
 from shared.vision.weights import load_weights
 
 # Number of embeddings that are computed at once on a CPU: those of four images of 448 x 448 pixels.
@@ -62,7 +63,9 @@ class Tower:
         return runs
 
 
-def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
+def load_tower(
+    folder: Path, dtype: torch.dtype, device: str, kernels: KernelSetting = "measured"
+) -> Tower:
     """Load the tower of a model folder without its language model. Raises ConfigError."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     adapter = registry.find_tower(config)
@@ -73,7 +76,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
         )
     model_class = registry.find_model_class(config)
     model = load_weights(model_class, folder, dtype, device, adapter.language_modules)
-    adapter.optimize_layers(model)
+    adapter.optimize_layers(model, kernels)
     tower = Tower(adapter, model)
     # One-time work happens now, and a tower that cannot encode fails at start.
     tower.encode(adapter.samples())

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import InvalidRequest
 from shared.models.lazy_module import LazyModule
+from shared.native.choices import KernelSetting
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ class TowerAdapter:
         """
         return [fields]
 
-    def optimize_layers(self, model: Any) -> None:
+    def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         """Replace layers of the tower by faster ones with the same results, if there are any."""
 
     def sample(self) -> Fields:

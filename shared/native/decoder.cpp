@@ -25,6 +25,9 @@ int pagemill_has_bf16() {
 #endif
 }
 
+// Whether products in bfloat16 can run on tiles.
+int pagemill_has_tiles() { return pagemill::Tiles().ready(); }
+
 // Allocates zeroed memory, in huge pages where available because a step reads all of the weights.
 void* pagemill_allocate(size_t num_bytes) {
   void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -70,10 +70,10 @@ def _compile(compiler: str) -> Path:
         [compiler, "--version"], check=True, capture_output=True, timeout=targets.COMPILE_TIMEOUT_S
     ).stdout
     inputs = " ".join([*FLAGS, *sorted(processor_flags())]).encode() + version
-    target = _cache_folder() / f"native-{targets.hash_with_sources(inputs)}.so"
+    target = cache_folder() / f"native-{targets.hash_with_sources(inputs)}.so"
     if target.is_file():
         return target
-    with _only_compiler(target.parent):
+    with only_process(target.parent):
         # Another process may have compiled it meanwhile.
         if not target.is_file():
             _remove_stale_builds(target.parent)
@@ -85,8 +85,8 @@ def _compile(compiler: str) -> Path:
 
 
 @contextlib.contextmanager
-def _only_compiler(cache: Path) -> Iterator[None]:
-    """Let one process at a time compile into `cache`. The kernel ends the turn of a dead one."""
+def only_process(cache: Path) -> Iterator[None]:
+    """Let one process at a time compile or measure. The kernel ends the turn of a dead one."""
     folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Some network file systems have no locks. There, several may compile the same.
@@ -105,7 +105,7 @@ def _remove_stale_builds(cache: Path) -> None:
                 shutil.rmtree(build, ignore_errors=True)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Return a folder that only this user can write to, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "pagemill"
@@ -118,12 +118,20 @@ def _cache_folder() -> Path:
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """Return the CPU features of an x86-64 processor; none on other machines."""
+    return frozenset(_cpuinfo("flags").split())
+
+
+def processor_name() -> str:
+    return _cpuinfo("model name")
+
+
+def _cpuinfo(field: str) -> str:
     if platform.machine() == "x86_64":
         with contextlib.suppress(OSError):
             for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("flags"):
-                    return frozenset(line.partition(":")[2].split())
-    return frozenset()
+                if line.startswith(field):
+                    return line.partition(":")[2].strip()
+    return ""
 
 
 def pointers(*tensors: Any) -> list[int | None]:
@@ -135,6 +143,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     signatures = {
         "pagemill_has_bf16": (integer, []),
+        "pagemill_has_tiles": (integer, []),
         "pagemill_allocate": (pointer, [size]),
         "pagemill_free": (None, [pointer, size]),
         "pagemill_pack": (None, [integer, pointer, integer, integer, integer, integer, pointer]),

@@ -3,18 +3,21 @@
 import ctypes
 import functools
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared.native import library
+from shared.native.choices import NEVER
+from shared.native.measuring import MachineKey
 
 MAX_HEAD_DIM = 512
 PANEL = 32
 """Number of outputs that are packed together."""
-MIN_TILE_ROWS = 9
-"""Products of fewer rows are as fast without the matrix extension."""
+TILE_ROWS = 16
+"""Rows that a tile reads."""
 ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -46,11 +49,24 @@ class TowerKernels:
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
         self._library = loaded
+        self._num_threads = num_threads
         # The pool's threads sleep between calls, and end with the process.
         self._pool = loaded.pagemill_workshop(num_threads)
 
     def __deepcopy__(self, memo: object) -> "TowerKernels":
         return self
+
+    @property
+    def has_tiles(self) -> bool:
+        return bool(self._library.pagemill_has_tiles())
+
+    @property
+    def key(self) -> MachineKey:
+        """What the kernels' times depend on."""
+        kernels = Path(self._library._name).name
+        return MachineKey(
+            library.processor_name(), kernels, str(torch.__version__), self._num_threads
+        )
 
     def attend(
         self,
@@ -91,9 +107,12 @@ class TowerKernels:
         bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
         num_outputs: int,
         activation: str = "none",
-        min_tile_rows: int = MIN_TILE_ROWS,
+        min_tile_rows: int = NEVER,
     ) -> Tensor:  # [..., num_outputs]
-        """Return `activation(x @ weight.T + bias)`; at least 16 rows are needed for tiles."""
+        """Return `activation(x @ weight.T + bias)`, by tiles from so many rows on.
+
+        Tiles read 16 rows, so fewer are multiplied by vectors unless they are part of more memory.
+        """
         num_panels, num_units = panels.shape[:2]
         assert x.dtype == panels.dtype == torch.bfloat16
         assert x.shape[-1] == 2 * num_units
@@ -102,6 +121,8 @@ class TowerKernels:
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], num_outputs, dtype=torch.bfloat16)
         sizes = (math.prod(x.shape[:-1]), 2 * num_units, num_outputs)
+        if x.untyped_storage().nbytes() < 2 * (x.storage_offset() + TILE_ROWS * x.shape[-1]):
+            min_tile_rows = NEVER
         pointers = library.pointers(x, panels, bias, y)
         product = _Product(*pointers, *sizes, ACTIVATIONS.index(activation), min_tile_rows)
         self._library.pagemill_multiply(self._pool, ctypes.byref(product))
@@ -123,13 +144,10 @@ _make_kernels = functools.cache(TowerKernels)
 
 
 def find_kernels(weight: Tensor) -> TowerKernels | None:
-    """Return the kernels for a tower with weights like this one; None if torch should run it.
-
-    Torch also runs bfloat16 on a processor with AMX, which its own matrix products use.
-    """
+    """Return the kernels for products of weights like this one; None if torch must run them."""
     loaded = library.load()
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or loaded is None:
         return None
-    if not loaded.pagemill_has_bf16() or "amx_tile" in library.processor_flags():
+    if not loaded.pagemill_has_bf16():
         return None
     return _make_kernels(loaded, torch.get_num_threads())

@@ -3,12 +3,12 @@
 transformers embeds patches by a convolution whose kernel is a patch, attends to one image or window
 after the other, and rotates queries and keys in eight passes over memory. Here a patch is embedded
 by one matrix product, segments of equal length are attended to in one call, and the rotation takes
-five passes. Where the C++ kernels are available, they rotate and attend in one call, and linears
-run on them together with their activations, also in LLaVA. This module knows the modules of a
-tower, and neither images nor batches.
+five passes. Where the C++ kernels are available and faster on this machine, they rotate and attend
+in one call, and linears run on them together with their activations, also in LLaVA. This module
+knows the modules of a tower, and neither images nor batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,96 +18,67 @@ from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPAttention
 
 from shared.native import tower_kernels
+from shared.native.choices import KernelSetting
 from shared.native.tower_kernels import TowerKernels
+from shared.native.trials import tower_attention
+from shared.vision.packed_linears import ChosenKernels, pack_linears
 
 # Scores that are computed at once. 2**20 to 2**22 took the same time on two cores, 2**23 took 1.2
 # times as long. Threads wait for each other after each piece, longer so on a busy machine.
 MAX_SCORES = 2**22
 
-# Names of a linear and the activation behind it in the modules of towers.
-ACTIVATED = (
-    *(("fc1", "act"), ("linear_fc1", "act_fn"), ("gate_proj", "act_fn"), ("0", "1")),
-    *(("fc1", "activation_fn"), ("linear_1", "act")),
-)
-# Activations by their names in the kernels.
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
-
-def optimize_qwen_vision(visual: Any) -> None:
+def optimize_qwen_vision(visual: Any, setting: KernelSetting = "measured") -> None:
     """Replace the layers of a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL; the weights stay."""
-    kernels = tower_kernels.find_kernels(visual.patch_embed.proj.weight)
+    weight = visual.patch_embed.proj.weight
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
-        block.attn = SegmentAttention(block.attn, kernels)
-    if kernels is not None:
-        pack_linears(visual, kernels)
+        block.attn = SegmentAttention(block.attn)
+    _use_kernels(weight, [visual], [block.attn for block in visual.blocks], setting)
 
 
-def optimize_clip(tower: nn.Module, projector: nn.Module) -> None:
+def optimize_clip(
+    tower: nn.Module, projector: nn.Module, setting: KernelSetting = "measured"
+) -> None:
     """Replace the layers of LLaVA's tower and projector; without kernels they stay unchanged."""
-    kernels = tower_kernels.find_kernels(next(projector.parameters()))
-    if kernels is None:
+    weight = next(projector.parameters())
+    if _find_kernels(weight, setting) is None:
         return
+    attentions = []
     for module in tower.modules():
         if isinstance(getattr(module, "self_attn", None), CLIPAttention):
-            module.self_attn = ClipAttention(module.self_attn, kernels)
-    pack_linears(tower, kernels)
-    pack_linears(projector, kernels)
+            module.self_attn = ClipAttention(module.self_attn)
+            attentions.append(module.self_attn)
+    _use_kernels(weight, [tower, projector], attentions, setting)
 
 
-def pack_linears(module: nn.Module, kernels: TowerKernels) -> None:
-    """Replace all linears in a module, and the activations behind them, by `PackedLinear`.
-
-    The weights of one linear are released before the next one is packed.
-    """
-    for linear_name, activation_name in ACTIVATED:
-        linear, follower = (getattr(module, name, None) for name in (linear_name, activation_name))
-        if isinstance(linear, nn.Linear) and isinstance(follower, nn.Module):
-            activation = _find_activation(follower)
-            if activation is not None:
-                setattr(module, linear_name, PackedLinear(linear, kernels, activation))
-                setattr(module, activation_name, nn.Identity())
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child, kernels))
-        else:
-            pack_linears(child, kernels)
-
-
-def _find_activation(activation: nn.Module) -> str | None:
-    """Return the kernels' name of an activation; None if it has none.
-
-    The values decide, because one function has several classes.
-    """
-    x = torch.linspace(-6, 6, 101)
-    for name, function in _FUNCTIONS.items():
-        if torch.allclose(activation(x), function(x), atol=1e-6):
-            return name
-    return None
-
-
-class PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear, kernels: TowerKernels, activation: str = "none") -> None:
-        """Pack the weights of a linear, which must have an even number of inputs."""
-        super().__init__()
-        num_outputs = linear.out_features
-        bias = torch.zeros(num_outputs) if linear.bias is None else linear.bias.detach().float()
-        self._kernels = kernels
-        self._activation = activation
-        self._num_outputs = num_outputs
-        # transformers reads the type and the device of a `weight`.
-        self.weight = tower_kernels.pack_weight(linear.weight)
-        self._bias = F.pad(bias, (0, -num_outputs % tower_kernels.PANEL))
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., num_inputs] -> [..., num_outputs]
-        return self._kernels.multiply(
-            x, self.weight, self._bias, self._num_outputs, self._activation
+def _use_kernels(
+    weight: Tensor,
+    modules: Sequence[nn.Module],
+    attentions: "Sequence[SegmentAttention | ClipAttention]",
+    setting: KernelSetting,
+) -> None:
+    """Let modules and the attentions in them run on the kernels, where these were chosen."""
+    kernels = _find_kernels(weight, setting)
+    if kernels is None:
+        return
+    trial_of = {
+        (a.num_heads, a.head_dim): tower_attention(
+            kernels, a.num_heads, a.head_dim, attend_segments
         )
+        for a in attentions
+    }
+    chosen = ChosenKernels(kernels, setting, modules, list(trial_of.values()))
+    for attention in attentions:
+        trial = trial_of[attention.num_heads, attention.head_dim]
+        if chosen.option_of(trial).implementation != "torch":
+            attention.kernels = kernels
+    for module in modules:
+        pack_linears(module, chosen)
+
+
+def _find_kernels(weight: Tensor, setting: KernelSetting) -> TowerKernels | None:
+    return None if setting == "torch" else tower_kernels.find_kernels(weight)
 
 
 class PatchEmbedding(nn.Module):
@@ -130,13 +101,14 @@ class PatchEmbedding(nn.Module):
 class SegmentAttention(nn.Module):
     """Attention among the patches of a segment, which is an image or a window of it."""
 
-    def __init__(self, attention: Any, kernels: TowerKernels | None = None) -> None:
-        """Reuse the weights of transformers' own module; run on torch without kernels."""
+    def __init__(self, attention: Any) -> None:
+        """Reuse the weights of transformers' own module; run on torch until there are kernels."""
         super().__init__()
-        self._kernels = kernels
+        self.kernels: TowerKernels | None = None
         self.qkv: nn.Linear = attention.qkv
         self.proj: nn.Linear = attention.proj
-        self._num_heads: int = attention.num_heads
+        self.num_heads: int = attention.num_heads
+        self.head_dim: int = self.proj.in_features // self.num_heads
         self._scale: float = attention.scaling
 
     def forward(
@@ -146,11 +118,11 @@ class SegmentAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],  # cos and sin, [num_patches, head_dim]
         **kwargs: Any,
     ) -> Tensor:  # [num_patches, hidden_size]
-        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self._num_heads, -1)
+        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         query, key, value = qkv.unbind(1)
-        if self._kernels is not None:
+        if self.kernels is not None:
             angles = position_embeddings
-            output = self._kernels.attend(query, key, value, angles, cu_seqlens, self._scale)
+            output = self.kernels.attend(query, key, value, angles, cu_seqlens, self._scale)
         else:
             query, key = rotate(qkv[:, :2], *position_embeddings).unbind(1)
             lengths = cu_seqlens.diff().tolist()
@@ -162,17 +134,18 @@ class SegmentAttention(nn.Module):
 class ClipAttention(nn.Module):
     """Attention among all patches of a square."""
 
-    def __init__(self, attention: Any, kernels: TowerKernels) -> None:
-        """Reuse the weights of a CLIPAttention."""
+    def __init__(self, attention: Any) -> None:
+        """Reuse the weights of a CLIPAttention; run on torch until there are kernels."""
         super().__init__()
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = nn.Linear(parts[0].in_features, 3 * parts[0].out_features, device="meta")
         qkv.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
         qkv.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
-        self.qkv = PackedLinear(qkv, kernels)
-        self.out_proj: nn.Module = attention.out_proj
-        self._kernels = kernels
-        self._num_heads: int = attention.num_heads
+        self.qkv = qkv
+        self.out_proj: nn.Linear = attention.out_proj
+        self.kernels: TowerKernels | None = None
+        self.num_heads: int = attention.num_heads
+        self.head_dim: int = self.out_proj.in_features // self.num_heads
         self._scale: float = attention.scale
 
     def forward(
@@ -181,10 +154,14 @@ class ClipAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:  # [num_squares, num_patches, hidden_size], and no weights
         num_squares, num_patches, _ = hidden_states.shape
-        qkv = self.qkv(hidden_states).view(num_squares * num_patches, 3, self._num_heads, -1)
+        qkv = self.qkv(hidden_states).view(num_squares * num_patches, 3, self.num_heads, -1)
         query, key, value = qkv.unbind(1)
-        cu_seqlens = torch.arange(num_squares + 1) * num_patches
-        output = self._kernels.attend(query, key, value, None, cu_seqlens, self._scale)
+        if self.kernels is not None:
+            cu_seqlens = torch.arange(num_squares + 1) * num_patches
+            output = self.kernels.attend(query, key, value, None, cu_seqlens, self._scale)
+        else:
+            lengths = [num_patches] * num_squares
+            output = attend_segments(query, key, value, lengths, self._scale)
         return self.out_proj(output.view(hidden_states.shape)), None
 
 

@@ -135,7 +135,7 @@ def demo_folder(folder: Path, *names: str) -> Path:
 def test_an_engine_pools_as_its_folder_says(tmp_path: Path) -> None:
     folder = demo_folder(tmp_path, "mean_tokens")
     prompt = [*range(40, 75)]
-    engine = EngineConfig(kv_cache_mib=64, native=False, max_num_batched_tokens=16)
+    engine = EngineConfig(kv_cache_mib=64, kernels="torch", max_num_batched_tokens=16)
     core = build_core(load(ModelConfig(str(folder)), engine), engine)
     core.add(EngineRequest("e", prompt, [], SamplingParams(), embedding=EmbeddingParams()))
     outputs = []
@@ -150,7 +150,10 @@ def test_an_engine_pools_as_its_folder_says(tmp_path: Path) -> None:
 
 
 def test_an_engine_does_not_start_with_a_pooling_that_it_lacks(tmp_path: Path) -> None:
-    folder, engine = demo_folder(tmp_path, "cls_token"), EngineConfig(kv_cache_mib=64, native=False)
+    folder, engine = (
+        demo_folder(tmp_path, "cls_token"),
+        EngineConfig(kv_cache_mib=64, kernels="torch"),
+    )
     with pytest.raises(ConfigError, match=r"1_Pooling/config.json: pooling_mode_cls_token"):
         load(ModelConfig(str(folder)), engine)
     loaded = load(ModelConfig(str(folder), pooling="mean"), engine)

@@ -21,6 +21,6 @@ def test_each_step_of_loading_is_named() -> None:
 
 def test_torch_packs_nothing() -> None:
     steps: list[str] = []
-    engine = EngineConfig(kv_cache_mib=64, native=False)
+    engine = EngineConfig(kv_cache_mib=64, kernels="torch")
     load(ModelConfig(str(DEMO_MODEL)), engine, steps.append)
     assert steps == [READING, "warming up", "loading the vision tower"]

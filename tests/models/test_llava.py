@@ -41,7 +41,7 @@ class Road:
         self.model.generation_config.eos_token_id = None  # for answers of the length asked for
         self.own: Any = LlavaProcessor.from_pretrained(folder, local_files_only=True)
         self.processor = Processor(ModelConfig(str(folder)))
-        loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
+        loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, kernels="torch"))
         assert isinstance(loaded.model, FlatModel)
         self.twins = Twins(self.model, loaded.model, loaded.tower)
 
@@ -275,7 +275,7 @@ def test_the_parts_together_are_the_whole(plain: Road) -> None:
 
 
 def load_from(folder: Path) -> None:
-    load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
+    load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, kernels="torch"))
 
 
 def test_weights_by_the_names_of_published_folders(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def processor(folder: Path) -> Processor:
 def twins(folder: Path) -> Twins:
     reference = ToyForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     reference.generation_config.eos_token_id = None
-    loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
+    loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, kernels="torch"))
     assert isinstance(loaded.model, FlatModel)
     return Twins(reference.eval().requires_grad_(False), loaded.model, loaded.tower)
 

@@ -40,7 +40,10 @@ async def main(context: Context) -> None:
     model = config.models[name]
     dtype = getattr(torch, model.dtype)
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
-    tower = await asyncio.to_thread(load_tower, Path(model.path), dtype, config.encoder.device)
+    encoder = config.encoder
+    tower = await asyncio.to_thread(
+        load_tower, Path(model.path), dtype, encoder.device, encoder.kernels
+    )
     blobs = await context.open_blobs()
     embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")
     thread = TowerThread(tower, config.encoder.max_batch_tokens)

@@ -116,7 +116,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         set_step("loading the vision tower")
     return LoadedModel(
         model=decoder,
-        tower=load_tower(folder, dtype, engine.device) if needs_tower else None,
+        tower=load_tower(folder, dtype, engine.device, engine.kernels) if needs_tower else None,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         eos_token_ids=_read_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
@@ -215,14 +215,14 @@ def _build_decoder(
         return GpuModel(
             family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
         )
-    if not engine.native or adapted:
+    if engine.kernels == "torch" or adapted:
         return FlatModel(family)
     set_step("compiling kernels")
     reason = unsupported_reason(family, block_size)
     if reason is None:
         # The kernels copy the weights, which reads what is still on the disk.
         set_step(PACKING)
-        return NativeModel(family, torch.get_num_threads())
+        return NativeModel(family, torch.get_num_threads(), engine.kernels)
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
 

@@ -23,6 +23,7 @@ from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields, TowerAdapter, check_table, get_field, look_up
 from shared.models.wire_pixels import to_numpy
+from shared.native.choices import KernelSetting
 from shared.protocol.multimodal import IMAGE
 
 if TYPE_CHECKING:
@@ -169,10 +170,10 @@ class LlavaTower(TowerAdapter):
         pixel_values = torch.stack([self.restore(fields) for fields in batch])
         return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
 
-    def optimize_layers(self, model: Any) -> None:
+    def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         from shared.vision.layers import optimize_clip
 
-        optimize_clip(model.model.vision_tower, model.model.multi_modal_projector)
+        optimize_clip(model.model.vision_tower, model.model.multi_modal_projector, kernels)
 
     def sample(self) -> Fields:
         vision = self._config.vision_config

@@ -27,6 +27,7 @@ from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import SECONDS, Qwen25VideoLayout
 from shared.models.tower_adapter import Fields
 from shared.models.wire_pixels import tensors_of, to_numpy
+from shared.native.choices import KernelSetting
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class OmniTower(QwenTower):
         # The whole model's config, or that of the thinker alone.
         super().__init__(getattr(config, "thinker_config", config))
 
-    def optimize_layers(self, model: Any) -> None:
+    def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         """Nothing is replaced: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
 
 

@@ -25,6 +25,7 @@ from shared.models.tower_adapter import (
     look_up,
     refuse,
 )
+from shared.native.choices import KernelSetting
 from shared.protocol.multimodal import IMAGE, VIDEO, Modality
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ class QwenTower(TowerAdapter):
             for part in patches
         ]
 
-    def optimize_layers(self, model: Any) -> None:
+    def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         from shared.vision.layers import optimize_qwen_vision
 
-        optimize_qwen_vision(model.model.visual)
+        optimize_qwen_vision(model.model.visual, kernels)
 
     def sample(self) -> Fields:
         vision = self._config.vision_config

@@ -108,7 +108,7 @@ def test_any_schedule_yields_the_tokens_of_generate(name: str) -> None:
 def test_the_loader_uses_the_kernels_where_possible() -> None:
     model = ModelConfig(path=str(DEMO_MODEL))
     assert isinstance(load(model, EngineConfig()).model, NativeModel)
-    assert isinstance(load(model, EngineConfig(native=False)).model, FlatModel)
+    assert isinstance(load(model, EngineConfig(kernels="torch")).model, FlatModel)
     # Eight tokens lie next to one another in the kernels' cache.
     assert isinstance(load(model, EngineConfig(block_size=4)).model, FlatModel)
 

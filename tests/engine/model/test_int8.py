@@ -205,7 +205,7 @@ def test_a_weight_of_another_shape_is_refused(num_channels: int, tmp_path: Path)
 
 
 def test_the_demo_model_is_reported_and_close_to_its_full_weights() -> None:
-    engine = EngineConfig(kv_cache_mib=64, native=False)
+    engine = EngineConfig(kv_cache_mib=64, kernels="torch")
     with capture_logs() as events:
         rounded = load(ModelConfig(str(DEMO_MODEL), quantization="int8"), engine)
     (event,) = [event for event in events if event["event"] == "weights_quantized"]

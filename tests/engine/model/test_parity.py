@@ -646,7 +646,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seei
 
 @pytest.fixture(scope="module")
 def demo() -> LoadedModel:
-    return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig(native=False))
+    return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig(kernels="torch"))
 
 
 def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
@@ -787,7 +787,7 @@ def changed_copy(folder: Path, tmp_path: Path, **config: Any) -> Path:
 
 
 def test_a_loaded_model_has_the_properties_of_its_config(folder: Path) -> None:
-    engine = EngineConfig(kv_cache_mib=1, native=False)
+    engine = EngineConfig(kv_cache_mib=1, kernels="torch")
     loaded = load(ModelConfig(path=str(folder), max_model_len=100), engine)
     assert loaded.eos_token_ids == {7, 9}
     assert (loaded.max_model_len, loaded.vocab_size) == (100, 199)

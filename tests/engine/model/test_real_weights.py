@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shared.config import EngineConfig, ModelConfig
+from shared.native.choices import KernelSetting
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
@@ -58,10 +59,10 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
-def test_outputs_are_those_of_transformers(reference: Any, native: bool) -> None:
+@pytest.mark.parametrize("kernels", ["measured", "torch"])
+def test_outputs_are_those_of_transformers(reference: Any, kernels: KernelSetting) -> None:
     folder = Path(str(FOLDER))
-    engine = EngineConfig(native=native, max_num_batched_tokens=48)
+    engine = EngineConfig(kernels=kernels, max_num_batched_tokens=48)
     model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)
     core = build_core(load(model, engine), engine)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

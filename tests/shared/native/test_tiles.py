@@ -4,6 +4,7 @@ The model counts the products that tiles have computed, and the instructions of 
 configured their tiles, for which a processor ends the process.
 """
 
+import copy
 import ctypes
 import re
 import shutil
@@ -66,10 +67,10 @@ def test_a_decoder_yields_the_results_of_vectors(
     shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
     model: Any = LlamaForCausalLM(LlamaConfig(**{**TEXT, **shape}))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    sizes = (9, 16, 17, 32, 33, 70)
+    sizes = (1, 9, 16, 17, 32, 33, 70)
 
     def logits_of(num_tokens: int) -> Tensor:
-        native = NativeModel(adapt(model_copy()), 2)
+        native = NativeModel(adapt(copy.deepcopy(model)), 2, "tiles")
         cache = native.new_cache(16, 8)
         positions = torch.arange(num_tokens)
         plan = native.plan(BatchLayout([range(16)], [0, num_tokens], [num_tokens]), cache)
@@ -77,11 +78,6 @@ def test_a_decoder_yields_the_results_of_vectors(
             return native.forward(
                 StepInputs(native.embed(positions), positions[None], plan, cache, positions)
             )
-
-    def model_copy() -> Any:
-        copied: Any = LlamaForCausalLM(model.config).to(torch.bfloat16)
-        copied.load_state_dict(model.state_dict())
-        return copied.eval().requires_grad_(False)
 
     vector = [logits_of(size) for size in sizes]
     monkeypatch.setattr(library, "load", lambda: tiles)
@@ -113,15 +109,17 @@ from shared.native import library, tower_kernels
 loaded = library._declare(ctypes.CDLL(sys.argv[1]))
 kernels = tower_kernels.TowerKernels(loaded, 1)
 page = mmap.PAGESIZE
-memory = mmap.mmap(-1, 17 * page)
+memory = mmap.mmap(-1, 201 * page)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 libc = ctypes.CDLL(None, use_errno=True)
-assert libc.mprotect(ctypes.c_void_p(address + 16 * page), page, 0) == 0
-weight = tower_kernels.pack_weight(torch.zeros(32, 64).bfloat16())
-for num_rows in (*range(1, 70), 200):
-    size = num_rows * 64
-    x = torch.frombuffer(memory, dtype=torch.bfloat16, count=size, offset=16 * page - 2 * size)
-    kernels.multiply(x.view(num_rows, 64), weight, torch.zeros(32), 32, min_tile_rows=1)
+assert libc.mprotect(ctypes.c_void_p(address + 200 * page), page, 0) == 0
+# Of inputs so wide, the rows are multiplied in blocks of 32.
+sizes = [(num_rows, 64) for num_rows in (*range(1, 70), 200)] + [(40, 6144)]
+for num_rows, width in sizes:
+    weight = tower_kernels.pack_weight(torch.zeros(32, width).bfloat16())
+    size = num_rows * width
+    x = torch.frombuffer(memory, dtype=torch.bfloat16, count=size, offset=200 * page - 2 * size)
+    kernels.multiply(x.view(num_rows, width), weight, torch.zeros(32), 32, min_tile_rows=1)
 assert loaded.num_tile_products() > 0
 """
 

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,13 @@ from shared.models.families.llava import LlavaTower
 from shared.models.registry import find_tower
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
-from shared.native import library, tower_kernels
-from shared.vision.layers import (
-    PackedLinear,
-    PatchEmbedding,
-    attend_segments,
-    optimize_qwen_vision,
-    pack_linears,
-    rotate,
-)
+from shared.native import tower_kernels, trials
+from shared.native.choices import KernelSetting, Option
+from shared.vision.layers import PatchEmbedding, attend_segments, optimize_qwen_vision, rotate
+from shared.vision.packed_linears import ChosenKernels, PackedLinear, pack_linears
 from tests import llava
 from tests.engine.model.test_parity import build, widen
+from tests.shared.native.test_measuring import write_record
 from tests.shared.native.test_tower_kernels import needs_kernels
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -39,15 +35,6 @@ BATCHES = [
     [(6, 10), (12, 4), (6, 10), (2, 2)],
     [(10, 14), (14, 10)],
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_amx() -> Iterator[None]:
-    """Towers have the kernels also on a processor with AMX, where torch would run them."""
-    flags = library.processor_flags() - {"amx_tile"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "processor_flags", lambda: flags)
-        yield
 
 
 def make_tower(family: str) -> Tower:
@@ -97,9 +84,9 @@ def off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return float((torch.cat(list(actual)).float() - torch.cat(list(exact))).norm())
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("vector", marks=needs_kernels)])
 def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
-    towers: tuple[Tower, Tower], native: bool, monkeypatch: pytest.MonkeyPatch
+    towers: tuple[Tower, Tower], kernels: KernelSetting
 ) -> None:
     plain, _ = towers
     batch = images([(8, 8), (6, 10), (8, 8)])
@@ -107,9 +94,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
     with torch.inference_mode():
         exact = plain.adapter.encode(plain.model, batch)
         theirs = plain.adapter.encode(rough, batch)
-        if not native:
-            monkeypatch.setattr(tower_kernels, "find_kernels", lambda weight: None)
-        plain.adapter.optimize_layers(rough)
+        plain.adapter.optimize_layers(rough, kernels)
         ours = plain.adapter.encode(rough, batch)
     assert off(ours, exact) < 1.5 * off(theirs, exact)
 
@@ -130,7 +115,7 @@ def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: 
     rough = copy.deepcopy(model).bfloat16()
     with torch.inference_mode():
         exact, theirs = vision.encode(model, batch), vision.encode(rough, batch)
-        vision.optimize_layers(rough)
+        vision.optimize_layers(rough, "vector")
         ours = vision.encode(rough, batch)
     assert off(ours, exact) < 1.5 * off(theirs, exact)
     assert_all_packed(rough.model.vision_tower, {"quick_gelu"})
@@ -158,7 +143,7 @@ def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]
     tower = make_tower(family)
     visual: Any = tower.model.bfloat16().model.visual
     weights = [weakref.ref(m.weight) for m in visual.modules() if isinstance(m, nn.Linear)]
-    optimize_qwen_vision(visual)
+    optimize_qwen_vision(visual, "vector")
     assert_all_packed(visual, activations)
     assert not any(weight() is not None for weight in weights)
 
@@ -170,9 +155,40 @@ def test_an_unknown_activation_stays_behind_its_linear() -> None:
     expected = model(x)
     kernels = tower_kernels.find_kernels(x)
     assert kernels is not None
-    pack_linears(model, kernels)
+    pack_linears(model, ChosenKernels(kernels, "vector", [model]))
     assert [type(m) for m in model] == [PackedLinear, nn.Mish, PackedLinear]
     torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_kernels
+def test_a_tower_runs_on_what_was_chosen_for_each_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tower = make_tower("qwen2_vl")
+    batch = images([(8, 8), (6, 10)])
+    with torch.inference_mode():
+        expected = tower.adapter.encode(tower.model, batch)
+    visual: Any = tower.model.bfloat16().model.visual
+    attention, fc1 = visual.blocks[0].attn, visual.blocks[0].mlp.fc1
+    kernels = tower_kernels.find_kernels(fc1.weight)
+    assert kernels is not None
+    head_dim = attention.proj.in_features // attention.num_heads
+    wide, narrow = fc1.out_features, fc1.in_features
+    attend = trials.tower_attention(kernels, attention.num_heads, head_dim, attend_segments)
+    widening = trials.tower_product(kernels, narrow, wide, "quick_gelu", lambda x: x)
+    narrowing = trials.tower_product(kernels, wide, narrow, "none", lambda x: x)
+    torch_wins, vector_wins = Option("torch"), Option("vector")
+    chosen = {attend: torch_wins, widening: torch_wins, narrowing: vector_wins}
+    write_record(tmp_path / "pagemill", kernels.key, chosen)
+    optimize_qwen_vision(visual)
+    for block in visual.blocks:
+        assert block.attn.kernels is None
+        assert type(block.mlp.fc1) is nn.Linear
+        assert type(block.mlp.fc2) is PackedLinear
+    with torch.inference_mode():
+        actual = tower.adapter.encode(tower.model, batch)
+    assert off(actual, expected) < 0.02 * float(torch.cat(expected).norm())
 
 
 def test_an_image_is_the_same_in_any_company(

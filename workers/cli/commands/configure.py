@@ -7,6 +7,9 @@ import yaml
 from rich.console import Console
 
 from shared.config import Right
+from shared.errors import ConfigError
+from shared.native import library
+from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
 from shared.stage.pipelines import pipelines_of
 from workers.cli import settings
@@ -39,8 +42,16 @@ def key(name: str, /, *, tenant: str | None = None, right: list[Right] | None = 
     return 0
 
 
-def check(*, config: ConfigFile = None) -> int:
-    """Print each pipeline and the effective configuration, or the configuration's first error."""
+def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
+    """Print each pipeline and the effective configuration, or the configuration's first error.
+
+    Parameters
+    ----------
+    kernels
+        Print instead what was measured on this machine, and which kernels were chosen by it.
+    """
+    if kernels:
+        return _print_kernels()
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
@@ -49,6 +60,31 @@ def check(*, config: ConfigFile = None) -> int:
         lines = [f"pipeline of {name}", *(f"  {line}" for line in _graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
     sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(loaded), sort_keys=False))
+    return 0
+
+
+def _print_kernels() -> int:
+    try:
+        records = read_records(library.cache_folder())
+    except OSError as error:
+        raise ConfigError(f"nothing can be kept: {error}", field="XDG_CACHE_HOME") from error
+    here = [one for one in records if one.key.processor == library.processor_name()]
+    if not here:
+        sys.stdout.write("# nothing has been measured on this processor\n")
+    for record in here:
+        rows = {
+            name: {
+                "chosen": str(measurement.option),
+                "rounds": measurement.num_rounds,
+                "microseconds": {
+                    implementation: {rows: round(s * 1e6, 1) for rows, s in by_rows.items()}
+                    for implementation, by_rows in measurement.least_s.items()
+                },
+            }
+            for name, measurement in sorted(record.measured.items())
+        }
+        entry = {**msgspec.to_builtins(record.key), "operations": rows}
+        sys.stdout.write(yaml.safe_dump([entry], sort_keys=False))
     return 0
 
 

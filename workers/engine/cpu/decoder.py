@@ -20,8 +20,9 @@ from torch import Tensor
 
 from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
-from shared.native import library
-from shared.native.tower_kernels import MAX_HEAD_DIM, MIN_TILE_ROWS, PANEL
+from shared.native import library, measuring, tower_kernels, trials
+from shared.native.choices import NEVER, KernelSetting
+from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.int8 import Int8Linear
@@ -29,6 +30,8 @@ from workers.engine.model.support import layer_windows
 
 TOKEN_GROUP = 8
 """Tokens that are adjacent in the key cache."""
+
+_PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -48,7 +51,7 @@ class _Config(ctypes.Structure):
         ("norm_eps", _FLOAT),
         ("scale", _FLOAT),
         ("is_bf16", _INT),
-        *((f"{name}_tile_rows", _INT) for name in ("qkv", "out", "gate_up", "down", "head")),
+        *((f"{name}_tile_rows", _INT) for name in _PRODUCTS),
     )
 
 
@@ -113,7 +116,9 @@ class NativeModel(DecoderModel):
 
     kv_packing = "native"
 
-    def __init__(self, family: LanguageAdapter, num_threads: int) -> None:
+    def __init__(
+        self, family: LanguageAdapter, num_threads: int, kernels: KernelSetting = "measured"
+    ) -> None:
         """Move the layers' weights out of the family's model; `unsupported_reason` must be None."""
         loaded = library.load()
         assert loaded is not None
@@ -150,8 +155,9 @@ class NativeModel(DecoderModel):
             config.rms_norm_eps,
             attention.scaling,
             self.dtype == torch.bfloat16,
-            *[MIN_TILE_ROWS] * 5,
+            *[NEVER] * len(_PRODUCTS),
         )
+        self._choose_tile_rows(kernels)
         self._decoder = loaded.pagemill_decoder(
             ctypes.byref(self._config), layers, self._pin(decoder.norm.weight), head, num_threads
         )
@@ -237,6 +243,28 @@ class NativeModel(DecoderModel):
         if memory is None:
             raise MemoryError(f"cannot allocate {num_bytes} bytes for weights or cache")
         return memory
+
+    # -- kernels ----------------------------------------------------------------------------------
+
+    def _choose_tile_rows(self, setting: KernelSetting) -> None:
+        """Write to the config from how many rows on each product uses tiles."""
+        config = self._config
+        kernels = tower_kernels.find_kernels(self._embed_tokens.weight)
+        if kernels is None or not kernels.has_tiles:
+            return
+        query = config.head_dim * config.num_heads
+        sizes = {
+            "qkv": (config.hidden_size, query + 2 * config.head_dim * config.num_kv_heads),
+            "out": (query, config.hidden_size),
+            "gate_up": (config.hidden_size, 2 * config.intermediate_size),
+            "down": (config.intermediate_size, config.hidden_size),
+            "head": (config.hidden_size, config.vocab_size),
+        }
+        products = {name: trials.decoder_product(kernels, *size) for name, size in sizes.items()}
+        options = measuring.select(list(products.values()), setting, kernels.key)
+        for name, trial in products.items():
+            option = options[trial.operation.name]
+            setattr(config, f"{name}_tile_rows", option.min_tile_rows)
 
     # -- weights ----------------------------------------------------------------------------------
 

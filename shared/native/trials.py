@@ -1,0 +1,90 @@
+"""Trials of products and attention: operations of a model's sizes, on weights made up for them."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.native import choices
+from shared.native.choices import NEVER, Implementation
+from shared.native.measuring import Run, Trial
+from shared.native.tower_kernels import PANEL, TILE_ROWS, TowerKernels, pack_weight
+
+MAX_WEIGHTS = 2**19
+"""A product of more weights is tried with fewer outputs: its time is proportional to them."""
+PRODUCT_ROWS = (256,)
+"""Rows of a tower's products: of a small image. Larger ones only make each run longer."""
+SEGMENT_ROWS = (64, 512)
+"""Rows of a tower's segments: of a window, and of an image."""
+
+TorchAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
+
+
+def decoder_product(kernels: TowerKernels, num_inputs: int, num_outputs: int) -> Trial:
+    operation = choices.decoder_product(num_inputs, num_outputs, kernels.has_tiles)
+    return Trial(operation, lambda: _product(kernels, operation.rows, num_inputs, num_outputs))
+
+
+def tower_product(
+    kernels: TowerKernels,
+    num_inputs: int,
+    num_outputs: int,
+    activation: str,
+    in_torch: Callable[[Tensor], Tensor],
+) -> Trial:
+    """`in_torch` is the activation as torch computes it."""
+    name = f"product {num_inputs} x {num_outputs} {activation}"
+    operation = choices.tower_operation(name, PRODUCT_ROWS, kernels.has_tiles)
+    return Trial(
+        operation,
+        lambda: _product(kernels, operation.rows, num_inputs, num_outputs, activation, in_torch),
+    )
+
+
+def tower_attention(
+    kernels: TowerKernels, num_heads: int, head_dim: int, in_torch: TorchAttention
+) -> Trial:
+    """`in_torch` takes query, key, value, lengths and scale. The kernels use vectors only."""
+    name = f"attention {num_heads} x {head_dim}"
+    operation = choices.tower_operation(name, SEGMENT_ROWS, has_tiles=False)
+
+    def prepare() -> Run:
+        inputs = torch.ones(max(operation.rows), 3, num_heads, head_dim, dtype=torch.bfloat16)
+
+        def run(implementation: Implementation, rows: int) -> Tensor:
+            query, key, value = inputs[:rows].unbind(1)
+            scale = head_dim**-0.5
+            if implementation == "torch":
+                return in_torch(query, key, value, [rows], scale)
+            return kernels.attend(query, key, value, None, torch.tensor([0, rows]), scale)
+
+        return run
+
+    return Trial(operation, prepare)
+
+
+def _product(
+    kernels: TowerKernels,
+    rows: Sequence[int],
+    num_inputs: int,
+    num_outputs: int,
+    activation: str = "none",
+    in_torch: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Run:
+    num_panels = max(MAX_WEIGHTS // num_inputs // PANEL, 1)
+    num_outputs = min(num_outputs, num_panels * PANEL)
+    inputs = torch.ones(max(*rows, TILE_ROWS), num_inputs, dtype=torch.bfloat16)
+    weight = torch.full((num_outputs, num_inputs), 1 / num_inputs, dtype=torch.bfloat16)
+    panels, bias = pack_weight(weight), torch.zeros(-(-num_outputs // PANEL) * PANEL)
+    torch_bias = torch.zeros(num_outputs, dtype=torch.bfloat16)
+
+    def run(implementation: Implementation, rows: int) -> Tensor:
+        x = inputs[:rows]
+        if implementation == "torch":
+            return in_torch(F.linear(x, weight, torch_bias))
+        min_tile_rows = 1 if implementation == "tiles" else NEVER
+        return kernels.multiply(x, panels, bias, num_outputs, activation, min_tile_rows)
+
+    return run
