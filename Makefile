@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour docs screenshots clean
+.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -98,6 +98,9 @@ bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS ha
 
 bench-gpu: .venv/dev  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu
+
+bench-heldout: .venv/dev  ## arrivals, sampled requests and a long prompt over HTTP, beside transformers or vLLM in PEERS; 10 minutes
+	$(BIN)/python -m ops.bench.heldout --peers $(PEERS)
 
 bench-payload: .venv/dev  ## a tensor by every transport, on one host and between two
 	$(BIN)/python -m ops.bench.payload

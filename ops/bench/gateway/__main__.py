@@ -18,7 +18,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -28,17 +28,15 @@ import uvloop
 from rich.console import Console
 
 from ops.bench.gateway import report
+from ops.bench.gateway.cluster import local_gateway
 from ops.bench.gateway.report import Burst
 from ops.bench.gateway.transports import OverHttp, OverNats, Prepared, Transport
 from ops.bench.peers import machine
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
-from ops.bench.servers import MODEL, vllm, vllm_binary
-from shared.bus.bus import Bus
+from ops.bench.servers import vllm, vllm_binary
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
-from workers.roles import WorkerSpec, default_workers
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
@@ -115,7 +113,7 @@ async def _compare(
     work: Work, model: Path, folder: Path, theirs: str | None
 ) -> tuple[Singles, Bursts]:
     requests = _Requests(work, model, folder)
-    async with _pagemill(model, folder) as (cluster, bus):
+    async with local_gateway(model, folder, MAX_MODEL_LEN) as (cluster, bus):
         assert cluster.gateway_url is not None
         pids = {role: cluster.pids(role)[0] for role in ("gateway", "engine")}
         pids["broker"] = int((folder / "nats" / "nats-server.pid").read_text())
@@ -198,31 +196,6 @@ class _Requests:
             image = self._maker.image(IMAGE_SIDE)
             return Request(max_tokens, image=image, text=self._maker.text())
         return Request(max_tokens, self._maker.token_ids(self._work.prompt_len))
-
-
-@contextlib.asynccontextmanager
-async def _pagemill(model: Path, folder: Path) -> AsyncIterator[tuple[LocalCluster, Bus]]:
-    file = folder / "pagemill.yaml"
-    served = {"path": str(model), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
-    if model == settings.DEMO_MODEL:
-        served |= {"dtype": "float32", "max_model_len": 1024}
-    tree = {
-        "models": {MODEL: served},
-        "engine": {"threads": os.cpu_count(), "kv_cache_mib": 1024, "max_num_seqs": 32},
-        "nats": {"port": 0, "store_dir": str(folder / "nats")},
-        "gateway": {"port": 0},
-    }
-    file.write_bytes(msgspec.json.encode(tree))
-    config = settings.load_config(file)
-    workers = [*default_workers(config), WorkerSpec("gateway")]
-    cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
-    try:
-        await cluster.start()
-        bus = await Bus.connect(cluster.url, "bench")
-        yield cluster, bus
-        await bus.close()
-    finally:
-        await cluster.stop()
 
 
 def _arguments() -> argparse.Namespace:

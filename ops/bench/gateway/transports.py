@@ -6,8 +6,8 @@ The HTTP client is as lean as possible and reuses its connections, because the s
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,15 +35,16 @@ DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with the URL of its image."""
+    """A request with the URL of its image, and fields of its body over HTTP."""
 
     request: Request
-    url: str | None
+    url: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request) -> "Prepared":
         if request.image is None:
-            return cls(request, None)
+            return cls(request)
         data = base64.b64encode(Path(request.image).read_bytes()).decode()
         return cls(request, f"data:image/png;base64,{data}")
 
@@ -53,6 +54,8 @@ class Times:
     first_s: float
     """Seconds to the first token at the client."""
     last_s: float
+    gap_s: float = 0.0
+    """The longest time between two events of the stream, over HTTP."""
 
 
 class Transport(Protocol):
@@ -88,14 +91,16 @@ class OverHttp:
 
     async def __call__(self, asked: Prepared) -> Times:
         began_s = time.perf_counter()
-        first_s, last = 0.0, b""
+        first_s, before_s, gap_s, last = 0.0, 0.0, 0.0, b""
         async for data in self._events(*_body_of(asked)):
-            first_s = first_s or time.perf_counter() - began_s
+            now_s = time.perf_counter() - began_s
+            first_s = first_s or now_s
+            gap_s, before_s = max(gap_s, now_s - (before_s or now_s)), now_s
             if data != b"[DONE]":
                 last = data
         took_s = time.perf_counter() - began_s
         usage = msgspec.json.decode(last).get("usage") or {}
-        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s)
+        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s, gap_s)
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
@@ -131,10 +136,12 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     await reader.readline()
 
 
-def _checked(asked: Prepared, num_tokens: int, first_s: float, took_s: float) -> Times:
+def _checked(
+    asked: Prepared, num_tokens: int, first_s: float, took_s: float, gap_s: float = 0.0
+) -> Times:
     if num_tokens != asked.request.max_tokens:
         raise RuntimeError(f"{num_tokens} tokens instead of {asked.request.max_tokens}")
-    return Times(first_s, took_s)
+    return Times(first_s, took_s, gap_s)
 
 
 def _message_of(asked: Prepared) -> GenerateRequest:
@@ -156,6 +163,7 @@ def _body_of(asked: Prepared) -> tuple[str, bytes]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **asked.fields,
     }
     if asked.url is None:
         return "/v1/completions", msgspec.json.encode(body | {"prompt": request.token_ids})

@@ -1,0 +1,166 @@
+"""Measure workloads that nothing was tuned on, over HTTP, beside a peer in the same run.
+
+    python -m ops.bench.heldout [--peers FOLDER]
+
+64 requests of mixed lengths that arrive at random times; 32 sampled ones with top_p, top_k,
+penalties and, for every fourth, a grammar; a prompt of 4,096 tokens, alone and beside 16 decodes.
+The peer is vLLM's server where FOLDER has it, and otherwise transformers in a plain loop: one
+request after the other, without presence penalties and grammars. Both take turns, each round in the
+other order. Ratios above 1 mean that Pagemill is better. Of the long prompt beside decodes there is
+one more ratio, to itself alone.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from ops.bench.gateway.cluster import local_gateway
+from ops.bench.gateway.transports import OverHttp, Times, Transport
+from ops.bench.heldout import workloads
+from ops.bench.heldout.plain_loop import PlainLoop
+from ops.bench.heldout.workloads import Arrival
+from ops.bench.peers import machine
+from ops.bench.peers.workloads import Maker
+from ops.bench.servers import vllm, vllm_binary
+from shared.telemetry import logs
+from workers.cli import settings
+
+MODEL = "smollm2-135m"
+OURS = "pagemill"
+ROUNDS = 2
+MAX_MODEL_LEN = 4096 + 512
+LONG, BESIDE = "long prompt", "beside 16 decodes"
+
+Figures = dict[str, dict[str, list[float]]]
+"""Figures of the rounds, by workload and figure, and by server."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args()
+    logs.configure_logging("warning", role="bench")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    found = given.peers.absolute() / "models" / MODEL
+    model = found if found.is_dir() else settings.DEMO_MODEL
+    console.print(f"{machine.cpu_model()}, {date.today().isoformat()}, {model.name}")
+    binary = vllm_binary(given.peers.absolute())
+    with (
+        machine.alone(),
+        tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name,
+        _vllm(binary, model, Path(name)) as url,
+    ):
+        figures = uvloop.run(_measure(model, Path(name), url, given.rounds))
+    console.print(report(figures))
+
+
+def report(figures: dict[str, Figures]) -> Table:
+    """Return each figure of both servers, and how many times as good ours is: medians of rounds."""
+    peer = next(name for each in figures.values() for name in each if name != OURS)
+    table = Table("workload", "figure", OURS, peer, f"of {peer}")
+    for workload, by_server in figures.items():
+        for figure, mine in by_server[OURS].items():
+            theirs = by_server.get(peer, {}).get(figure)
+            pairs = zip(mine, theirs or (), strict=bool(theirs))
+            ratios = [workloads.ratio(figure, *pair) for pair in pairs]
+            cells = [f"{median(theirs):.3g}", f"{median(ratios):.2f}"] if theirs else ["-", "-"]
+            table.add_row(workload, figure, f"{median(mine):.3g}", *cells)
+    return table
+
+
+@contextlib.contextmanager
+def _vllm(binary: Path | None, model: Path, folder: Path) -> Iterator[str | None]:
+    if binary is None:
+        yield None
+        return
+    options = ("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32")
+    with vllm(binary, folder, str(model), options) as url:
+        yield url
+
+
+async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> dict[str, Figures]:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    text = config.get("text_config", config)
+    max_model_len = min(MAX_MODEL_LEN, text["max_position_embeddings"])
+    figures: dict[str, Figures] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    async with local_gateway(model, folder, max_model_len) as (cluster, _):
+        assert cluster.gateway_url is not None
+        servers: dict[str, Transport] = {OURS: OverHttp(cluster.gateway_url)}
+        if url is not None:
+            servers["vllm"] = OverHttp(url)
+        else:
+            servers["transformers"] = PlainLoop(str(model), model == settings.DEMO_MODEL)
+        for number in range(rounds + 1):
+            for name in [*servers] if number % 2 else [*servers][::-1]:
+                # The same requests for both; others in each round, so that no cache is warm.
+                rng = random.Random(1000 * number + 23)
+                maker = Maker(rng, text["vocab_size"], folder)
+                found = await _round(servers[name], maker, rng, max_model_len, name)
+                if number == 0:  # The first round compiles, connects and fills caches.
+                    continue
+                for workload, figure, value in found:
+                    figures[workload][name][figure].append(value)
+    return figures
+
+
+async def _round(
+    server: Transport, maker: Maker, rng: random.Random, max_model_len: int, name: str
+) -> list[tuple[str, str, float]]:
+    found = []
+
+    async def run(workload: str, arrivals: Sequence[Arrival]) -> None:
+        began_s = time.perf_counter()
+        times = await asyncio.gather(*(_arrive(server, arrival) for arrival in arrivals))
+        took_s = time.perf_counter() - began_s
+        num_tokens = sum(arrival.asked.request.max_tokens for arrival in arrivals)
+        for figure, value in workloads.figures(times, num_tokens, took_s):
+            found.append((workload, figure, value))
+
+    await run("64 arrivals", workloads.poisson(maker, rng))
+    await run("32 sampled", workloads.sampled(maker))
+    await run(LONG, [workloads.long_prompt(maker, max_model_len)])
+    if name != "transformers":  # It computes one request at a time.
+        found += await _beside_decodes(server, maker, max_model_len)
+    return found
+
+
+async def _beside_decodes(
+    server: Transport, maker: Maker, max_model_len: int
+) -> list[tuple[str, str, float]]:
+    """A long prompt that arrives while others decode: its first token, and their longest gap."""
+    decoding = [asyncio.create_task(_arrive(server, each)) for each in workloads.decodes(maker)]
+    # Most decode by then, and none has ended.
+    await asyncio.sleep(0.3)
+    prompt = await _arrive(server, workloads.long_prompt(maker, max_model_len))
+    others = await asyncio.gather(*decoding)
+    alone = await _arrive(server, workloads.long_prompt(maker, max_model_len))
+    return [
+        (BESIDE, "first token_s", prompt.first_s),
+        (BESIDE, "times as long as alone_s", prompt.first_s / alone.first_s),
+        (BESIDE, "longest gap of decodes p50_s", median(each.gap_s for each in others)),
+    ]
+
+
+async def _arrive(server: Transport, arrival: Arrival) -> Times:
+    await asyncio.sleep(arrival.after_s)
+    return await server(arrival.asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The held-out workloads, and the ratios of their report."""
+
+import random
+from pathlib import Path
+
+from ops.bench.gateway.transports import Times
+from ops.bench.heldout import workloads
+from ops.bench.heldout.__main__ import report
+from ops.bench.peers.workloads import Maker
+
+
+def maker(seed: int) -> Maker:
+    return Maker(random.Random(seed), 768, Path())
+
+
+def test_a_round_has_the_same_requests_for_every_server() -> None:
+    first, second = (workloads.poisson(maker(5), random.Random(5)) for _ in range(2))
+    assert first == second
+    assert first != workloads.poisson(maker(6), random.Random(6))
+    assert len(first) == 64
+    times = [arrival.after_s for arrival in first]
+    assert times == sorted(times)
+    assert 4 < times[-1] < 16
+    lengths = [len(arrival.asked.request.token_ids) for arrival in first]
+    assert min(lengths) < 64 < 256 < max(lengths)
+
+
+def test_sampled_requests_have_penalties_and_some_a_grammar() -> None:
+    fields = [arrival.asked.fields for arrival in workloads.sampled(maker(1))]
+    assert sum("structured_outputs" in each for each in fields) == 8
+    assert all(each.keys() >= workloads.SAMPLING.keys() for each in fields)
+
+
+def test_a_prompt_fits_the_model() -> None:
+    for max_model_len, length in ((1024, 1016), (8192, 4096)):
+        asked = workloads.long_prompt(maker(1), max_model_len).asked
+        assert len(asked.request.token_ids) == length
+        assert length + asked.request.max_tokens <= max_model_len
+
+
+def test_ratios_above_one_are_better() -> None:
+    assert workloads.ratio("tokens per second", 100, 50) == 2
+    assert workloads.ratio("first token p50_s", 0.1, 0.3) == 0.3 / 0.1
+    found = dict(workloads.figures([Times(0.1, 1.0, 0.2), Times(0.3, 1.0, 0.4)], 90, 3.0))
+    assert found["tokens per second"] == 30
+    assert found["first token p50_s"] == 0.2
+    alone = {"pagemill": {"first token_s": [1.0, 3.0]}}
+    both = {"pagemill": {"tokens per second": [4.0]}, "vllm": {"tokens per second": [2.0]}}
+    table = report({"long": both, "beside": alone})
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[2:] == [["4", "2"], ["2", "-"], ["2.00", "-"]]
