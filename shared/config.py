@@ -224,6 +224,12 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
+    max_step_ms: Annotated[float, Meta(gt=0)] | None = None
+    """Time that a step should take while sequences decode: prompts get what these leave of it, by
+    the measured time of a token. Less makes running answers flow, and first tokens come later; by
+    default there is no limit."""
+    min_prompt_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of `max_step_ms` that prompts get in any case, however many sequences decode."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 

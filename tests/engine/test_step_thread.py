@@ -64,4 +64,5 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert steps.step_s == 0
+    assert core._scheduler.step_cost.is_known
     steps.stop()

@@ -1,6 +1,7 @@
 """Entry point of the engine process: loads the model and starts the worker."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
+from workers.engine.core.step_cost import PrefillLimit
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, load
@@ -170,6 +172,10 @@ def build_core(
         encode=loaded.encode_part,
         new_drafter=lambda: _new_drafter(engine.speculative),
         max_drafting_tokens=engine.speculative.max_step_tokens,
+        prefill_limit=PrefillLimit(
+            math.inf if engine.max_step_ms is None else engine.max_step_ms / 1000,
+            engine.min_prompt_share,
+        ),
         pooling=loaded.pooling,
         kv_memory=runner,
     )

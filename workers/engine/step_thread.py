@@ -106,6 +106,7 @@ class StepThread(Generic[Owner]):
                     outputs += self._add(*command)
             self._step_began_s = self.began_s = time.monotonic()
             step_outputs = self._core.step()
+            self._core.observe_time(time.monotonic() - self.began_s)
             self._step_began_s = None
             outputs += [(self._owners[output.request_id], output) for output in step_outputs]
             self._on_step(outputs, self._core.stats())

@@ -364,6 +364,18 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
     return usage.cached_tokens
 
 
+def test_the_cost_of_tokens_is_not_learned_from_steps_that_encode() -> None:
+    core = make_core()
+    core.add(imaged("first"))
+    core.step()
+    assert core.stats().encoded_items == 1
+    core.observe_time(5.0)
+    assert not core._scheduler.step_cost.is_known
+    core.step()
+    core.observe_time(0.5)
+    assert core._scheduler.step_cost.line() == (0.0, 0.5)
+
+
 def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)

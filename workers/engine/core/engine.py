@@ -30,6 +30,7 @@ from workers.engine.core.sequence import (
     Sequence,
     SpokenText,
 )
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit
 from workers.engine.core.step_runner import StepRunner
 
 
@@ -51,6 +52,7 @@ class EngineCore:
         encode: Callable[[str], list[int]] = lambda text: [],
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
+        prefill_limit: PrefillLimit = UNLIMITED,
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class EngineCore:
             max_model_len,
             prefix_caching,
             max_drafting_tokens,
+            prefill_limit,
         )
         self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
@@ -78,6 +81,8 @@ class EngineCore:
         """Deltas of this step by request id, returned at its end."""
         self._num_steps = 0
         self._num_batched_tokens = 0
+        self._measurable_tokens = 0
+        """Tokens of the last step; 0 if its time was not that of its tokens alone."""
         self._first_scheduled: list[str] = []
         """Requests that were prepared in the last step."""
 
@@ -155,7 +160,10 @@ class EngineCore:
         """Run one step and return the outputs of all requests that it changed."""
         self._first_scheduled = []
         self.kv_exchange.restore()
+        num_encoded = self._runner.encoded_items
         batch, failures = self._prepare_batch(self._scheduler.schedule())
+        is_plain = self._runner.encoded_items == num_encoded
+        self._measurable_tokens = batch.num_tokens if is_plain else 0
         self._num_steps += bool(batch.scheduled)
         self._num_batched_tokens += batch.num_tokens
         self._record_kv_blocks(batch)
@@ -166,6 +174,11 @@ class EngineCore:
         else:
             self._process_sampled(batch, sampled)
         return failures + self._take_outputs()
+
+    def observe_time(self, seconds: float) -> None:
+        """Tell how long the last step took; the prefill limit is derived from it."""
+        if self._measurable_tokens:
+            self._scheduler.step_cost.observe(self._measurable_tokens, seconds)
 
     # -- step -------------------------------------------------------------------------------
 

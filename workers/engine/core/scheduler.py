@@ -25,6 +25,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost
 
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
@@ -38,15 +39,20 @@ class _StepBudget:
     """Sequences scheduled in the current step, and the tokens left of its budget."""
 
     budget: int
+    prompt_tokens: int
+    """Tokens that prefills may still have in this step, out of the budget."""
     prompt_logits: int = MAX_PROMPT_LOGITS
     """Prompt tokens that may still have logits in this step."""
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
 
     def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget, limited by the logits if all tokens of the sequence need them."""
-        if sequence.prompt_logprobs is None:
-            return self.budget
-        return min(self.budget, self.prompt_logits)
+        """Return the budget for a sequence, limited by the logits if all its tokens need them."""
+        budget = self.budget
+        if sequence.num_uncomputed_tokens > 1:
+            budget = min(budget, self.prompt_tokens)
+        if sequence.prompt_logprobs is not None:
+            budget = min(budget, self.prompt_logits)
+        return budget
 
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
@@ -58,6 +64,8 @@ class _StepBudget:
 
     def _spend(self, sequence: Sequence, num_tokens: int) -> None:
         self.budget -= num_tokens
+        if sequence.num_uncomputed_tokens > 1:
+            self.prompt_tokens -= num_tokens
         if sequence.prompt_logprobs is not None:
             self.prompt_logits -= num_tokens
 
@@ -80,6 +88,8 @@ class Scheduler:
     prefix_caching: InitVar[bool] = True
     max_drafting_tokens: int = 0
     """Draft tokens are added to a step only up to so many tokens in all."""
+    prefill_limit: PrefillLimit = UNLIMITED
+    step_cost: StepCost = field(default_factory=StepCost)
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -152,10 +162,11 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Return the batch of the next step.
 
-        Decodes are scheduled first. Prefills use the rest of the budget, in chunks.
+        Decodes are scheduled first. Prefills use the rest of the budget, in chunks, as far as the
+        prefill limit lets them.
         """
         self._num_steps += 1
-        step = _StepBudget(self.max_num_batched_tokens)
+        step = _StepBudget(self.max_num_batched_tokens, self.max_num_batched_tokens)
         # A copy, because preemption removes sequences from the list.
         running = self._running[:]
         prefills = []
@@ -164,6 +175,9 @@ class Scheduler:
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
+        num_decoding = self.max_num_batched_tokens - step.budget
+        limit = self.prefill_limit.max_tokens(self.step_cost, num_decoding)
+        step.prompt_tokens = step.budget if limit is None else min(step.budget, limit)
         for sequence in prefills:
             if sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
@@ -223,7 +237,7 @@ class Scheduler:
         num_skipped = reserved_blocks = 0
         without_logits: set[str] = set()
         for sequence in self._waiting[:]:
-            if step.budget == 0:
+            if min(step.budget, step.prompt_tokens) <= 0:
                 return
             is_full = len(self._running) + num_skipped == self._max_num_seqs
             if is_full and not self._preempt_idle(sequence, step):
