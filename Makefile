@@ -81,11 +81,11 @@ tests: .venv/dev
 
 TESTS = $(BIN)/pytest -m "not long" --override-ini cache_dir=.pytest_cache/tests
 
-tests-long: .venv/dev  ## cells that repeat others with another family or schedule; a minute
+tests-long: .venv/dev  ## cells that repeat others with another family or schedule; two minutes
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 coverage: .venv/dev  ## the tests of packages without I/O, and how much of these they run
-	$(BIN)/python -m slipcover -m pytest --timeout 900 $(PURE_TESTS)
+	$(BIN)/python -m slipcover -m pytest -m "not long" --timeout 900 $(PURE_TESTS)
 
 check: .venv/dev
 	$(BIN)/ruff check .
