@@ -6,8 +6,8 @@
 penalties and, for every fourth, a grammar; a prompt of 4,096 tokens, alone and beside 16 decodes.
 The peer is vLLM's server where FOLDER has it, and otherwise transformers in a plain loop: one
 request after the other, without presence penalties and grammars. Both take turns, each round in the
-other order. Ratios above 1 mean that Pagemill is better. Of the long prompt beside decodes there is
-one more ratio, to itself alone.
+other order. Ratios above 1 mean that Pagemill is better. The first token of the long prompt beside
+decodes is also compared with that of one alone.
 """
 
 import argparse

@@ -113,7 +113,7 @@ memory = mmap.mmap(-1, 201 * page)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.mprotect(ctypes.c_void_p(address + 200 * page), page, 0) == 0
-# Of inputs so wide, the rows are multiplied in blocks of 32.
+# Rows so wide are multiplied in blocks of 32.
 sizes = [(num_rows, 64) for num_rows in (*range(1, 70), 200)] + [(40, 6144)]
 for num_rows, width in sizes:
     weight = tower_kernels.pack_weight(torch.zeros(32, width).bfloat16())
