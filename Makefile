@@ -130,7 +130,7 @@ bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput,
 TORCHVISION := torchvision==0.28.0
 bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 3 minutes
 	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision $(TORCHVISION)
-	$(BIN)/python -m ops.bench.media
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m ops.bench.media
 
 bench-responses: .venv/dev  ## responses: first event, calls of tools, 10,000 that wait for approval; 6 minutes
 	$(BIN)/python -m ops.bench.responses
