@@ -129,8 +129,11 @@ bench-rendering: .venv/dev  ## first request after a start, requests a second; 2
 bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput, a kill of the talker; 3 minutes
 	$(BIN)/python -m ops.bench.omni
 
+# Apart from .venv: transformers would import it, which fails beside a torch for CPUs.
+TORCHVISION := torchvision==0.28.0
 bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 3 minutes
-	$(BIN)/python -m ops.bench.media
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision $(TORCHVISION)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m ops.bench.media
 
 bench-responses: .venv/dev  ## responses: first event, calls of tools, 10,000 that wait for approval; 6 minutes
 	$(BIN)/python -m ops.bench.responses

@@ -30,7 +30,7 @@ from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, Prompt, TextPart
-from shared.protocol.task_messages import RenderBody, RequestTicket, Task, TaskHeader
+from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster
@@ -90,9 +90,15 @@ class Sink:
         return request_id
 
     async def take(self) -> None:
+        await self.take_id()
+
+    async def take_id(self) -> str:
+        """Receive a result, and return its request's id."""
         async with asyncio.timeout(60):
             delivery = await self._inbox.next()
         await delivery.ack()
+        task, _ = envelope.decode(delivery.data, Task[EngineBody])
+        return task.header.request_id
 
 
 async def preview(bus: Bus, messages: list[Message]) -> None:

@@ -56,7 +56,7 @@ class Expected(Struct):
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
     """Return the expected answers by request id, cached where the engine is a real one."""
     model = config.models[next(iter(config.models))]
-    file = CACHE / f"{_digest(settings, planned, model.dtype)}.msgpack"
+    file = CACHE / f"{_digest(settings, planned, Path(model.path), model.dtype)}.msgpack"
     if file.exists():
         return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
     render: Any
@@ -181,13 +181,14 @@ def _open_decoders() -> Any:
     return decoders
 
 
-def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:
+def _digest(settings: Settings, planned: Sequence[Planned], folder: Path, dtype: str) -> str:
     digest = hashlib.sha256()
     digest.update(settings.engine.encode() + settings.renderer.encode() + dtype.encode())
     digest.update(msgspec.json.encode(planned))
     if settings.engine == "demo":
-        for file in sorted((ROOT / "ops" / "demo_model").iterdir()):
+        for file in sorted(folder.iterdir()):
             digest.update(file.read_bytes())
-        for file in sorted((ROOT / "workers" / "engine").rglob("*.py")):
-            digest.update(file.read_bytes())
+        for package in ("workers/engine", "shared/models"):
+            for file in sorted((ROOT / package).rglob("*.py")):
+                digest.update(file.read_bytes())
     return digest.hexdigest()[:24]

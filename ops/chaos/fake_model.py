@@ -39,9 +39,10 @@ from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Sch
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.renderer.processing import prompt
 
-VOCAB_SIZE = 768
-"""As many as the demo model has: the real renderer's prompts must be valid for the fake engine."""
-EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 128))
+VOCAB_SIZE = 771
+"""As many as the demo's models have: the real renderer's prompts must be valid for the fake
+engine."""
+EOS_TOKEN_IDS = frozenset(range(0, 768, 128))
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 512
 IMAGE_TOKEN_ID = 700

@@ -68,6 +68,9 @@ class Mix(Struct, frozen=True):
     """Share of all requests that have images, whatever their behaviour."""
     clips: float = 0.0
     """Share of these that have a clip instead; only with a real renderer."""
+    sounds: float = 0.0
+    """Share of them that have a sound, or a clip that has one, instead of an image; the model is
+    then the demo's that hears, with a real engine: renderers load torch when they start."""
     http: float = 0.0
     """Share of all harmless requests whose clients go through the gateways."""
     whole: float = 0.0
@@ -370,6 +373,11 @@ def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:
     text = " ".join(rng.choices(_WORDS, k=rng.choice([3, 8, 20, 60])))
     if rng.random() >= settings.mix.images:
         return text
+    if settings.mix.sounds and rng.random() < settings.mix.sounds:
+        # Not at the top: PyAV encodes these clips, and few runs have any.
+        from ops.chaos import sounds
+
+        return [sounds.make_part(rng), TextPart(text)]
     if settings.mix.clips and rng.random() < settings.mix.clips:
         return [clips.make_part(rng), TextPart(text)]
     files = sorted(path for path in IMAGES.iterdir() if path.suffix != ".json")

@@ -22,6 +22,8 @@ from ops.chaos.plan import (
 )
 
 EMBEDDINGS_TTL_S = 10.0
+DEMO_MODEL = ROOT / "ops" / "demo_model"
+HEARING_MODEL = ROOT / "ops" / "demo_hearing"
 VOICE = ROOT / "ops" / "demo_voice"
 RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
 FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
@@ -40,7 +42,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
     tree = {
         "models": {
             MODEL: {
-                "path": str(ROOT / "ops" / "demo_model"),
+                "path": str(_hearing_folder(folder) if settings.mix.sounds else DEMO_MODEL),
                 # In float64, a sampled token depends on its own request alone.
                 "dtype": "float64",
                 "max_model_len": MAX_MODEL_LEN,
@@ -73,6 +75,25 @@ def write_config(settings: Settings, folder: Path) -> Path:
     file = folder / "pagemill.yaml"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
     return file
+
+
+def _hearing_folder(folder: Path) -> Path:
+    """Make a folder of the demo's model that hears, with a template that writes images as well.
+
+    Its eyes are not trained, and see all the same.
+    """
+    model = folder / "hearing"
+    model.mkdir()
+    for file in HEARING_MODEL.iterdir():
+        if file.is_file() and file.suffix != ".jinja":
+            (model / file.name).symlink_to(file)
+    template = (DEMO_MODEL / "chat_template.jinja").read_text()
+    sound = "'<|audio_bos|><|AUDIO|><|audio_eos|>'"
+    heard = f"{{%- if part.type == 'audio' -%}}{{{{- {sound} -}}}}{{%- endif -%}}"
+    begin = "{%- for part in content or [] -%}"
+    assert begin in template
+    (model / "chat_template.jinja").write_text(template.replace(begin, begin + heard))
+    return model
 
 
 def fake_roles(settings: Settings) -> dict[str, bool]:

@@ -40,6 +40,19 @@ RUNS: dict[str, Settings] = {
         faults=KILLS | {"kill:gateway": 1.5},
         mix=Mix(http=0.25, whole=0.3, images=0.1, clips=0.5),
     ),
+    # A third of the media are sounds, alone or with a clip, which go to decoders of their own.
+    "sounds": Settings(
+        engine="demo",
+        requests=1000,
+        rate=5.0,
+        gateways=2,
+        timeout_s=120.0,
+        max_tokens=(32, 128),
+        inline_kib=28,
+        fault_every_s=4.0,
+        faults=KILLS | {"kill:renderer": 3.0, "kill:gateway": 1.0},
+        mix=Mix(http=0.25, whole=0.3, images=0.7, sounds=0.6, clips=0.4),
+    ),
     "model": replace(
         DEMO,
         mix=Mix(images=0.5, clips=0.3),

@@ -106,6 +106,8 @@ class VideoFacts:
     """The frames that were sampled."""
     is_sequence: bool
     """Whether the file is a sequence of JPEG files: their base64 with commas between them."""
+    use_audio: bool = False
+    """Whether the sound is heard as well."""
 
 
 def mm_hash(modality: str, file: bytes, model_id: str, video: VideoFacts | None = None) -> str:
@@ -117,9 +119,12 @@ def mm_hash(modality: str, file: bytes, model_id: str, video: VideoFacts | None 
     frames together are smaller than its file.
     """
     leaf = _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)
+    leaves = {"model_id": _LEAF + _frame(model_id.encode())}
     if video is not None:
         leaf = _SEQUENCE + _length(2) + leaf + _hash_facts(video)
-    leaves = {modality: leaf, "model_id": _LEAF + _frame(model_id.encode())}
+        if video.use_audio:
+            leaves["use_audio_in_video"] = _LEAF + _frame(b"\1")
+    leaves[modality] = leaf
     digest = blake3()
     for name in sorted(leaves):
         digest.update(_frame(name.encode()) + leaves[name])

@@ -128,7 +128,12 @@ class LanguageAdapter:
         start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
         if num_embeds != count:
             refuse(f"{num_embeds} placeholders for {count} embeddings")
-        token_id = getattr(self.model.config, self._placeholders[item.modality])
-        indexes = [start + index for index in item.placeholder.embed_indexes()]
-        if start < 0 or any(prompt_token_ids[i : i + 1] != [token_id] for i in indexes):
+        found = [
+            prompt_token_ids[start + i : start + i + 1] for i in item.placeholder.embed_indexes()
+        ]
+        if start < 0 or found != [[token_id] for token_id in self._embed_ids(item, count)]:
             refuse(f"the prompt has no {num_embeds} {item.modality} tokens at {start}")
+
+    def _embed_ids(self, item: MediaItem, count: int) -> Sequence[int]:
+        """Return the placeholder tokens that an item's embeddings replace, in order."""
+        return [getattr(self.model.config, self._placeholders[item.modality])] * count

@@ -80,10 +80,13 @@ class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
     """Equal for processors that return equal fields for equal media and sampling."""
     metadata: tuple[str, ...] = ()
     """Names of the fields that the language model needs, whichever worker runs the tower."""
-    has_text: bool = False
-    """Whether there is text among the tokens of an item."""
+    embed_ids: tuple[int, ...] = ()
+    """Tokens that embeddings replace, if there may be text among the tokens of an item."""
     window_s: float = math.inf
     """Longest sound that the model hears at once."""
+    sound: "PlannedLayout[Any, Any, Any] | None" = None
+    """Layout of the sound of a video; None for a model that does not hear it. The fields of both
+    are one item."""
 
     @abstractmethod
     def plan(self, probe: Probe, sampling: FrameSampling, field: str) -> Plan:

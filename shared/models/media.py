@@ -67,18 +67,6 @@ Frame = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedVideo:
-    probe: VideoProbe
-    read: Callable[[FramePlan], Iterator[Frame]]
-    """Yields one frame for each planned index; each is decoded, resized and dropped in turn.
-
-    Raises a RequestError, of which the first frame may be the cause or any later one.
-    """
-    source_hash: str
-    modality: ClassVar[Modality] = VIDEO
-
-
-@dataclass(frozen=True, slots=True)
 class AudioProbe:
     """A sound before it is decoded, by the word of its header."""
 
@@ -110,6 +98,20 @@ class DecodedAudio:
     """
     source_hash: str
     modality: ClassVar[Modality] = AUDIO
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedVideo:
+    probe: VideoProbe
+    read: Callable[[FramePlan], Iterator[Frame]]
+    """Yields one frame for each planned index; each is decoded, resized and dropped in turn.
+
+    Raises a RequestError, of which the first frame may be the cause or any later one.
+    """
+    source_hash: str
+    sound: DecodedAudio | None = None
+    """The sound of the video, where it is wanted and there is any."""
+    modality: ClassVar[Modality] = VIDEO
 
 
 DecodedMedia = DecodedImage | DecodedVideo | DecodedAudio

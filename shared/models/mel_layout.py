@@ -37,6 +37,9 @@ NUM_FRAMES_BEHIND = 3
 MIN_PADDED_LEN = SAMPLE_RATE
 """Fewest samples that features are computed of: products of few frames are rounded otherwise."""
 
+FRAMES = "audio_frames"
+SOUND_FIELDS = ("input_features", FRAMES)
+
 Samples = NDArray[np.float32]
 
 # transformers leaves this function without types.
@@ -57,7 +60,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     The extractor's own output is as long as its window, and repeats the last of these frames.
     """
 
-    metadata: tuple[str, ...] = ("audio_frames",)
+    metadata: tuple[str, ...] = (FRAMES,)
 
     def __init__(self, folder: Path, audio_config: Any) -> None:
         """Open the feature extractor of a model folder for an audio tower. Raises ConfigError."""
@@ -183,7 +186,8 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     def _too_long(self, seconds: float, field: str) -> MediaTooLarge:
         return MediaTooLarge(
             f"a sound of {seconds:.2f} seconds is over the {self.window_s:g}"
-            " seconds that this model hears; with overflow 'cut', it hears its beginning",
+            " seconds that this model hears; with overflow 'cut', it hears the beginning of an"
+            " audio_url",
             field=field,
         )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.models.language import PromptPositions
 from shared.models.lazy_module import LazyModule
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = LazyModule("torch")
+
+
+class Run(Protocol):
+    """Consecutive tokens of a prompt with positions of their own."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+    def positions(self) -> tuple[NDArray[np.int64], int]:
+        """Return the positions [3, length], and that of the token behind them.
+
+        They count from the position behind the token before.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +53,35 @@ class GridRun:
     def length(self) -> int:
         return self.frames * self.rows * self.columns
 
+    def positions(self) -> tuple[NDArray[np.int64], int]:
+        grid = grid_positions(self.frames, self.rows, self.columns, self.step)
+        return grid, int(grid.max()) + 1
 
-def locate_grids(num_tokens: int, runs: Iterable[GridRun]) -> PromptPositions:
+
+def grid_positions(frames: int, rows: int, columns: int, step: float) -> NDArray[np.int64]:
+    """Return the positions of a grid, [3, frames * rows * columns], from 0 on."""
+    grid = np.indices((frames, rows, columns)).reshape(3, -1)
+    grid[0] = (grid[0] * step).astype(np.int64)
+    return grid
+
+
+def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
     """Return the positions of a prompt with these runs, which are in order and apart."""
     parts = []
     at = position = 0
     for run in runs:
-        text = run.offset - at
-        parts.append(np.broadcast_to(np.arange(position, position + text), (3, text)))
-        grid = np.indices((run.frames, run.rows, run.columns)).reshape(3, -1)
-        grid[0] = (grid[0] * run.step).astype(np.int64)
-        parts.append(grid + position + text)
-        position = int(parts[-1].max()) + 1
+        parts.append(_count_on(position, run.offset - at))
+        begin = position + run.offset - at
+        places, behind = run.positions()
+        # A mark that shares the position of the token before it may be the prompt's first token.
+        parts.append(np.maximum(places + begin, 0))
+        position = begin + behind
         at = run.offset + run.length
-    text = num_tokens - at
-    parts.append(np.broadcast_to(np.arange(position, position + text), (3, text)))
+    parts.append(_count_on(position, num_tokens - at))
     prompt = torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
-    return PromptPositions(prompt, position + text - num_tokens)
+    return PromptPositions(prompt, int(prompt.max()) + 1 - num_tokens)
+
+
+def _count_on(position: int, num: int) -> NDArray[np.int64]:
+    """Return the positions of so many tokens of text."""
+    return np.broadcast_to(np.arange(position, position + num), (3, num))

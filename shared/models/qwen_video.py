@@ -201,7 +201,7 @@ class Qwen25VideoLayout(QwenVideoLayout):
     second_per_grid_ts float32 [], seconds of two frames
     """
 
-    metadata = (GRID, SECONDS)
+    metadata: tuple[str, ...] = (GRID, SECONDS)
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
         seconds = WireField(fields[SECONDS], BatchedField(keep_on_cpu=True))
@@ -231,7 +231,6 @@ class Qwen3VideoLayout(QwenVideoLayout):
     """
 
     metadata = (GRID, TIMESTAMPS)
-    has_text = True
     _defaults: Mapping[str, Any] = {
         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
         "patch_size": 16,
@@ -247,6 +246,7 @@ class Qwen3VideoLayout(QwenVideoLayout):
             int(getattr(config, name))
             for name in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
         )
+        self.embed_ids = (self._pad,)
 
     def place(
         self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]
@@ -257,7 +257,7 @@ class Qwen3VideoLayout(QwenVideoLayout):
         for seconds in to_numpy(metadata[TIMESTAMPS]):
             token_ids += [*encode(f"<{seconds:.1f} seconds>"), self._start, *run, self._end]
         # As the model was trained: transformers 5.23 leaves the marks around all of it as well.
-        return Placement(token_ids, marks=(self._start, self._end))
+        return Placement(token_ids, self.embed_ids, marks=(self._start, self._end))
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
         times = WireField(fields[TIMESTAMPS], BatchedField(keep_on_cpu=True), is_list=True)

@@ -42,9 +42,9 @@ class Tower:
         for run in self._split([part for item in split for part in item]):
             parts += self.adapter.encode(self.model, run)
         embeddings = []
-        for item in split:
+        for fields, item in zip(batch, split, strict=True):
             own, parts = parts[: len(item)], parts[len(item) :]
-            embeddings.append(own[0] if len(own) == 1 else torch.cat(own))
+            embeddings.append(self.adapter.join(fields, own))
             check_finite(embeddings[-1])
         return embeddings
 

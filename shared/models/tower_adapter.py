@@ -63,11 +63,15 @@ class TowerAdapter:
         raise NotImplementedError
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
-        """Return parts of an item, in order, whose embeddings together are the item's.
+        """Return parts of an item, in order, whose embeddings `join` makes the item's.
 
         Each part has at most `max_count` embeddings where the tower's attention allows it.
         """
         return [fields]
+
+    def join(self, fields: Fields, parts: Sequence[Tensor]) -> Tensor:
+        """Return the embeddings of an item, of those of all its parts."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         """Replace layers of the tower by faster ones with the same results, if there are any."""

@@ -34,6 +34,8 @@ class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """The most frames, whatever else is set."""
     overflow: Overflow = "refuse"
     """What becomes of a sound that is longer than the model hears at once."""
+    use_audio: bool = False
+    """Whether the sound of the video is heard with it."""
 
 
 DEFAULT_SAMPLING = FrameSampling()
@@ -64,19 +66,19 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
 class Placement(msgspec.Struct, frozen=True):
     """The tokens that take the place of an item's placeholder token, where they are no plain run.
 
-    Embeddings replace those of them that are the placeholder token again. The others are text, such
-    as the times of frames.
+    Embeddings replace those in `embed_ids`. The others are text, such as the times of frames.
     """
 
     token_ids: list[int]
+    embed_ids: tuple[int, ...]
     marks: tuple[int, int] | None = None
     """Tokens before and behind the placeholder token that are replaced together with it."""
 
-    def is_embed(self, placeholder_id: int) -> bytes:
+    def is_embed(self) -> bytes:
         """Return the mask of `PlaceholderRange` for these tokens."""
         mask = bytearray(-(-len(self.token_ids) // 8))
         for i, token_id in enumerate(self.token_ids):
-            if token_id == placeholder_id:
+            if token_id in self.embed_ids:
                 mask[i // 8] |= 1 << i % 8
         return bytes(mask)
 

@@ -86,6 +86,8 @@ class VideoURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """Number of frames that are taken; not with `fps`."""
     max_frames: Annotated[int, Meta(ge=1)] | None = None
     """Limit on the frames that are taken, below the model's own."""
+    use_audio: bool = False
+    """Whether the model hears the sound of the video, if that has any, together with its frames."""
 
 
 class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"):
@@ -101,7 +103,9 @@ class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"
     @property
     def sampling(self) -> FrameSampling:
         video = self.video_url
-        return FrameSampling(video.fps, video.num_frames, video.max_frames)
+        return FrameSampling(
+            video.fps, video.num_frames, video.max_frames, use_audio=video.use_audio
+        )
 
 
 class AudioURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

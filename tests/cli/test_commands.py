@@ -357,3 +357,18 @@ async def test_json_lines_in_a_pipe_are_those_of_the_file(
 ) -> None:
     assert await logs(json=True, config=odd_log) == 0
     assert capfdbinary.readouterr().out == ODD_LINES
+
+
+def test_a_renderer_computes_in_no_threads_of_numpy() -> None:
+    code = (
+        "import os; from workers.cli.commands.serve import load_main; load_main('renderer');"
+        " import numpy; a = numpy.ones((256, 256), numpy.float32); a @ a;"
+        " print(len(os.listdir('/proc/self/task')))"
+    )
+    # What the machine's own environment says would decide.
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"

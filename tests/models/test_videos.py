@@ -113,7 +113,7 @@ def video_item(
         ids, placeholder = [VIDEO] * num, PlaceholderRange(offset + 1, num)
     else:
         ids = placement.token_ids
-        placeholder = PlaceholderRange(offset + 1, len(ids), placement.is_embed(VIDEO))
+        placeholder = PlaceholderRange(offset + 1, len(ids), placement.is_embed())
     tensors = {name: to_torch(tensor) for name, tensor in fields.items()}
     item = Item(VIDEO_MODALITY, f"{clip} {seed}", placeholder, tensors)
     if placement is not None:

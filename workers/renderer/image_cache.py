@@ -93,7 +93,7 @@ class ImageCache:
             return cached
         image = await self._process(mm_hash, modality, process, field, ttl_s)
         ref = self._put(mm_hash, image, ttl_s)
-        metadata = {name: image.fields[name] for name in processor.metadata(modality)}
+        metadata = processor.metadata(modality, image.fields)
         return PreparedImage(
             mm_hash, image.num_tokens, ref, image.fields, metadata, modality, image.placement
         )
@@ -114,8 +114,8 @@ class ImageCache:
         try:
             with await self._blobs.get(ref) as blob:
                 fields, num_tokens = mm_items.read_item(blob)
-                names = processor.metadata(modality)
-                metadata = {name: copy_tensor(fields[name]) for name in names}
+                found = processor.metadata(modality, fields)
+                metadata = {name: copy_tensor(tensor) for name, tensor in found.items()}
         except BaseException as error:
             await self._blobs.release(ref)
             if isinstance(error, BlobLost):

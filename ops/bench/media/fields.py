@@ -127,36 +127,6 @@ def peak_kib() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
-def transformers_video(folder: Path, num_frames: int) -> Process:
-    """Return PyAV and transformers' video processor as a function; needs torchvision."""
-    from transformers import AutoVideoProcessor
-    from transformers.video_utils import VideoMetadata
-
-    processor: Any = AutoVideoProcessor.from_pretrained(folder, local_files_only=True)
-
-    def process(data: bytes) -> str:
-        import av
-
-        with av.open(io.BytesIO(data), "r") as opened:
-            total = opened.streams.video[0].frames
-            wanted = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
-            frames = [
-                frame.to_ndarray(format="rgb24")
-                for number, frame in enumerate(opened.decode(video=0))
-                if number in wanted
-            ]
-        metadata = VideoMetadata(total_num_frames=total, fps=30.0)
-        output = processor(
-            videos=[np.stack(frames)],
-            video_metadata=[metadata],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
-        return f"{int(output['video_grid_thw'].prod()) // processor.merge_size**2} tokens"
-
-    return process
-
-
 def transformers_audio(folder: Path) -> Process:
     """Return soundfile, soxr and transformers' feature extractor as a function."""
     import soundfile

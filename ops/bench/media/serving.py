@@ -1,4 +1,4 @@
-"""Videos in a real renderer process: requests a second, and images beside hostile videos."""
+"""Videos in a real renderer process: requests a second, and images beside other videos."""
 
 import asyncio
 import base64
@@ -22,6 +22,8 @@ from workers.cli import settings
 
 ATTACKERS = 4
 """Hostile videos in flight."""
+SENDERS = 4
+"""New clips in flight."""
 
 
 def ask_about(url: str) -> list[Message]:
@@ -76,6 +78,51 @@ async def measure_images(sink: Sink, count: int, numbers: Iterator[int]) -> tupl
         took_ms.append(1000 * (time.perf_counter() - began))
     p50_ms, p95_ms = np.percentile(took_ms, [50, 95])
     return float(p50_ms), float(p95_ms)
+
+
+async def measure_beside_clips(
+    sink: Sink, bus: Bus, clip: bytes, count: int, numbers: Iterator[int]
+) -> tuple[float, float, float]:
+    """Return p50 and p95 in milliseconds of new images while new clips are sent all the time.
+
+    The third number is that of clips a second.
+    """
+    waiting: dict[str, asyncio.Future[None]] = {}
+    num_clips = 0
+
+    async def take_all() -> None:
+        while True:
+            request_id = await sink.take_id()
+            waiting.setdefault(request_id, loop.create_future()).set_result(None)
+
+    async def ask(messages: list[Message]) -> None:
+        request_id = await sink.send(messages)
+        await waiting.setdefault(request_id, loop.create_future())
+        del waiting[request_id]
+
+    async def send_clips() -> None:
+        nonlocal num_clips
+        while True:
+            await ask(ask_about(await client.pin_media(bus, renamed(clip))))
+            num_clips += 1
+
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.create_task(send_clips()) for _ in range(SENDERS)]
+    tasks.append(asyncio.create_task(take_all()))
+    took_ms = []
+    try:
+        began = time.perf_counter()
+        for seed in itertools.islice(numbers, count):
+            sent = time.perf_counter()
+            await ask(question(seed))
+            took_ms.append(1000 * (time.perf_counter() - sent))
+        rate = num_clips / (time.perf_counter() - began)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    p50_ms, p95_ms = np.percentile(took_ms, [50, 95])
+    return float(p50_ms), float(p95_ms), rate
 
 
 @contextlib.asynccontextmanager

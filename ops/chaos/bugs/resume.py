@@ -38,6 +38,27 @@ def other_seed_on_resume() -> None:
     )
 
 
+@bug("engine", "hearing, resumes", "I3")
+def media_rows_off_by_one_on_resume() -> None:
+    """A resumed request has each embedding of its media in the row behind its own."""
+    from collections.abc import Sequence
+
+    from workers.engine.core.sequence import EngineRequest
+    from workers.engine.runner import ModelRunner
+
+    encode = ModelRunner.encode
+
+    def encode_shifted(
+        self: ModelRunner, request: EngineRequest, item_indexes: Sequence[int]
+    ) -> None:
+        encode(self, request, item_indexes)
+        made = self._prepared[request.request_id].embeddings
+        if request.logged:
+            made[:] = [(place, embedding.roll(1, 0)) for place, embedding in made]
+
+    replace_attribute(ModelRunner, "encode", encode_shifted)
+
+
 @bug("engine", "resumes with stops", "I3")
 def stop_strings_not_replayed() -> None:
     from shared.protocol.detokenizer import Detokenizer

@@ -141,6 +141,16 @@ SCENARIOS = {
         mix=replace(CALM, images=0.9, clips=1.0),
         timeout_s=60.0,
     ),
+    # The model that hears, whose engines die in the middle of answers.
+    "hearing, resumes": replace(
+        RESUMES,
+        requests=40,
+        rate=8.0,
+        engine="demo",
+        renderer="real",
+        engines=2,
+        mix=replace(CALM, images=1.0, sounds=1.0),
+    ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
     "speeches": SPEECHES,

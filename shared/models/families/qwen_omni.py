@@ -1,14 +1,14 @@
 """Thinkers of Qwen2.5-Omni and Qwen3-Omni, which write the text.
 
-A model's folder has its talker and its vocoder too. Qwen2.5-Omni also hears, and sees videos; the
-sound of a video is not heard with it.
+A model's folder has its talker and its vocoder too. Qwen2.5-Omni also hears, and sees videos, with
+their sound where a request asks for it: such an item has the fields of a video and of a sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -18,17 +18,20 @@ from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
-from shared.models.families.qwen_vl import QwenAdapter, QwenTower
+from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds
 from shared.models.family import MediaInput, ModelFamily, VocoderKind
+from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
 from shared.models.lazy_module import LazyModule
-from shared.models.mel_layout import MelLayout
+from shared.models.mel_layout import FRAMES, SOUND_FIELDS, MelLayout, count_tokens
+from shared.models.mrope import Run
 from shared.models.qwen_image import QwenImageLayout
-from shared.models.qwen_video import SECONDS, Qwen25VideoLayout
-from shared.models.tower_adapter import Fields
+from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
+from shared.models.sound_in_video import SoundingVideo
+from shared.models.tower_adapter import Fields, refuse
 from shared.models.wire_pixels import tensors_of, to_numpy
 from shared.native.choices import KernelSetting
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO
+from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Placement, content_hash
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,8 @@ else:
 
 class OmniAudioLayout(MelLayout):
     """Qwen2.5-Omni's features; its encoder takes sounds of any length."""
+
+    wire_names = ("audio_feature_lengths", "feature_attention_mask", "input_audio_features")
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder, getattr(config, "thinker_config", config).audio_config)
@@ -60,8 +65,8 @@ class OmniAudioLayout(MelLayout):
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        names = ("audio_feature_lengths", "feature_attention_mask", "input_audio_features")
-        length, _, features = (to_numpy(tensor) for tensor in tensors_of(wire, names, field))
+        tensors = tensors_of(wire, self.wire_names, field)
+        length, _, features = (to_numpy(tensor) for tensor in tensors)
         is_number = length.size == 1 and np.issubdtype(length.dtype, np.integer)
         if not is_number or features.shape[-1:] != (int(length.reshape(())),):
             raise InvalidRequest(
@@ -69,6 +74,58 @@ class OmniAudioLayout(MelLayout):
                 field=field,
             )
         return self.shorten(features, features.shape[-1], field)
+
+
+class OmniVideoLayout(Qwen25VideoLayout):
+    """Qwen2.5-Omni's fields of a video, and the place of its sound, if there is any."""
+
+    metadata = (GRID, SECONDS, FRAMES)
+    sound: OmniAudioLayout
+
+    @classmethod
+    def open(cls, folder: Path, config: Any) -> Self | None:
+        thinker = getattr(config, "thinker_config", config)
+        layout = super().open(folder, thinker)
+        if layout is not None:
+            layout.sound = OmniAudioLayout(folder, thinker)
+            layout.fingerprint = content_hash(layout.fingerprint, layout.sound.fingerprint)
+        return layout
+
+    def __init__(self, settings: VideoSettings, config: Any) -> None:
+        super().__init__(settings, config)
+        self._config = config
+        self.embed_ids = (config.video_token_id, config.audio_token_id)
+
+    def place(
+        self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]
+    ) -> Placement | None:
+        if FRAMES not in metadata:
+            return None
+        numbers = {name: to_numpy(tensor) for name, tensor in metadata.items()}
+        embeds = _embed_ids(self._config, _sounding(self._config, numbers))
+        start, end = self._config.audio_start_token_id, self._config.audio_end_token_id
+        return Placement([start, *embeds, end], self.embed_ids)
+
+    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
+        wire = super().to_wire(fields)
+        if FRAMES not in fields:
+            return wire
+        # vLLM has the sound as an item of its own, and no form for one item of both.
+        return wire | self.sound.to_wire(fields)
+
+    def from_wire(
+        self, wire: Mapping[str, WireField], field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        heard = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
+        if not heard:
+            return super().from_wire(wire, field)
+        seen = {name: wire[name] for name in wire if name not in heard}
+        fields, num_seen = super().from_wire(seen, field)
+        sound, num_heard = self.sound.from_wire(heard, field)
+        return fields | sound, num_seen + num_heard
+
+    def _time_names(self) -> tuple[str, ...]:
+        return (SECONDS,)
 
 
 class OmniTower(QwenTower):
@@ -95,10 +152,31 @@ class HearingTower(OmniTower):
         self._audio = OmniAudioTower(self._config)
 
     def count(self, fields: Fields) -> int:
-        return self._audio.count(fields) if _is_sound(fields) else super().count(fields)
+        if _is_sound(fields):
+            return self._audio.count(fields)
+        if not _has_sound(fields):
+            return super().count(fields)
+        check_seconds(fields)
+        return super().count(fields) + self._audio.count(fields)
 
     def check(self, fields: Fields) -> None:
-        return self._audio.check(fields) if _is_sound(fields) else super().check(fields)
+        if FRAMES in fields:
+            self._audio.check(fields)
+        if not _is_sound(fields):
+            super().check(_without_sound(fields))
+
+    def split(self, fields: Fields, max_count: int) -> list[Fields]:
+        if not _has_sound(fields):
+            return super().split(fields, max_count)
+        heard = {name: fields[name] for name in SOUND_FIELDS}
+        return [*super().split(_without_sound(fields), max_count), heard]
+
+    def join(self, fields: Fields, parts: Sequence[Tensor]) -> Tensor:
+        joined = super().join(fields, parts)
+        if not _has_sound(fields):
+            return joined
+        order = torch.from_numpy(_sounding(self._config, fields).order())
+        return joined[order.to(joined.device)]
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         is_sound = [_is_sound(fields) for fields in batch]
@@ -128,8 +206,40 @@ class OmniAudioTower(AudioTower):
         return list(hidden.split([self.count(fields) for fields in batch]))
 
 
-def _is_sound(fields: Fields) -> bool:
-    return "audio_frames" in fields
+def _is_sound(fields: Mapping[str, Any]) -> bool:
+    return FRAMES in fields and GRID not in fields
+
+
+def _has_sound(fields: Mapping[str, Any]) -> bool:
+    """Return whether the fields are those of a video with its sound."""
+    return FRAMES in fields and GRID in fields
+
+
+def _without_sound(fields: Fields) -> Fields:
+    return {name: value for name, value in fields.items() if name not in SOUND_FIELDS}
+
+
+def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> SoundingVideo:
+    """Return how the fields' embeddings stand in the prompt, by the config of a thinker."""
+    frames, height, width = fields[GRID].tolist()
+    merge = config.vision_config.spatial_merge_size
+    rate = config.position_id_per_seconds
+    return SoundingVideo(
+        frames,
+        height // merge,
+        width // merge,
+        step=float(fields[SECONDS]) * float(rate),
+        num_heard=count_tokens(int(fields[FRAMES])),
+        chunk_len=int(rate * config.seconds_per_chunk),
+        offset=offset,
+    )
+
+
+def _embed_ids(config: Any, video: SoundingVideo) -> list[int]:
+    """Return the placeholder tokens of a video and its sound, in order."""
+    is_seen = video.order() < video.num_seen
+    found: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
+    return found
 
 
 class Qwen3OmniTower(OmniTower):
@@ -177,6 +287,23 @@ class ThinkerAdapter(QwenAdapter):
         config: Any = self.model.config
         return float(item.fields[SECONDS]) * float(config.position_id_per_seconds)
 
+    def _runs_of(self, item: MediaItem) -> Sequence[Run]:
+        if not _has_sound(item.fields):
+            return super()._runs_of(item)
+        return [_sounding(self.model.config, item.fields, item.placeholder.offset)]
+
+    def _embed_ids(self, item: MediaItem, count: int) -> Sequence[int]:
+        if not _has_sound(item.fields):
+            return super()._embed_ids(item, count)
+        config: Any = self.model.config
+        return _embed_ids(config, _sounding(config, item.fields))
+
+    def _check_placement(self, item: MediaItem) -> None:
+        if not _has_sound(item.fields):
+            super()._check_placement(item)
+        elif item.placeholder.embed_indexes() != list(range(1, item.placeholder.length - 1)):
+            refuse("a video with its sound is one run of tokens between two marks")
+
 
 def _family(
     name: str, model_type: str, kind: str, tower: type[OmniTower], vocoder: VocoderKind
@@ -185,7 +312,7 @@ def _family(
     media = {IMAGE: MediaInput(QwenImageLayout, placeholder=f"image_token_{suffix}")}
     if issubclass(tower, HearingTower):
         media[AUDIO] = MediaInput(OmniAudioLayout, placeholder=f"audio_token_{suffix}")
-        media[VIDEO] = MediaInput(Qwen25VideoLayout.open, placeholder=f"video_token_{suffix}")
+        media[VIDEO] = MediaInput(OmniVideoLayout.open, placeholder=f"video_token_{suffix}")
     return ModelFamily(
         name,
         frozenset({model_type, f"{model_type}_thinker"}),

@@ -13,7 +13,7 @@ from shared.models.family import MediaInput, ModelFamily
 from shared.models.language import LanguageAdapter, MediaItem, MediaPrompt, PromptPositions
 from shared.models.layout import MediaLayout
 from shared.models.lazy_module import LazyModule
-from shared.models.mrope import GridRun, locate_grids
+from shared.models.mrope import GridRun, Run, locate_grids
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
@@ -161,7 +161,7 @@ class QwenAdapter(LanguageAdapter):
         runs = (run for item in items for run in self._runs_of(item))
         return locate_grids(len(prompt.prompt_token_ids), runs)
 
-    def _runs_of(self, item: MediaItem) -> list[GridRun]:
+    def _runs_of(self, item: MediaItem) -> Sequence[Run]:
         """Return the item's tokens, which are one run, in their grid."""
         frames, rows, columns = self._grid_of(item)
         return [GridRun(item.placeholder.offset, frames, rows, columns, self._step_of(item))]
@@ -188,9 +188,7 @@ class QwenAdapter(LanguageAdapter):
         if item.placeholder.is_embed is not None:
             refuse(f"the placeholder of {item.modality}s is one run of tokens in this model")
         if SECONDS in item.fields:
-            seconds = float(get_field(item.fields, SECONDS, torch.float32, ()))
-            if not 0 <= seconds <= MAX_GRID_SECONDS:
-                refuse(f"{SECONDS} is {seconds}, not between 0 and {MAX_GRID_SECONDS:g}")
+            check_seconds(item.fields)
 
 
 class Qwen3VLAdapter(QwenAdapter):
@@ -199,7 +197,7 @@ class Qwen3VLAdapter(QwenAdapter):
     Between the pairs of frames of a video there is text, so that each stands as an image does.
     """
 
-    def _runs_of(self, item: MediaItem) -> list[GridRun]:
+    def _runs_of(self, item: MediaItem) -> Sequence[Run]:
         _, rows, columns = self._grid_of(item)
         indexes = item.placeholder.embed_indexes()[:: rows * columns]
         return [GridRun(item.placeholder.offset + index, 1, rows, columns) for index in indexes]
@@ -241,6 +239,13 @@ class Qwen3VLAdapter(QwenAdapter):
 def grid_name(fields: Mapping[str, Any]) -> str:
     """Return the name of the field with the grid of an item, which tells videos from images."""
     return VIDEO_GRID if VIDEO_GRID in fields else IMAGE_GRID
+
+
+def check_seconds(fields: Fields) -> None:
+    """Raises InvalidRequest unless the fields say how long a pair of frames is."""
+    seconds = float(get_field(fields, SECONDS, torch.float32, ()))
+    if not 0 <= seconds <= MAX_GRID_SECONDS:
+        refuse(f"{SECONDS} is {seconds}, not between 0 and {MAX_GRID_SECONDS:g}")
 
 
 def sort_by_offset(items: Sequence[MediaItem]) -> list[MediaItem]:

@@ -147,7 +147,7 @@ def make_case(name: str, media: list[Content], num_words: int) -> HeardCase:
     return HeardCase(EngineRequest(name, token_ids, items, params), images, sounds)
 
 
-def reference_answer(model: Any, case: HeardCase) -> list[int]:
+def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
     token_ids = torch.tensor([case.request.prompt_token_ids])
     inputs: dict[str, Any] = (
         dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
@@ -159,7 +159,7 @@ def reference_answer(model: Any, case: HeardCase) -> list[int]:
         inputs["video_grid_thw"] = torch.stack([v["video_grid_thw"] for v in videos])
         seconds = torch.stack([v["second_per_grid_ts"] for v in videos])
         inputs["video_second_per_grid"] = seconds
-    if case.sounds:
+    if isinstance(case, HeardCase) and case.sounds:
         heard = [extract(EXTRACTOR, sound) for sound in case.sounds]
         inputs["input_features"] = torch.from_numpy(np.stack([features for features, _ in heard]))
         frames = torch.tensor([num_frames for _, num_frames in heard])
@@ -169,6 +169,7 @@ def reference_answer(model: Any, case: HeardCase) -> list[int]:
         input_ids=token_ids,
         attention_mask=torch.ones_like(token_ids),
         **inputs,
+        **options,
         do_sample=False,
         min_new_tokens=14,
         max_new_tokens=14,

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.protocol.requests import VideoPart
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.completions import plan_completion
@@ -28,3 +29,25 @@ def test_requests_keep_their_prompt_cache_key(key: str | None) -> None:
 def test_prompt_cache_keys_are_bounded() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"<= 128 - at `\$.prompt_cache_key`"):
         plan(prompt_cache_key="x" * 129)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"use_audio_in_video": False}])
+def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(options: Any) -> None:
+    parts = [{"type": "video_url", "video_url": {"url": "u", "use_audio": i > 0}} for i in range(2)]
+    asked = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    for given, expected in (
+        (options, [False, True]),
+        ({"use_audio_in_video": True}, [True, True]),
+    ):
+        chat = msgspec.convert(asked | {"mm_processor_kwargs": given}, ChatRequest)
+        (request,) = plan_chat(chat).requests
+        assert request.messages is not None
+        (content,) = [message.content for message in request.messages]
+        assert isinstance(content, list)
+        found = [part.video_url.use_audio for part in content if isinstance(part, VideoPart)]
+        assert found == expected
+
+
+def test_other_options_of_processors_are_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `fps`"):
+        plan(mm_processor_kwargs={"fps": 2})

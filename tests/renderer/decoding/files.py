@@ -50,6 +50,29 @@ def video(
     return file.getvalue()
 
 
+@functools.cache
+def sounding(num_frames: int = 48, fps: int = 24, seconds: float = 2.0, tone: int = 440) -> bytes:
+    """Return an MP4 with pictures, and a sine as its sound."""
+    time = np.arange(int(seconds * 44_100)) / 44_100
+    tones = (0.5 * np.sin(2 * np.pi * tone * time)).astype(np.float32)[None]
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        seen = output.add_stream("libx264", rate=fps)
+        seen.width, seen.height, seen.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        heard = output.add_stream("aac", rate=44_100, layout="mono")
+        for number in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(picture(number), "rgb24")
+            frame = frame.reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, fps)
+            output.mux(seen.encode(frame))
+        sound = av.AudioFrame.from_ndarray(tones, "fltp", "mono")
+        sound.sample_rate, sound.pts = 44_100, 0
+        output.mux(heard.encode(sound))
+        output.mux(heard.encode())
+        output.mux(seen.encode())
+    return file.getvalue()
+
+
 def _options(codec: str, gop: int) -> dict[str, str]:
     options = {"g": str(gop)}
     if codec == "libx265":

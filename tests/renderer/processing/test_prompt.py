@@ -101,7 +101,7 @@ def test_each_modality_has_its_own_placeholder() -> None:
 
 
 def test_a_placement_puts_text_between_its_placeholders() -> None:
-    times = Placement([5, PAD, PAD, 6, PAD, 7, 7, 7, PAD])
+    times = Placement([5, PAD, PAD, 6, PAD, 7, 7, 7, PAD], (PAD,))
     media = [Sized(4, placement=times), Sized(1)]
     expanded, ranges = expand([1, PAD, 2, PAD], media, IDS)
     assert expanded == [1, *times.token_ids, 2, PAD]
@@ -111,7 +111,7 @@ def test_a_placement_puts_text_between_its_placeholders() -> None:
 
 
 def test_a_placement_replaces_the_marks_around_its_placeholder_if_they_are_there() -> None:
-    video = [Sized(2, placement=Placement([5, PAD, PAD], marks=(3, 4)))]
+    video = [Sized(2, placement=Placement([5, PAD, PAD], (PAD,), marks=(3, 4)))]
     for prompt, expected, offset in (
         ([1, 3, PAD, 4, 2], [1, 5, PAD, PAD, 2], 1),
         ([3, PAD, 4], [5, PAD, PAD], 0),

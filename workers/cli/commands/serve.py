@@ -182,6 +182,10 @@ def load_main(role: str) -> runtime.Main:
         # A renderer needs the tokenizers and image processors of transformers.
         hide_torch()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        # The threads of a renderer are as many as it may compute with. numpy's library would divide
+        # each of their products, and its idle threads spin, and take the processors from images
+        # while a video is resized. It reads the variable when numpy is imported.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # An import of transformers makes millions of objects that stay: collections in the middle of it
     # free nothing and take a seventh of its time.
     gc.disable()

@@ -1,8 +1,10 @@
 """Chat completions: the plan of a request. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
@@ -40,6 +42,7 @@ from workers.gateway.schemas.openai_request import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
+    ProcessorKwargs,
 )
 
 
@@ -96,29 +99,37 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
     shows_tools = request.tool_choice != "none" and (card is None or card.takes_tools)
     return generate_request(
         request,
-        messages=[message_of(given, f"messages[{i}]") for i, given in enumerate(request.messages)],
+        messages=messages_of(request.messages, request.mm_processor_kwargs),
         tools=(request.tools or []) if shows_tools else [],
         template_kwargs=kwargs,
     )
 
 
-def message_of(message: ChatMessage, field: str) -> Message:
-    """Return the message for the bus. Raises InvalidRequest for one without content."""
+def messages_of(
+    messages: Sequence[ChatMessage], options: ProcessorKwargs | None = None
+) -> list[Message]:
+    """Return the messages for the bus. Raises InvalidRequest for one without content."""
+    use_audio = options is not None and bool(options.use_audio_in_video)
+    return [_message_of(given, f"messages[{i}]", use_audio) for i, given in enumerate(messages)]
+
+
+def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
     content = message.refusal if message.content is None else message.content
     if content is None and message.audio is not None:
         content = message.audio.transcript
     if content is None and not message.tool_calls:
         raise InvalidRequest("a message needs content", field=f"{field}.content")
+    parts = [_part_of(p, use_audio) for p in content] if isinstance(content, list) else content
     return Message(
         role="system" if message.role == "developer" else message.role,
-        content=[_part_of(part) for part in content] if isinstance(content, list) else content,
+        content=parts,
         tool_calls=[ToolCall(call.id, call.function) for call in message.tool_calls or []],
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
 
 
-def _part_of(part: ChatPart) -> ContentPart:
+def _part_of(part: ChatPart, use_audio: bool) -> ContentPart:
     match part:
         case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
@@ -127,7 +138,8 @@ def _part_of(part: ChatPart) -> ContentPart:
         case ChatAudioPart():
             return AudioPart(part.audio_url)
         case ChatVideoPart():
-            return VideoPart(part.video_url)
+            video = part.video_url
+            return VideoPart(replace(video, use_audio=video.use_audio or use_audio))
         case _:
             return ImagePart(part.image_url)
 

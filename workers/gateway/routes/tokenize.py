@@ -15,7 +15,7 @@ from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
-from workers.gateway.openai.chat import message_of
+from workers.gateway.openai.chat import messages_of
 from workers.gateway.route_table import RENDERER_ERRORS
 from workers.gateway.routes.vllm_common import (
     decode_tokens,
@@ -23,7 +23,7 @@ from workers.gateway.routes.vllm_common import (
     resolve_model,
     vllm_route_table,
 )
-from workers.gateway.schemas.openai_request import ChatMessage
+from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
 from workers.gateway.vllm.errors import decode
 
 ROUTES = vllm_route_table("Tokens", refuses=RENDERER_ERRORS, counted=True)
@@ -46,7 +46,7 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     chat_template: None = None
     media_io_kwargs: None = None
-    mm_processor_kwargs: None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
 
 
 class TokenizeAnswer(Struct, frozen=True):
@@ -106,7 +106,7 @@ def question_of(asked: TokenizeBody) -> TokenizeRequest:
         kwargs["continue_final_message"] = True
     generates = asked.add_generation_prompt
     return TokenizeRequest(
-        messages=[message_of(given, f"messages[{i}]") for i, given in enumerate(asked.messages)],
+        messages=messages_of(asked.messages, asked.mm_processor_kwargs),
         tools=asked.tools or [],
         template_kwargs=kwargs,
         add_generation_prompt=not continues if generates is None else generates,

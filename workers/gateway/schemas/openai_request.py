@@ -198,6 +198,13 @@ class ChatAudio(Struct, frozen=True, forbid_unknown_fields=True):
     voice: str
 
 
+class ProcessorKwargs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's name for options of all media of a request."""
+
+    use_audio_in_video: bool | None = None
+    """Whether the model hears the sound of each video, as by `use_audio` of each `video_url`."""
+
+
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Positive | None = None
@@ -226,7 +233,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     documents: None = None
     chat_template: None = None
     echo: Literal[False] | None = None
-    mm_processor_kwargs: None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     media_io_kwargs: None = None
 
 

@@ -91,6 +91,8 @@ class VideoProbe(Struct, frozen=True, tag="video_probe"):
     """Container and codec, for people."""
     is_sequence: bool = False
     """Whether the sender has chosen the frames."""
+    has_sound: bool = False
+    """Whether there is a stream of sound, which may still be refused."""
 
 
 class AudioProbe(Struct, frozen=True, tag="audio_probe"):

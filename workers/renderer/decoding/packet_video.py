@@ -57,6 +57,7 @@ class PacketVideo:
             self._packets.num_frames,
             float(fps) if fps else None,
             f"{container.title}, {context.name}",
+            has_sound=bool(opened.streams.audio),
         )
 
     def frames(self, indexes: Sequence[int]) -> Iterator[Pixels]:

@@ -52,15 +52,26 @@ class DecoderPool:
 
         `use` is what decides what will be read of the file.
         """
-        with self._free:
-            self._check(kind, source_hash, field, use)
-            with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
-                try:
-                    yield decoding
-                except ExceedsLimits as error:
-                    of_use = use if decoding.is_probed else None
-                    self._remember((kind, source_hash, of_use), error.message)
-                    raise
+        with self._free, self.join(kind, data, source_hash, field, use) as decoding:
+            yield decoding
+
+    @contextmanager
+    def join(
+        self, kind: Kind, data: bytes, source_hash: str, field: str, use: Hashable = ()
+    ) -> Iterator[Decoding]:
+        """Decode another part of a file while the caller has a decoder of it open.
+
+        No free decoder is waited for: callers that wait for each other's would do so forever. Of
+        the two, one works at a time. Raises what the Decoding raises.
+        """
+        self._check(kind, source_hash, field, use)
+        with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
+            try:
+                yield decoding
+            except ExceedsLimits as error:
+                of_use = use if decoding.is_probed else None
+                self._remember((kind, source_hash, of_use), error.message)
+                raise
 
     def _check(self, kind: Kind, source_hash: str, field: str, use: Hashable) -> None:
         """Raise ExceedsLimits for a file that a decoder has died of recently."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from shared.models.media import AudioProbe, DecodedAudio
 from shared.protocol.multimodal import AUDIO, content_hash
+from workers.renderer.decoding.decoding import Decoding
 from workers.renderer.media.image_decoder import check_num_bytes
 from workers.renderer.media.tools import MediaTools
 
@@ -15,6 +16,11 @@ def decode_audio(data: bytes, tools: MediaTools, field: str) -> Iterator[Decoded
     check_num_bytes(len(data), tools.config, field, AUDIO)
     source_hash = content_hash(data)
     with tools.pool.open("samples", data, source_hash, field, tools.use) as decoding:
-        found = decoding.probe_audio()
-        probe = AudioProbe(found.num_samples / found.rate, found.rate, found.num_channels)
-        yield DecodedAudio(probe, lambda plan: decoding.read_samples(plan.rate), source_hash)
+        yield probe_sound(decoding, source_hash)
+
+
+def probe_sound(decoding: Decoding, source_hash: str) -> DecodedAudio:
+    """Raises what `decode_audio` raises."""
+    found = decoding.probe_audio()
+    probe = AudioProbe(found.num_samples / found.rate, found.rate, found.num_channels)
+    return DecodedAudio(probe, lambda plan: decoding.read_samples(plan.rate), source_hash)

@@ -71,7 +71,8 @@ class MediaDecoders:
         A file that a tenant's sampling has ended a decoder with is refused to this tenant and
         sampling alone.
         """
-        return DECODERS[modality](data, replace(self._tools, use=(tenant, sampling)), field)
+        tools = replace(self._tools, tenant=tenant, sampling=sampling)
+        return DECODERS[modality](data, tools, field)
 
     async def run(self, modality: Modality, function: Callable[[], Result]) -> Result:
         """Run a function that decodes media of this modality in a thread."""

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shared.config_renderer import RendererConfig
+from shared.protocol.multimodal import DEFAULT_SAMPLING, FrameSampling
 from workers.renderer.decoding.pool import DecoderPool
 
 
@@ -11,5 +12,10 @@ from workers.renderer.decoding.pool import DecoderPool
 class MediaTools:
     config: RendererConfig
     pool: DecoderPool
-    use: Hashable = ()
-    """What decides what is read of a file: tenant and sampling."""
+    tenant: str = ""
+    sampling: FrameSampling = DEFAULT_SAMPLING
+
+    @property
+    def use(self) -> Hashable:
+        """What decides what is read of a file."""
+        return self.tenant, self.sampling

@@ -1,15 +1,17 @@
 """Video decoder: from a file's bytes to frames of the planned size.
 
 A decoder process yields whole frames one at a time, in memory that it shares with the renderer.
-They are resized here, by the arithmetic that the model's family prescribes.
+They are resized here, by the arithmetic that the model's family prescribes. Another process reads
+the sound, if that is wanted as well.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
 from shared.protocol.multimodal import VIDEO, content_hash
+from workers.renderer.media.audio_decoder import probe_sound
 from workers.renderer.media.image_decoder import check_num_bytes
 from workers.renderer.media.tools import MediaTools
 
@@ -21,7 +23,10 @@ def decode_video(data: bytes, tools: MediaTools, field: str) -> Iterator[Decoded
     """Probe a video. Raises UnsupportedContent, InvalidMedia or MediaTooLarge."""
     check_num_bytes(len(data), tools.config, field, VIDEO)
     source_hash = content_hash(data)
-    with tools.pool.open("frames", data, source_hash, field, tools.use) as decoding:
+    with ExitStack() as opened:
+        decoding = opened.enter_context(
+            tools.pool.open("frames", data, source_hash, field, tools.use)
+        )
         found = decoding.probe_video()
         fps = SEQUENCE_FPS if found.is_sequence else found.fps
         probe = VideoProbe(found.num_frames, fps, found.width, found.height, found.is_sequence)
@@ -29,4 +34,8 @@ def decode_video(data: bytes, tools: MediaTools, field: str) -> Iterator[Decoded
         def read(plan: FramePlan) -> Iterator[Frame]:
             return (resize_frame(frame, plan) for frame in decoding.read_frames(plan.indexes))
 
-        yield DecodedVideo(probe, read, source_hash)
+        sound = None
+        if tools.sampling.use_audio and found.has_sound:
+            samples = tools.pool.join("samples", data, source_hash, field, tools.use)
+            sound = probe_sound(opened.enter_context(samples), source_hash)
+        yield DecodedVideo(probe, read, source_hash, sound)

@@ -1,5 +1,6 @@
 """Inputs: the modalities that a model reads, each with its layout and its limits."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from shared.errors import ConfigError, ContextTooLong, MediaTooLarge
 from shared.models.family import ModelFamily
 from shared.models.frame_sampling import ASSUMED_FPS
 from shared.models.layout import MediaLayout, PlannedLayout
-from shared.models.media import DecodedAudio, DecodedImage, DecodedMedia, DecodedVideo, FramePlan
+from shared.models.media import (
+    DecodedAudio,
+    DecodedImage,
+    DecodedMedia,
+    DecodedVideo,
+    FramePlan,
+    VideoProbe,
+)
 from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modality, content_hash
 
@@ -31,9 +39,14 @@ class Input:
     max_frames_mib: int
 
     @property
-    def has_text(self) -> bool:
-        """Whether there is text among the tokens of an item."""
-        return isinstance(self.layout, PlannedLayout) and self.layout.has_text
+    def embed_ids(self) -> tuple[int, ...]:
+        """Tokens that embeddings replace, if there may be text among the tokens of an item."""
+        return self.layout.embed_ids if isinstance(self.layout, PlannedLayout) else ()
+
+    @property
+    def hears_videos(self) -> bool:
+        """Whether the sound of a video can be a part of its item."""
+        return isinstance(self.layout, PlannedLayout) and self.layout.sound is not None
 
     def hash(self, source_hash: str, tenant: str, sampling: FrameSampling) -> str:
         """Return the mm_hash of what `process` makes of the file with this hash."""
@@ -56,9 +69,8 @@ class Input:
         if isinstance(media, DecodedImage):
             assert not isinstance(layout, PlannedLayout)
             return *layout.process(media, field), None
-        plan, facts = self._plan(media, sampling, max_tokens, field)
-        assert isinstance(layout, PlannedLayout)
-        return *layout.pack(media.read(plan), plan, field), facts
+        parts, facts = self._plan(media, sampling, max_tokens, field)
+        return *_join(p.layout.pack(p.read(p.plan), p.plan, field) for p in parts), facts
 
     def outline(
         self, media: DecodedMedia, sampling: FrameSampling, max_tokens: int, field: str
@@ -71,9 +83,8 @@ class Input:
         if isinstance(media, DecodedImage):
             assert not isinstance(layout, PlannedLayout)
             return layout.process(media, field)
-        plan, _ = self._plan(media, sampling, max_tokens, field)
-        assert isinstance(layout, PlannedLayout)
-        return layout.outline(media.read(plan), plan, field)
+        parts, _ = self._plan(media, sampling, max_tokens, field)
+        return _join(p.layout.outline(p.read(p.plan), p.plan, field) for p in parts)
 
     def _plan(
         self,
@@ -81,24 +92,37 @@ class Input:
         sampling: FrameSampling,
         max_tokens: int,
         field: str,
-    ) -> tuple[Any, VideoFacts | None]:
-        """Return the layout's plan and, of a video, what is sampled."""
+    ) -> "tuple[list[_Part], VideoFacts | None]":
+        """Return what is read of the media and, of a video, what is sampled."""
         layout = self.layout
         assert isinstance(layout, PlannedLayout)
-        plan = layout.plan(media.probe, self._bound(sampling), field)
-        if plan.num_tokens > max_tokens:
+        sampling = self._bound(sampling)
+        parts = [_Part(layout, layout.plan(media.probe, sampling, field), media.read)]
+        sound = media.sound if isinstance(media, DecodedVideo) else None
+        if sound is not None and layout.sound is not None:
+            plan = layout.sound.plan(sound.probe, sampling, field)
+            parts.append(_Part(layout.sound, plan, sound.read))
+        num_tokens = sum(part.plan.num_tokens for part in parts)
+        if num_tokens > max_tokens:
             raise ContextTooLong(
-                f"the {self.modality}'s {plan.num_tokens} tokens are more than the"
+                f"the {self.modality}'s {num_tokens} tokens are more than the"
                 f" {max(0, max_tokens)} that the rest of the prompt leaves",
                 field=field,
             )
         facts = None
         if isinstance(media, DecodedVideo):
-            self._check_frames(plan, field)
-            probe = media.probe
-            fps = (sampling.fps if probe.is_sequence else None) or probe.fps or ASSUMED_FPS
-            facts = VideoFacts(probe.num_frames, fps, plan.indexes, probe.is_sequence)
-        return plan, facts
+            facts = self._sampled(media.probe, parts[0].plan, sampling, field)
+        return parts, facts
+
+    def _sampled(
+        self, probe: VideoProbe, plan: FramePlan, sampling: FrameSampling, field: str
+    ) -> VideoFacts:
+        """Raises MediaTooLarge."""
+        self._check_frames(plan, field)
+        fps = (sampling.fps if probe.is_sequence else None) or probe.fps or ASSUMED_FPS
+        return VideoFacts(
+            probe.num_frames, fps, plan.indexes, probe.is_sequence, sampling.use_audio
+        )
 
     def _check_frames(self, plan: FramePlan, field: str) -> None:
         if plan.num_bytes > self.max_frames_mib * 2**20:
@@ -111,6 +135,27 @@ class Input:
     def _bound(self, sampling: FrameSampling) -> FrameSampling:
         limit = min(sampling.max_frames or self.max_frames, self.max_frames)
         return msgspec.structs.replace(sampling, max_frames=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the modalities of an item: a video may have a sound."""
+
+    layout: PlannedLayout[Any, Any, Any]
+    plan: Any
+    read: Callable[[Any], Iterator[Any]]
+
+
+def _join(
+    parts: Iterable[tuple[dict[str, TensorData], int]],
+) -> tuple[dict[str, TensorData], int]:
+    """Return the fields of all parts, and the number of their embeddings."""
+    fields: dict[str, TensorData] = {}
+    num_tokens = 0
+    for own, num in parts:
+        fields |= own
+        num_tokens += num
+    return fields, num_tokens
 
 
 def open_inputs(

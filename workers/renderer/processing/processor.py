@@ -131,15 +131,22 @@ class Processor:
     # -- media ------------------------------------------------------------------------------------
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Check the number of media, before any is loaded.
+        """Check the media, before any is loaded. Raises UnsupportedContent or MediaTooLarge."""
+        parts = list(prompt.media_parts(messages))
+        self._check_counts((part.modality, part.field) for part in parts)
+        for part in parts:
+            if part.sampling.use_audio and not self._inputs[part.modality].hears_videos:
+                raise UnsupportedContent(
+                    "this model does not hear the sound of videos (use_audio_in_video)",
+                    field=f"{part.field.removesuffix('url')}use_audio",
+                )
 
-        Raises UnsupportedContent or MediaTooLarge.
-        """
-        self._check_counts((part.modality, part.field) for part in prompt.media_parts(messages))
-
-    def metadata(self, modality: Modality) -> tuple[str, ...]:
-        """Return the names of the fields that the language model needs besides embeddings."""
-        return self._inputs[modality].layout.metadata
+    def metadata(
+        self, modality: Modality, fields: Mapping[str, TensorData]
+    ) -> dict[str, TensorData]:
+        """Return those of an item's fields that the language model needs besides embeddings."""
+        names = self._inputs[modality].layout.metadata
+        return {name: fields[name] for name in names if name in fields}
 
     def hash_media(
         self,
@@ -217,8 +224,8 @@ class Processor:
         token_ids = asked.token_ids or []
         self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in asked.features)
-        with_text = [name for name, media in self._inputs.items() if media.has_text]
-        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, with_text)
+        embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
+        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}

@@ -3,7 +3,7 @@
 This module is pure: it sees neither a tokenizer nor an image.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -78,7 +78,7 @@ def expand(
     for position, medium in zip(positions, media, strict=True):
         stop, follows = _replaced(token_ids, position, medium.placement)
         expanded += token_ids[start:stop]
-        ranges.append(_range_of(medium, len(expanded), token_ids[position]))
+        ranges.append(_range_of(medium, len(expanded)))
         if medium.placement is None:
             expanded += [token_ids[position]] * medium.num_tokens
         else:
@@ -100,11 +100,11 @@ def _replaced(
     return position, position + 1
 
 
-def _range_of(medium: SizedMedia, offset: int, placeholder_id: int) -> PlaceholderRange:
+def _range_of(medium: SizedMedia, offset: int) -> PlaceholderRange:
     placement = medium.placement
     if placement is None:
         return PlaceholderRange(offset, medium.num_tokens)
-    return PlaceholderRange(offset, len(placement.token_ids), placement.is_embed(placeholder_id))
+    return PlaceholderRange(offset, len(placement.token_ids), placement.is_embed())
 
 
 def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
@@ -122,14 +122,14 @@ def check_ranges(
     token_ids: Sequence[int],
     features: Sequence[Feature],
     placeholder_ids: Mapping[Modality, int],
-    with_text: Collection[Modality] = (),
+    embed_ids: Mapping[Modality, tuple[int, ...]],
 ) -> list[PlaceholderRange]:
     """Return the placeholder ranges of the features.
 
-    Other servers name the beginning and the end of a range; where the items of a modality are
-    `with_text`, its placeholders are those tokens that embeddings replace. Raises InvalidRequest
-    unless each range begins behind the one before it, ends within the prompt and holds placeholders
-    of its modality, and no other tokens where there is no text.
+    Other servers name the beginning and the end of a range; where the items of a modality may have
+    text, those tokens that embeddings replace are in `embed_ids`. Raises InvalidRequest unless each
+    range begins behind the one before it, ends within the prompt and holds placeholders of its
+    modality, and no other tokens where there is no text.
     """
     fields = feature_fields(features, "mm_placeholders")
     ranges = []
@@ -148,13 +148,14 @@ def check_ranges(
             )
         run = list(token_ids[start:stop])
         is_whole = run.count(placeholder_id) == len(run)
-        if not is_whole and feature.modality not in with_text:
+        replaced = embed_ids[feature.modality]
+        if not is_whole and not replaced:
             raise InvalidRequest(
                 f"[{start}, {stop}) has tokens other than {placeholder_id}, the placeholder of"
                 f" {feature.modality}s",
                 field=field,
             )
-        mask = None if is_whole else Placement(run).is_embed(placeholder_id)
+        mask = None if is_whole else Placement(run, replaced).is_embed()
         ranges.append(PlaceholderRange(start, feature.length, mask))
         free_from = stop
     return ranges
