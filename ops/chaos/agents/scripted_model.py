@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
@@ -23,6 +24,8 @@ class ScriptedModel:
 
     def __init__(self, url: str, script: Callable[[GenerateRequest, str], str]) -> None:
         self.requests: dict[str, GenerateRequest] = {}
+        self.answered: Counter[str] = Counter()
+        """How often each request was answered."""
         self._url = url
         self._script = script
         self._loop = asyncio.new_event_loop()
@@ -75,6 +78,7 @@ class ScriptedModel:
         self.requests[request_id] = request
         log = await LogWriter.open(bus, request_id, 1)
         if not log.closed:
+            self.answered[request_id] += 1
             text = self._script(request, request_id)
             pieces = [text[i : i + 7] for i in range(0, len(text), 7)] or [""]
             for i, piece in enumerate(pieces):

@@ -91,6 +91,18 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
         await responses.delete_response(app, log)
 
 
+async def test_what_a_client_has_named_is_given_to_agents_behind_its_first_step(bus: Bus) -> None:
+    """An agent drops a task without a step, and the broker a second task under the same name."""
+    barred = new_name()
+    await StepLog(bus, "", barred).append(ended("cancelled"))
+    _, before = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    with pytest.raises(ApprovalUsed):
+        await responses.begin(app_of(bus), BEGUN, barred, is_named=True)
+    await responses.begin(app_of(bus), BEGUN, new_name(), is_named=True)
+    _, after = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    assert after == before + 1
+
+
 async def test_long_conversations_are_refused_and_take_memory_of_bodies(bus: Bus) -> None:
     large = replace(BEGUN, input=[MessageItem("user", "x" * 2**19, "msg_1")])
     first = await stored(bus, large, ended())

@@ -138,13 +138,35 @@ async def begin(
     """Store the first step of a response, and give it to the agents and its `first` turn to the
     model, all at the same time.
 
-    An agent that is faster waits for the step. Raises ReusedId when a response of this name has
-    another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
+    An agent that is faster waits for the step, but not for ever. A client may send what it has
+    named again after a death of this gateway, and the broker takes the second task for the first
+    one; so agents get such a response behind its step. Raises ReusedId when a response of this name
+    has another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
     """
     log = StepLog(context.bus, begun.tenant, response_id)
+    if is_named:
+        await _append_first(context, log, begun, is_named=True)
+        await publish_task(context.bus, begun, response_id)
+        return log
     giving = asyncio.create_task(publish_task(context.bus, begun, response_id))
     # Nothing waits for this: if it fails, an agent does it again, or says why not.
     asking = first and context.background.start(_publish_turn(context.bus, log, *first))
+    try:
+        await _append_first(context, log, begun, is_named=False)
+    finally:
+        (failed,) = await asyncio.gather(giving, return_exceptions=True)
+        if asking and (failed is not None or log.state.begun is None):
+            await asyncio.wait({asking})
+            # No response waits for this answer.
+            with contextlib.suppress(PagemillError):
+                await client.cancel(context.bus, turn_id(response_id, 0))
+    if failed is not None:
+        raise failed
+    return log
+
+
+async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_named: bool) -> None:
+    """Store the first step, or find it stored by an earlier request of the same name."""
     try:
         await log.append(begun)
         context.store_use.note_added(begun.tenant, log.num_bytes)
@@ -160,16 +182,6 @@ async def begin(
             ) from None
     except Overloaded:
         raise StoreFull("the store of responses is full") from None
-    finally:
-        (failed,) = await asyncio.gather(giving, return_exceptions=True)
-        if asking and (failed is not None or log.state.begun is None):
-            await asyncio.wait({asking})
-            # No response waits for this answer.
-            with contextlib.suppress(PagemillError):
-                await client.cancel(context.bus, turn_id(response_id, 0))
-    if failed is not None:
-        raise failed
-    return log
 
 
 async def _publish_turn(
