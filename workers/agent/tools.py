@@ -175,7 +175,9 @@ def refused(call: ServerCall, why: Literal["limit", "gone", "changed"]) -> Resul
 
 
 def _failed(call: ServerCall, message: str) -> Result:
-    error = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    error: dict[str, Any] = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    if call.paints:
+        error = {"type": "image_generation_error", "message": message}
     return Result(0, call.turn, call.number, "failed", error=error)
 
 

@@ -79,6 +79,8 @@ def _is_of_gateway(end: Ended) -> bool:
 
 def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
     for (turn, number), call in state.calls.items():
+        if call.paints:  # It is a request, which is published under one id however often.
+            continue
         made = run.made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
         if made > len(call.sent):

@@ -44,7 +44,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend import approvals, response_stream, responses
 from workers.gateway.http.auth import ANONYMOUS, Caller
 from workers.gateway.http.errors import ApprovalUsed, StoreFull
-from workers.gateway.routes.responses import _without_images
+from workers.gateway.openai.response_object import without_images
 
 BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi", "msg_1")], {})
 
@@ -219,6 +219,6 @@ def test_images_of_results_are_left_out_as_those_of_messages() -> None:
     image = InputImagePart("data:image/png;base64,AAAA")
     parts: list[InputTextPart | InputImagePart | InputFilePart] = [InputTextPart("a"), image]
     for item in (MessageItem("user", [*parts]), FunctionOutputItem("call_1", parts)):
-        shown = to_json(_without_images(item))
+        shown = to_json(without_images(item))
         assert b"base64" not in shown
         assert b"input_image" in shown

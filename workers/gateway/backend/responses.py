@@ -24,7 +24,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.items import Item
 from shared.protocol.records import error_info
 from shared.protocol.requests import GenerateRequest
-from shared.protocol.steps import Begun, Ended, ResponseTask, turn_id
+from shared.protocol.steps import Begun, Ended, ResponseTask, painting_id, turn_id
 from shared.state.log_reader import GRACE_S
 from shared.state.step_log import StepLog, open_conversation, open_log
 from workers.gateway.app import AppContext
@@ -234,6 +234,10 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
         turns, answers = log.state.turns, log.state.answers
         if len(turns) > len(answers):
             await client.cancel(context.bus, turn_id(log.response_id, turns[-1].turn))
+        for call in log.state.calls.values():
+            if call.paints and call.is_pending:
+                name = painting_id(log.response_id, call.turn, call.number)
+                await client.cancel(context.bus, name)
 
 
 async def delete_response(context: AppContext, log: StepLog) -> None:
@@ -242,6 +246,11 @@ async def delete_response(context: AppContext, log: StepLog) -> None:
     for asked in log.state.turns:
         name = subjects.tokens(turn_id(log.response_id, asked.turn))
         await context.bus.purge(subjects.TOKENS_STREAM, name)
+    for call in log.state.calls.values():
+        if call.paints:
+            name = painting_id(log.response_id, call.turn, call.number)
+            for subject in (subjects.tokens(name), subjects.logs_beside_text(name)):
+                await context.bus.purge(subjects.TOKENS_STREAM, subject)
     await log.delete()
     context.store_use.note_deleted(log.tenant, log.num_bytes)
 
