@@ -15,7 +15,7 @@ from shared.errors import (
     Fenced,
     InvalidRequest,
     PagemillError,
-    WorkerFailure,
+    ToolFailure,
 )
 from shared.protocol.records import (
     ErrorInfo,
@@ -174,7 +174,7 @@ class ResponseRun:
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None
         if end.message is not None:
-            kind = WorkerFailure if end.field is None else InvalidRequest
+            kind = ToolFailure if end.field is None else InvalidRequest
             error = error_info(kind(end.message, field=end.field))
         await self._append(Ended(0, end.status, self._now_s, end.reason, error))
 

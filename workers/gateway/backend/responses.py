@@ -53,8 +53,14 @@ def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
     return f"resp_{hashlib.sha256(f'response:{tenant}:{name}'.encode()).hexdigest()}", True
 
 
-async def find_response(context: AppContext, caller: Caller, response_id: str) -> StepLog:
-    """Return the log of a response. Raises NotFound, also for one of another tenant."""
+async def find_response(
+    context: AppContext, caller: Caller, response_id: str, *, also_unstored: bool = False
+) -> StepLog:
+    """Return the log of a response.
+
+    Raises NotFound, also for one of another tenant, and for one that has ended and is not to be
+    stored, unless these are wanted as well.
+    """
     missing = NotFound(f"there is no response {response_id!r}, or it is deleted", field="id")
     if not names.is_request_id(response_id):
         raise missing
@@ -62,6 +68,8 @@ async def find_response(context: AppContext, caller: Caller, response_id: str) -
     if log.state.begun is None:
         raise missing
     await end_if_late(context, log)
+    if log.state.ended is not None and not (also_unstored or log.state.begun.store):
+        raise missing
     return log
 
 

@@ -16,6 +16,7 @@ from shared.errors import (
     NotFound,
     Overloaded,
     PagemillError,
+    ToolFailure,
     Unavailable,
     WorkerFailure,
 )
@@ -103,6 +104,7 @@ def encode_event(shown: ResponseEvent) -> bytes:
         ContextTooLong,
         Overloaded,
         errors.ApprovalUsed,
+        ToolFailure,
         errors.StoreFull,
         errors.UnknownPreviousResponse,
     ),
@@ -230,8 +232,11 @@ def _is_made(item: OutputItem) -> bool:
     parameters=(STREAM, AFTER_EVENT, LAST_EVENT),
 )
 async def retrieve(context: AppContext, request: Request, caller: Caller) -> Response:
-    log = await responses.find_response(context, caller, request.path_params["id"])
-    if request.query_params.get("stream") not in ("true", "1"):
+    is_streamed = request.query_params.get("stream") in ("true", "1")
+    # A stream that has broken goes on, whether the response is stored or not.
+    response_id = request.path_params["id"]
+    log = await responses.find_response(context, caller, response_id, also_unstored=is_streamed)
+    if not is_streamed:
         return Json(await responses.show(context, log))
     after = _number(request, "starting_after", request.headers.get("last-event-id"))
     return ResponseStream(
@@ -261,7 +266,8 @@ def _number(request: Request, name: str, otherwise: str | None) -> int:
     refuses=(NotFound, Unavailable),
 )
 async def delete(context: AppContext, request: Request, caller: Caller) -> Response:
-    log = await responses.find_response(context, caller, request.path_params["id"])
+    response_id = request.path_params["id"]
+    log = await responses.find_response(context, caller, response_id, also_unstored=True)
     await responses.delete_response(context, log)
     return Json(DeletedResponse(log.response_id))
 
