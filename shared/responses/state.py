@@ -1,6 +1,6 @@
 """The state of a response, from its steps alone. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,6 +34,7 @@ from shared.protocol.steps import (
     Sending,
     Step,
 )
+from shared.responses.calls import ServerCall
 from shared.responses.tools import (
     PAINT,
     PromptTool,
@@ -49,36 +50,6 @@ UNKNOWN_OUTCOME = (
 _IMAGE_STATUS = {"calling": "generating", "incomplete": "failed"}
 """States of an image in the place of those of a call."""
 OVER_LIMIT = "not called: the response has reached its limit on tool calls (max_tool_calls)"
-
-
-@dataclass(slots=True)
-class ServerCall:
-    """A call of an MCP server's tool, or of the one that paints."""
-
-    turn: int
-    number: int
-    label: str
-    """Empty for an image."""
-    name: str
-    arguments: str
-    position: int
-    """Index of its item in the output."""
-    tool: PromptTool | None = None
-    """None if the server has no such tool any more."""
-    over_limit: bool = False
-    sent: list[Sending] = field(default_factory=list)
-    result: Result | None = None
-
-    @property
-    def is_pending(self) -> bool:
-        return self.result is None
-
-    @property
-    def paints(self) -> bool:
-        return self.name == PAINT and not self.label
-
-    def __str__(self) -> str:
-        return self.name if self.paints else f"{self.label}.{self.name}"
 
 
 @dataclass(slots=True)

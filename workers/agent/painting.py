@@ -13,7 +13,7 @@ from shared.protocol.images import ImageParams
 from shared.protocol.records import ErrorInfo, Failure, ImageRecord, LogRecord, error_info
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import PaintTool, Result, Sending, painting_id
-from shared.responses.state import ServerCall
+from shared.responses.calls import ServerCall
 from shared.responses.tools import prompt_of
 from shared.state.step_log import StepLog
 from shared.state.token_log import last_record

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.protocol.steps import GIVEN_TURN
-from shared.responses.state import UNKNOWN_OUTCOME, ResponseState, ServerCall
+from shared.responses.calls import ServerCall
+from shared.responses.state import UNKNOWN_OUTCOME, ResponseState
 from shared.responses.tools import schema_digest
 
 MAX_ATTEMPTS = 3

@@ -7,7 +7,7 @@ from shared import client
 from shared.errors import LogTruncated, NotFound
 from shared.protocol.records import Failure, Finish, StepState, TokenChunk
 from shared.protocol.steps import Answered, Asked, Ended, Sending, Step, painting_id, turn_id
-from shared.responses.state import ServerCall
+from shared.responses.calls import ServerCall
 from shared.state.step_log import StepLog, open_log
 from shared.state.token_log import last_of_output, last_record
 from workers.gateway.app import AppContext

@@ -25,7 +25,8 @@ from shared.protocol.items import (
 )
 from shared.protocol.records import TokenChunk
 from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Result, Sending, Step
-from shared.responses.state import ResponseState, ServerCall, new_image_item
+from shared.responses.calls import ServerCall
+from shared.responses.state import ResponseState, new_image_item
 from shared.responses.tools import ToolTable
 from shared.responses.turns import turn_format
 from shared.tool_calls.scanner import Call
