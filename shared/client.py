@@ -96,15 +96,20 @@ async def follow(
 
 
 async def follow_output(
-    bus: Bus, request_id: str, output: str, start: int = 0, timeout_s: float | None = None
+    bus: Bus,
+    request_id: str,
+    output: str,
+    start: int = 0,
+    timeout_s: float | None = None,
+    is_void: Callable[[], Awaitable[bool]] | None = None,
 ) -> AsyncIterator[OutputRecord]:
     """Yield the records of an output beside the text, from record `start` to its OutputEnd.
 
-    Raises what `follow` raises.
+    `is_void` is as in `follow`. Raises what `follow` raises.
     """
     _check_name(output, "output")
     async with _open_log(bus, request_id, start, output) as reader:
-        async for record in reader.records(at_once=True, timeout_s=timeout_s):
+        async for record in reader.records(at_once=True, timeout_s=timeout_s, is_void=is_void):
             if isinstance(record, OutputRecord):
                 yield record
 

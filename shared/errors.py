@@ -31,6 +31,7 @@ PagemillError               internal_error; server; not retryable
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
+├── ToolFailure             server; a response cannot go on for its tools; not retryable
 ├── NotFound                client; there is no such request, dead letter or model on a hub
 ├── AccessDenied            client; a hub gives this model only to those who may have it
 ├── DiskFull                server; a download does not fit onto the disk
@@ -181,6 +182,10 @@ class LogTruncated(PagemillError):
 
 class Poisoned(PagemillError):
     code = "poison"
+
+
+class ToolFailure(PagemillError):
+    code = "tool_failure"
 
 
 class NotFound(PagemillError):

@@ -143,6 +143,24 @@ class McpCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_call
     approval_request_id: str | None = None
 
 
+class ImageCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="image_generation_call"):
+    """An image that was painted for a response."""
+
+    id: str
+    status: Literal["in_progress", "generating", "completed", "failed"] | None = None
+    result: str | None = None
+    """Base64 of the file."""
+    revised_prompt: str | None = None
+    """The text that was painted."""
+    size: str | None = None
+    output_format: Literal["png"] | None = None
+    action: Literal["generate"] | None = None
+    background: Literal["opaque"] | None = None
+    quality: Literal["auto"] | None = None
+    error: dict[str, Any] | None = None
+    svg_usage: Ignored = UNSET
+
+
 class ApprovalRequestItem(
     Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_approval_request"
 ):
@@ -161,7 +179,9 @@ class ApprovalResponseItem(
     reason: str | None = None
 
 
-OutputItem = MessageItem | FunctionCallItem | ListToolsItem | McpCallItem | ApprovalRequestItem
+CallItem = McpCallItem | ImageCallItem
+"""Calls that are made here, and not by the client."""
+OutputItem = MessageItem | FunctionCallItem | ListToolsItem | CallItem | ApprovalRequestItem
 Item = OutputItem | FunctionOutputItem | ApprovalResponseItem
 
 ID_PREFIXES = {
@@ -170,6 +190,7 @@ ID_PREFIXES = {
     "function_call_output": "fco",
     "mcp_list_tools": "mcpl",
     "mcp_call": "mcp",
+    "image_generation_call": "ig",
     "mcp_approval_request": "mcpr",
     "mcp_approval_response": "mcpa",
 }

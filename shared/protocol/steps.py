@@ -21,8 +21,9 @@ from shared.protocol.items import Item, Label, ListedTool, ToolName
 from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.requests import FunctionCall, Tool
 
-APPROVED_TURN = -1
-"""The number of the turn whose calls a person has approved: it comes before the first one."""
+GIVEN_TURN = -1
+"""The number of the turn before the first one, whose calls come with the request: a person has
+approved them, or a model that writes no text paints."""
 
 
 class ToolFilter(Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +86,18 @@ class ApprovedCall(Struct, frozen=True):
     """Digest of the tool's schema when the call was made."""
 
 
+class PaintTool(Struct, frozen=True, omit_defaults=True):
+    """The tool `image_generation`: how the images of a response are painted."""
+
+    model: str
+    output: str
+    """Name of the model's output of images."""
+    size: str
+    partial_images: int = 0
+    prompt: str | None = None
+    """What is painted for a response of a model that writes no text, and so calls nothing."""
+
+
 class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     """The request, as the gateway has understood it."""
 
@@ -121,6 +134,7 @@ class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     logprobs: bool = False
     deadline_s: int | None = None
     """When the response must have ended."""
+    painter: PaintTool | None = None
     asks: bool = False
     """The request of the first turn is published from now on, as if this was an Asked as well."""
 
@@ -164,7 +178,7 @@ class Answered(Struct, frozen=True, tag="answered", omit_defaults=True):
 
 
 class Sending(Struct, frozen=True, tag="sending", omit_defaults=True):
-    """A call whose first byte may leave from now on."""
+    """A call whose first byte may leave from now on, or an image whose request is published."""
 
     index: int
     turn: int
@@ -188,6 +202,7 @@ class Result(Struct, frozen=True, tag="result", omit_defaults=True):
     call: int
     outcome: Literal["result", "failed", "unknown"]
     output: str | None = None
+    """For an image, the file in base64."""
     error: dict[str, Any] | None = None
     ask: bool = False
     """A person is asked whether the call is to be repeated."""
@@ -236,3 +251,8 @@ decode_response_task = msgspec.json.Decoder(ResponseTask).decode
 def turn_id(response_id: str, turn: int) -> str:
     """Return the request id of a turn. Whoever goes on with a response publishes the same one."""
     return f"{response_id}-t{turn}"
+
+
+def painting_id(response_id: str, turn: int, call: int) -> str:
+    """Return the request id of an image, which is the same for whoever goes on, too."""
+    return f"{response_id}-i{turn - GIVEN_TURN}-{call}"

@@ -8,6 +8,7 @@ from shared.protocol.items import (
     ApprovalResponseItem,
     FunctionCallItem,
     FunctionOutputItem,
+    ImageCallItem,
     InputAudioPart,
     InputFilePart,
     InputImagePart,
@@ -35,7 +36,7 @@ from shared.protocol.requests import (
 )
 from shared.responses.files import modality_of_file
 from shared.responses.state import ResponseState
-from shared.responses.tools import prompt_name
+from shared.responses.tools import PAINT, paint_arguments, prompt_name
 
 
 class Entry(NamedTuple):
@@ -98,6 +99,10 @@ class _Writer:
                 name = prompt_name(call.server_label, call.name)
                 self._add_call(entry.mark, call.id, name, call.arguments)
                 self._add_result(call.id, result_text(call))
+            case ImageCallItem() as image:
+                arguments = paint_arguments(image.revised_prompt or "")
+                self._add_call(entry.mark, image.id, PAINT, arguments)
+                self._add_result(image.id, _painted_text(image))
             case ApprovalResponseItem(approve=False, reason=reason):
                 why = f": {reason}" if reason else ""
                 self.flush()
@@ -141,6 +146,13 @@ def result_text(call: McpCallItem) -> str:
         told = "\n".join(text for text in texts if isinstance(text, str))
         return told or "the call has failed"
     return error or "the call was not made"
+
+
+def _painted_text(image: ImageCallItem) -> str:
+    """Return what the model is told of an image, which it is not shown."""
+    if image.status != "completed":
+        return (image.error or {}).get("message") or "no image was painted"
+    return "The image is painted, and the user is shown it."
 
 
 def check_outputs(items: Sequence[Item]) -> None:

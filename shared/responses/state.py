@@ -1,13 +1,15 @@
 """The state of a response, from its steps alone. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
 from shared.protocol.items import (
     ApprovalRequestItem,
+    CallItem,
     FunctionCallItem,
+    ImageCallItem,
     Item,
     ItemStatus,
     ListToolsItem,
@@ -21,7 +23,7 @@ from shared.protocol.items import (
 from shared.protocol.records import Usage
 from shared.protocol.requests import FunctionCall
 from shared.protocol.steps import (
-    APPROVED_TURN,
+    GIVEN_TURN,
     Answered,
     Asked,
     Begun,
@@ -32,34 +34,22 @@ from shared.protocol.steps import (
     Sending,
     Step,
 )
-from shared.responses.tools import PromptTool, ToolTable, schema_digest
+from shared.responses.calls import ServerCall
+from shared.responses.tools import (
+    PAINT,
+    PromptTool,
+    ToolTable,
+    paint_arguments,
+    prompt_of,
+    schema_digest,
+)
 
 UNKNOWN_OUTCOME = (
     "the outcome is unknown: the call was sent, and no answer came; it may have been carried out"
 )
+_IMAGE_STATUS = {"calling": "generating", "incomplete": "failed"}
+"""States of an image in the place of those of a call."""
 OVER_LIMIT = "not called: the response has reached its limit on tool calls (max_tool_calls)"
-
-
-@dataclass(slots=True)
-class ServerCall:
-    """A call of an MCP server's tool."""
-
-    turn: int
-    number: int
-    label: str
-    name: str
-    arguments: str
-    position: int
-    """Index of its item in the output."""
-    tool: PromptTool | None = None
-    """None if the server has no such tool any more."""
-    over_limit: bool = False
-    sent: list[Sending] = field(default_factory=list)
-    result: Result | None = None
-
-    @property
-    def is_pending(self) -> bool:
-        return self.result is None
 
 
 @dataclass(slots=True)
@@ -116,14 +106,16 @@ class ResponseState:
         self.begun = step
         for number, approved in enumerate(step.approved):
             item = McpCallItem(
-                self._item_id("mcp_call", APPROVED_TURN, number),
+                self._item_id("mcp_call", GIVEN_TURN, number),
                 approved.label,
                 approved.name,
                 approved.arguments,
                 "in_progress",
                 approval_request_id=approved.request_id,
             )
-            self._add_call(APPROVED_TURN, number, item, None)
+            self._add_call(GIVEN_TURN, number, item, approved.arguments, None)
+        if step.painter is not None and step.painter.prompt is not None:
+            self._add_painting(GIVEN_TURN, 0, paint_arguments(step.painter.prompt), None)
         if step.asks:
             self.turns.append(Asked(step.index, 0))
 
@@ -204,7 +196,9 @@ class ResponseState:
         """Add the item of a call. One that was cut at the limit on tokens is not made."""
         assert self.begun is not None
         tool = table.tools[call.name]
-        if tool.label is None or tool.listed is None:
+        if tool.paints:
+            self._add_painting(turn, number, call.arguments, tool, is_cut=is_cut)
+        elif tool.label is None or tool.listed is None:
             self.num_function_calls += 1
             call_id = new_call_id(self.begun.parser, self.response_id, turn, number)
             made = self._item_id("function_call", turn, number)
@@ -226,7 +220,26 @@ class ResponseState:
             if is_cut:
                 self._append(item_of_call, turn)
             else:
-                self._add_call(turn, number, item_of_call, tool)
+                self._add_call(turn, number, item_of_call, call.arguments, tool)
+
+    def _add_painting(
+        self,
+        turn: int,
+        number: int,
+        arguments: str,
+        tool: PromptTool | None,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        assert self.begun is not None
+        assert self.begun.painter is not None
+        item = new_image_item(self.response_id, turn, number, self.begun.painter.size)
+        prompt = prompt_of(arguments)
+        if is_cut:
+            self._append(replace(item, status="failed"), turn)
+        else:
+            item = replace(item, revised_prompt=prompt)
+            self._add_call(turn, number, item, arguments, tool)
 
     def _ask(self, request: ApprovalRequestItem, digest: str, turn: int) -> None:
         self._append(request, turn)
@@ -236,15 +249,17 @@ class ResponseState:
         self.output.append(item)
         self.output_turns.append(turn)
 
-    def _add_call(self, turn: int, number: int, item: McpCallItem, tool: PromptTool | None) -> None:
+    def _add_call(
+        self, turn: int, number: int, item: CallItem, arguments: str, tool: PromptTool | None
+    ) -> None:
         assert self.begun is not None
         over = self.num_server_calls >= self.begun.max_tool_calls
         self.calls[turn, number] = ServerCall(
             turn,
             number,
-            item.server_label,
-            item.name,
-            item.arguments,
+            "" if isinstance(item, ImageCallItem) else item.server_label,
+            PAINT if isinstance(item, ImageCallItem) else item.name,
+            arguments,
             len(self.output),
             tool,
             over_limit=over,
@@ -264,15 +279,34 @@ class ResponseState:
     def _end(self, step: Ended) -> None:
         self.ended = step
         for call in self.calls.values():
-            if call.is_pending and call.sent:
+            if call.is_pending and call.sent and not call.paints:
                 self._change(call, status="failed", error=unknown_error())
             elif call.is_pending:
                 self._change(call, status="incomplete")
 
     def _change(self, call: ServerCall, **changes: Any) -> None:
         item = self.output[call.position]
-        assert isinstance(item, McpCallItem)
+        if isinstance(item, ImageCallItem):
+            changes = {
+                "status": _IMAGE_STATUS.get(changes["status"], changes["status"]),
+                "result": changes.get("output"),
+                "error": changes.get("error"),
+            }
         self.output[call.position] = replace(item, **changes)
+
+
+def new_image_item(response_id: str, turn: int, number: int, size: str) -> ImageCallItem:
+    """Return the item of an image before anything is known of it."""
+    made = item_id("image_generation_call", response_id, str(turn), number)
+    return ImageCallItem(
+        made,
+        "in_progress",
+        size=size,
+        output_format="png",
+        action="generate",
+        background="opaque",
+        quality="auto",
+    )
 
 
 def unknown_error(reason: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Container, Mapping
 
+import msgspec
 from msgspec import Struct
 
 from shared.protocol.encoding import to_json
@@ -14,6 +15,20 @@ from shared.protocol.items import ListedTool
 from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.steps import Approval, Begun, Choice, Listed, ServerUse, ToolFilter
 
+PAINT = "image_generation"
+"""Name of the tool that paints, as clients and models know it."""
+PAINT_TOOL = Tool(
+    FunctionDefinition(
+        PAINT,
+        "Paint an image of a text. The user is shown the image.",
+        {
+            "type": "object",
+            "properties": {"prompt": {"type": "string", "description": "what the image shows"}},
+            "required": ["prompt"],
+            "additionalProperties": False,
+        },
+    )
+)
 MAX_NAME_LEN = 64
 MAX_DESCRIPTION_LEN = 1024
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
@@ -24,7 +39,7 @@ class PromptTool(Struct, frozen=True):
 
     tool: Tool
     label: str | None = None
-    """The server's label; None for a function of the client."""
+    """The server's label; None for a function of the client, and for the tool that paints."""
     listed: ListedTool | None = None
     needs_approval: bool = False
     may_call: bool = True
@@ -32,6 +47,10 @@ class PromptTool(Struct, frozen=True):
     @property
     def prompt_name(self) -> str:
         return self.tool.function.name
+
+    @property
+    def paints(self) -> bool:
+        return self.tool is PAINT_TOOL
 
 
 class ToolTable:
@@ -44,6 +63,8 @@ class ToolTable:
         self.tools: dict[str, PromptTool] = {}
         for function in begun.functions:
             self._add(PromptTool(function, may_call=self._permits(None, function.function.name)))
+        if begun.painter is not None:
+            self._add(PromptTool(PAINT_TOOL, may_call=self._permits(None, PAINT)))
         for server in begun.servers:
             listing = listings.get(server.label)
             for listed in [] if listing is None else listing.tools:
@@ -117,6 +138,19 @@ def permits(choice: Choice, label: str | None, name: str) -> bool:
     if choice.tools is None:
         return True
     return any(ref.label == label and ref.name in (None, name) for ref in choice.tools)
+
+
+def paint_arguments(prompt: str) -> str:
+    return to_json({"prompt": prompt}).decode()
+
+
+def prompt_of(arguments: str) -> str | None:
+    """Return what a call asks to paint; None for arguments that have no text."""
+    try:
+        prompt = msgspec.json.decode(arguments).get("prompt")
+    except (msgspec.MsgspecError, RecursionError, AttributeError):
+        return None
+    return prompt if isinstance(prompt, str) and prompt.strip() else None
 
 
 def schema_digest(tool: ListedTool) -> str:

@@ -7,7 +7,7 @@ from msgspec import Struct
 from shared.bus.bus import Bus
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names, subjects
-from shared.protocol.steps import Asked, decode_step, turn_id
+from shared.protocol.steps import Asked, decode_step, painting_id, turn_id
 from shared.responses.state import ResponseState, state_of
 
 AGENT = "agent"
@@ -22,7 +22,7 @@ class FoundResponse(Struct, frozen=True):
     turn: int | None
     """The turn that is being written, or the last one."""
     call: str | None
-    """The call that is being made, as `server.tool`."""
+    """The call that is being made, as `server.tool`, or `image_generation`."""
     waits_s: float
     """Time since the last step."""
     why: str
@@ -49,7 +49,7 @@ async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
         else state.ended.status,
         state.num_steps,
         state.turns[-1].turn if state.turns else None,
-        None if call is None or state.ended is not None else f"{call.label}.{call.name}",
+        None if call is None or state.ended is not None else str(call),
         (bus.now_ms() - stored[-1].stored_ms) / 1000,
         await _why(bus, state),
     )
@@ -72,6 +72,9 @@ async def _why(bus: Bus, state: ResponseState) -> str:
         return f"no agent has begun it: {depth.num_pending} responses wait for one"
     if unlisted:
         return f"the tools of {unlisted[0]} are being listed"
+    if call is not None and call.sent and call.paints:
+        name = painting_id(state.response_id, call.turn, call.number)
+        return f"its image is painted: pagemill where {name}"
     if call is not None and call.sent:
         return f"a call was sent {len(call.sent)} times, and has no result yet"
     if call is not None:

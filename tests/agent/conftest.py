@@ -20,6 +20,15 @@ from tests.cluster.conftest import ROOT
 from tests.gateway.conftest import Gateway, Process, start_gateway_at
 
 TOKEN = "mark-of-the-token"
+PAINTER: dict[str, Any] = {
+    "dit": {
+        "role": "generator",
+        "path": str(ROOT / "ops" / "demo_painter"),
+        "inputs": {"prompt": {"from": "request", "function": "paint"}},
+        "output": {"name": "image", "kind": "image"},
+        "sizes": ["16x16", "12x8"],
+    }
+}
 
 
 @dataclass
@@ -88,7 +97,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRig]:
             servers[path] = {"url": f"{attacks}/{path}", "require_approval": "never"}
         agent = {"servers": servers, "mcp_networks": ["127.0.0.1/32"], "call_timeout_s": 3.0}
         tree = {
-            "models": {MODEL: {"path": str(ROOT / "ops" / "demo_model")}},
+            "models": {MODEL: {"path": str(ROOT / "ops" / "demo_model"), "stages": PAINTER}},
             "nats": {"unchecked": True},
             "delivery": {"ack_wait_s": 1.5, "drain_s": 2.0},
             "gateway": {"port": 0},

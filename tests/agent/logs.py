@@ -14,13 +14,14 @@ from shared.protocol.steps import (
     Choice,
     Ended,
     Listed,
+    PaintTool,
     Result,
     Sending,
     ServerUse,
     Step,
 )
 from shared.responses.state import ResponseState, state_of
-from shared.responses.tools import schema_digest
+from shared.responses.tools import PAINT, schema_digest
 from workers.agent import plan
 from workers.agent.plan import _next_of_call, next_action
 
@@ -31,25 +32,29 @@ BOOK = ListedTool("book", SCHEMA, "Books.")
 FUNCTION = Tool(FunctionDefinition("now"))
 CALC = ServerUse("calc", approval="never")
 BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi")], {}, parser="hermes", servers=[CALC])
+PAINTER = PaintTool("painter", "image", "12x8")
 USAGE = Usage(10, 3, 4)
 
 
 def begun_steps() -> st.SearchStrategy[Begun]:
     approved = ApprovedCall("mcpr_1", "calc", "add", "{}", schema_digest(ADD))
     return st.builds(
-        lambda servers, functions, changes, asks: replace(
+        lambda servers, functions, painter, changes, asks: replace(
             BEGUN,
             servers=servers,
             functions=functions,
-            asks=asks and not servers and not changes["approved"],
+            painter=painter,
+            asks=asks and not (servers or changes["approved"] or changes["background"]),
             **changes,
         ),
         st.sampled_from([[], [CALC], [CALC, ServerUse("other")]]),
         st.sampled_from([[], [FUNCTION]]),
+        st.sampled_from([None, PAINTER]),
         st.fixed_dictionaries(
             {
                 "max_tool_calls": st.integers(0, 3),
                 "max_turns": st.integers(1, 4),
+                "background": st.booleans(),
                 "max_output_tokens": st.sampled_from([None, 1, 7]),
                 "choice": st.sampled_from([Choice(), Choice("required"), Choice("none")]),
                 "approved": st.sampled_from([[], [approved], [replace(approved, name="gone")]]),
@@ -59,10 +64,20 @@ def begun_steps() -> st.SearchStrategy[Begun]:
     )
 
 
+def paints_alone() -> st.SearchStrategy[Begun]:
+    """A response of a model that writes no text."""
+    begun = replace(BEGUN, servers=[], painter=replace(PAINTER, prompt="a star"))
+    return st.builds(
+        lambda most, background: replace(begun, max_tool_calls=most, background=background),
+        st.integers(0, 1),
+        st.booleans(),
+    )
+
+
 @st.composite
 def logs(draw: st.DrawFn) -> list[Step]:
     """A log that agents have written, who may have died at any moment."""
-    steps: list[Step] = [draw(begun_steps())]
+    steps: list[Step] = [draw(st.one_of(begun_steps(), begun_steps(), paints_alone()))]
     for _ in range(40):
         state = state_of(ID, steps)
         added = draw(carried_out(state))
@@ -74,14 +89,28 @@ def logs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
+def call_of(name: str) -> FunctionCall:
+    return FunctionCall(name, '{"prompt": "a star"}' if name == PAINT else "{}")
+
+
 def others_sent(state: ResponseState) -> list[Sending]:
     """Steps of calls that are about to be made."""
     found = [_next_of_call(state, call) for call in state.calls.values() if call.is_pending]
     return [
         Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b")
         for one in found
-        if isinstance(one, plan.CallTool)
+        if isinstance(one, plan.CallTool) and not (one.call.paints and one.call.sent)
     ]
+
+
+def after_call(one: plan.CallTool, flag: bool) -> Step:
+    call = one.call
+    if call.paints and call.sent:
+        return Result(
+            0, call.turn, call.number, "result" if flag else "failed", "A" if flag else None
+        )
+    may_repeat = flag or call.paints
+    return Sending(0, call.turn, call.number, one.attempt, "k", "d", "b", may_repeat)
 
 
 def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
@@ -104,20 +133,14 @@ def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
             calls = st.lists(st.sampled_from(names), max_size=3) if names else st.just([])
             return st.builds(
                 lambda text, called, reason: Answered(
-                    0, turn, text, [FunctionCall(name, "{}") for name in called], USAGE, reason
+                    0, turn, text, [*map(call_of, called)], USAGE, reason
                 ),
                 st.sampled_from(["", "So."]),
                 calls,
                 st.sampled_from(["stop", "stop", "length"]),
             )
         case plan.CallTools(calls):
-            return st.builds(
-                lambda one, repeat: Sending(
-                    0, one.call.turn, one.call.number, one.attempt, "k", "d", "b", repeat
-                ),
-                st.sampled_from(calls),
-                st.booleans(),
-            )
+            return st.builds(after_call, st.sampled_from(calls), st.booleans())
         case plan.SettleUnknown(call):
             # Or the agent lives, and makes several calls at the same time.
             found = st.booleans().map(

@@ -360,3 +360,14 @@ async def test_attacks_are_one_error_each(
     assert done.output_text == "Done."
     assert rig.agents[-1].poll() is None
     assert resident_bytes(rig.agents[-1].pid) < before + 64 * 2**20
+
+
+async def test_a_response_that_cannot_go_on_says_why(openai_client: AsyncOpenAI) -> None:
+    choice: Any = {"type": "mcp", "server_label": "closed"}
+    with pytest.raises(openai.InternalServerError) as failed:
+        await respond(openai_client, "2 + 3?", mcp("closed"), tool_choice=choice)
+    body: Any = failed.value.body
+    assert (failed.value.code, body["message"]) == (
+        "tool_failure",
+        "tool_choice needs the tools of closed, which are not known",
+    )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from shared.protocol.items import McpCallItem
+from shared.protocol.items import CallItem, McpCallItem
 from shared.protocol.requests import FunctionCall
 from shared.protocol.steps import (
     Answered,
@@ -33,7 +33,7 @@ def check_calls(
         assert attempt == sent.get((call.turn, call.number), 0) == len(call.sent)
         assert attempt == 0 or call.sent[-1].may_repeat
         assert attempt < plan.MAX_ATTEMPTS
-        assert call.tool is not None
+        assert call.tool is not None or call.paints
     assert state.num_server_calls <= state.begun.max_tool_calls  # type: ignore[union-attr]
 
 
@@ -74,7 +74,7 @@ def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
         messages = messages_of("Be brief.", entries_of(state))
         called = [call.id for message in messages for call in message.tool_calls]
         results = [message.tool_call_id for message in messages if message.role == "tool"]
-        served = {item.id for item in state.output if isinstance(item, McpCallItem)}
+        served = {item.id for item in state.output if isinstance(item, CallItem)}
         assert [name for name in called if name in served] == results
     # Every log ends.
     assert isinstance(steps[-1], Ended)

@@ -60,6 +60,7 @@ WORKERS = {
     "coordinator": ["coordinator"],
     "dit": ["generator", "--model", "painter"],
     "gateway": ["gateway"],
+    "agent": ["agent"],
 }
 STEP_S = 0.1
 """How long a step takes here at least, so that a worker can be killed between two of them."""
@@ -404,6 +405,85 @@ async def test_the_command_line_saves_images(
         )
         assert refused.returncode == 1
         assert said in refused.stderr
+
+
+# -- as responses ---------------------------------------------------------------------------------
+
+
+async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
+    processes: Processes, bus: Bus, url: str, painter: ImageModel
+) -> None:
+    tool: Any = {"type": "image_generation", "size": "12x8", "partial_images": 2}
+    form: Any = {"model": "painter", "input": PROMPT, "tools": [tool]}
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        begun = await api.responses.create(**form, background=True)
+        request_id = f"{begun.id}-i0-0"
+        for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
+
+            async def has_steps(least: int = number) -> bool:
+                return len(await steps_of(bus, request_id)) >= least
+
+            await until(has_steps)
+            processes.kill(role)
+        events = [event async for event in await api.responses.retrieve(begun.id, stream=True)]
+        stored = await api.responses.retrieve(begun.id)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds == [
+        *("created", "queued", "in_progress", "output_item.added"),
+        *("image_generation_call.in_progress", "image_generation_call.generating"),
+        *["image_generation_call.partial_image"] * 2,
+        *("image_generation_call.completed", "output_item.done", "completed"),
+    ]
+    assert stored == getattr(events[-1], "response", None)
+    (image,) = stored.output
+    assert image.type == "image_generation_call"
+    # Without a seed the noise is made of the request's id.
+    records = [record async for record in client.follow_output(bus, request_id, "image")]
+    (made,) = (record for record in records if isinstance(record, ImageRecord))
+    params = PaintParams("12x8", 1, 6, 3.0, "", made.seed)
+    alone = painters.painted_alone(PROMPT, params, model=painter)
+    assert base64.b64decode(image.result or "") == alone
+    # No step was computed again.
+    states = await steps_of(bus, request_id)
+    assert [state.step for state in states] == [1, 2, 3, 4, 5]
+    await until_nothing_is_left(bus)
+
+
+async def test_a_response_of_a_painter_is_cancelled_and_refused(
+    bus: Bus, url: str, painter: ImageModel
+) -> None:
+    form: Any = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        begun = await api.responses.create(**form, background=True)
+
+        async def has_begun() -> bool:
+            return bool(await steps_of(bus, f"{begun.id}-i0-0"))
+
+        await until(has_begun)
+        cancelled = await api.responses.cancel(begun.id)
+        (image,) = cancelled.output
+        assert (cancelled.status, image.type) == ("cancelled", "image_generation_call")
+        assert getattr(image, "status", None) == "failed"
+        await until_nothing_is_left(bus)
+        for changes, field in (
+            ({"input": "red " * 20}, "input"),
+            ({"instructions": "Be brief."}, "instructions"),
+            ({"temperature": 0.5}, "temperature"),
+            ({"tools": []}, "model"),
+            (
+                {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+                "input",
+            ),
+            ({"tool_choice": "none"}, "tool_choice"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await api.responses.create(**form | changes)
+            assert refused.value.param == field
+        with pytest.raises(openai.BadRequestError):
+            await api.responses.input_tokens.count(model="painter", input="a")
+
+
+# -- at another gateway ----------------------------------------------------------------------------
 
 
 async def test_an_image_goes_on_at_another_gateway(

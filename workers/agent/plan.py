@@ -7,8 +7,9 @@ again, and what must not be.
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.protocol.steps import APPROVED_TURN
-from shared.responses.state import UNKNOWN_OUTCOME, ResponseState, ServerCall
+from shared.protocol.steps import GIVEN_TURN
+from shared.responses.calls import ServerCall
+from shared.responses.state import UNKNOWN_OUTCOME, ResponseState
 from shared.responses.tools import schema_digest
 
 MAX_ATTEMPTS = 3
@@ -39,7 +40,7 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallTool:
-    """Make a call, after a step that says so."""
+    """Make a call, or have an image painted, after a step that says so."""
 
     call: ServerCall
     attempt: int
@@ -150,6 +151,8 @@ def _next_of_calls(state: ResponseState) -> Action:
 
 
 def _next_of_call(state: ResponseState, call: ServerCall) -> CallTool | RefuseCall | SettleUnknown:
+    if call.paints and not call.over_limit:
+        return CallTool(call, len(call.sent))
     if call.sent:
         last = call.sent[-1]
         if last.may_repeat and len(call.sent) < MAX_ATTEMPTS:
@@ -159,7 +162,7 @@ def _next_of_call(state: ResponseState, call: ServerCall) -> CallTool | RefuseCa
         return RefuseCall(call, "limit")
     if call.tool is None or call.tool.listed is None:
         return RefuseCall(call, "gone")
-    if call.turn == APPROVED_TURN:
+    if call.turn == GIVEN_TURN:
         assert state.begun is not None
         approved = state.begun.approved[call.number]
         if schema_digest(call.tool.listed) != approved.schema_digest:
@@ -173,7 +176,8 @@ def _next_turn(state: ResponseState) -> Action:
     begun = state.begun
     assert begun is not None
     if not state.answers:
-        return AskModel(0) if not state.approvals else Conclude("completed")
+        writes = begun.painter is None or begun.painter.prompt is None
+        return AskModel(0) if writes and not state.approvals else Conclude("completed")
     last = state.answers[-1]
     used = state.usage.completion_tokens
     is_over = begun.max_output_tokens is not None and used >= begun.max_output_tokens

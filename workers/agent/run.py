@@ -15,7 +15,7 @@ from shared.errors import (
     Fenced,
     InvalidRequest,
     PagemillError,
-    WorkerFailure,
+    ToolFailure,
 )
 from shared.protocol.records import (
     ErrorInfo,
@@ -28,7 +28,7 @@ from shared.protocol.records import (
     error_info,
 )
 from shared.protocol.renderer_rpc import ErrorReply, TokenizeRequest
-from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Step, turn_id
+from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Result, Step, turn_id
 from shared.responses.conversation import Entry, entries_of
 from shared.responses.state import UNKNOWN_OUTCOME
 from shared.responses.turns import TurnFormat, oldest_group, turn_request
@@ -37,6 +37,7 @@ from shared.state.step_log import StepLog, StepWatch, open_conversation
 from shared.state.token_log import last_record
 from workers.agent import plan
 from workers.agent.mcp_client import McpClient
+from workers.agent.painting import Painter
 from workers.agent.plan import Action, next_action
 from workers.agent.tools import ToolRunner, inherited_listing, refused
 
@@ -64,6 +65,7 @@ class ResponseRun:
         """Items of the responses that this one continues, if they are few."""
         self._asked_here: set[int] = set()
         self._tools = ToolRunner(context.config.agent, client, self._log)
+        self._painter = Painter(self._bus, self._log, context.config.delivery.default_timeout_s)
 
     async def carry_out(self) -> bool:
         """Return True when the response has ended, by whomever.
@@ -151,7 +153,8 @@ class ResponseRun:
 
         async def make(one: plan.CallTool) -> None:
             async with room:
-                await self._append(await self._tools.call(one.call, one.attempt))
+                made = await self._make(one)
+                await (self._append(made) if isinstance(made, Result) else self._fail(made))
 
         making = [asyncio.create_task(make(one)) for one in calls]
         try:
@@ -162,10 +165,16 @@ class ResponseRun:
                 task.cancel()
             await asyncio.gather(*making, return_exceptions=True)
 
+    async def _make(self, one: plan.CallTool) -> Result | ErrorInfo:
+        """Make a call, and return what became of it, or the error with which the response ends."""
+        if one.call.paints:
+            return await self._painter.paint(one.call)
+        return await self._tools.call(one.call, one.attempt)
+
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None
         if end.message is not None:
-            kind = WorkerFailure if end.field is None else InvalidRequest
+            kind = ToolFailure if end.field is None else InvalidRequest
             error = error_info(kind(end.message, field=end.field))
         await self._append(Ended(0, end.status, self._now_s, end.reason, error))
 

@@ -12,8 +12,9 @@ import msgspec
 from shared.config_agent import AgentConfig
 from shared.protocol.items import ListToolsItem
 from shared.protocol.steps import Listed, Result, Sending
+from shared.responses.calls import ServerCall
 from shared.responses.conversation import Entry
-from shared.responses.state import OVER_LIMIT, ServerCall, unknown_error
+from shared.responses.state import OVER_LIMIT, unknown_error
 from shared.responses.tools import is_idempotent, is_read_only
 from shared.state.step_log import StepLog
 from shared.targets import parse_target
@@ -175,7 +176,9 @@ def refused(call: ServerCall, why: Literal["limit", "gone", "changed"]) -> Resul
 
 
 def _failed(call: ServerCall, message: str) -> Result:
-    error = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    error: dict[str, Any] = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    if call.paints:
+        error = {"type": "image_generation_error", "message": message}
     return Result(0, call.turn, call.number, "failed", error=error)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ops.chaos.agents.beginnings import Beginnings
 from ops.chaos.agents.bugs import BUGS
 from ops.chaos.agents.kills import AgentScenario, Verdict
 from ops.chaos.agents.restarts import Restarts
@@ -33,7 +34,9 @@ def run_scenario(bug: str, faults: int, at_once: int, seed: int, expected: str =
 
 def run_restarts() -> list[str]:
     with tempfile.TemporaryDirectory(prefix="pagemill-restarts-") as name:
-        return asyncio.run(Restarts(Path(name), CountingServer(random.Random(1))).run())
+        found = asyncio.run(Restarts(Path(name), CountingServer(random.Random(1))).run())
+    with tempfile.TemporaryDirectory(prefix="pagemill-beginnings-") as name:
+        return found + asyncio.run(Beginnings(Path(name)).run())
 
 
 def main() -> int:

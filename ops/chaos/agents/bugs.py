@@ -40,7 +40,7 @@ def journal_after_call() -> None:
 
 @_bug("A2")
 def repeat_what_is_unknown() -> None:
-    from shared.responses.state import ServerCall
+    from shared.responses.calls import ServerCall
     from workers.agent.tools import ToolRunner
 
     def always(self: ToolRunner, call: ServerCall) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
+from shared.errors import DeadlineExceeded
 from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Result, Sending, Step
 from shared.responses.state import ResponseState
 from workers.agent import plan
@@ -60,8 +61,7 @@ def _fault_of_order(state: ResponseState, i: int, step: Step) -> str | None:
     if step.index != i:
         return f"step {i} has the index {step.index}"
     action = next_action(state)
-    # A gateway may cancel at any moment.
-    is_free = isinstance(step, Begun) or (isinstance(step, Ended) and step.status == "cancelled")
+    is_free = isinstance(step, Begun) or (isinstance(step, Ended) and _is_of_gateway(step))
     if not is_free and not isinstance(action, PLANNED[type(step)]):
         return f"{type(step).__name__} after {type(action).__name__}"
     try:
@@ -71,8 +71,16 @@ def _fault_of_order(state: ResponseState, i: int, step: Step) -> str | None:
     return None
 
 
+def _is_of_gateway(end: Ended) -> bool:
+    """Return whether a gateway may have ended the response: it cancels, and ends what is late."""
+    is_late = end.error is not None and end.error.code == DeadlineExceeded.code
+    return end.status == "cancelled" or is_late
+
+
 def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
     for (turn, number), call in state.calls.items():
+        if call.paints:  # It is a request, which is published under one id however often.
+            continue
         made = run.made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
         if made > len(call.sent):

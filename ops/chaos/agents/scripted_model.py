@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
+from shared import client
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.protocol import subjects
@@ -23,6 +25,8 @@ class ScriptedModel:
 
     def __init__(self, url: str, script: Callable[[GenerateRequest, str], str]) -> None:
         self.requests: dict[str, GenerateRequest] = {}
+        self.answered: Counter[str] = Counter()
+        """How often each request was answered."""
         self._url = url
         self._script = script
         self._loop = asyncio.new_event_loop()
@@ -74,7 +78,12 @@ class ScriptedModel:
         request = decode_request(delivery.data)
         self.requests[request_id] = request
         log = await LogWriter.open(bus, request_id, 1)
-        if not log.closed:
+        if not log.closed and request.image is not None:
+            self.answered[request_id] += 1
+            await _paint(bus, request, request_id)
+            await log.finish(OutputSummary(Usage(1, 0)), {})
+        elif not log.closed:
+            self.answered[request_id] += 1
             text = self._script(request, request_id)
             pieces = [text[i : i + 7] for i in range(0, len(text), 7)] or [""]
             for i, piece in enumerate(pieces):
@@ -83,3 +92,14 @@ class ScriptedModel:
             usage = Usage(len(str(request.messages)), len(pieces))
             await log.finish(OutputSummary(usage), {})
         await delivery.ack()
+
+
+async def _paint(bus: Bus, request: GenerateRequest, request_id: str) -> None:
+    """Write the log of an image, whose bytes are its prompt, with a preview."""
+    (output,) = request.outputs
+    log = await LogWriter.open(bus, request_id, 1, output)
+    prompt = request.prompt or ""
+    preview = await client.pin_media(bus, f"preview of {prompt}".encode())
+    await log.step(0, 1, 2, preview=preview)
+    await log.image(0, await client.pin_media(bus, prompt.encode()), (16, 16), 0)
+    await log.end(OutputSummary())

@@ -44,7 +44,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend import approvals, response_stream, responses
 from workers.gateway.http.auth import ANONYMOUS, Caller
 from workers.gateway.http.errors import ApprovalUsed, StoreFull
-from workers.gateway.routes.responses import _without_images
+from workers.gateway.openai.response_object import without_images
 
 BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi", "msg_1")], {})
 
@@ -89,6 +89,18 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
         with pytest.raises(StoreFull):
             await responses.check_room(app, tenant)
         await responses.delete_response(app, log)
+
+
+async def test_what_a_client_has_named_is_given_to_agents_behind_its_first_step(bus: Bus) -> None:
+    """An agent drops a task without a step, and the broker a second task under the same name."""
+    barred = new_name()
+    await StepLog(bus, "", barred).append(ended("cancelled"))
+    _, before = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    with pytest.raises(ApprovalUsed):
+        await responses.begin(app_of(bus), BEGUN, barred, is_named=True)
+    await responses.begin(app_of(bus), BEGUN, new_name(), is_named=True)
+    _, after = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    assert after == before + 1
 
 
 async def test_long_conversations_are_refused_and_take_memory_of_bodies(bus: Bus) -> None:
@@ -207,6 +219,6 @@ def test_images_of_results_are_left_out_as_those_of_messages() -> None:
     image = InputImagePart("data:image/png;base64,AAAA")
     parts: list[InputTextPart | InputImagePart | InputFilePart] = [InputTextPart("a"), image]
     for item in (MessageItem("user", [*parts]), FunctionOutputItem("call_1", parts)):
-        shown = to_json(_without_images(item))
+        shown = to_json(without_images(item))
         assert b"base64" not in shown
         assert b"input_image" in shown

@@ -11,11 +11,25 @@ from shared.bus.bus import Bus
 from shared.protocol.items import ListedTool, MessageItem
 from shared.protocol.records import Usage
 from shared.protocol.requests import FunctionCall
-from shared.protocol.steps import Answered, Asked, Begun, Choice, Ended, Listed, ServerUse, Step
+from shared.protocol.steps import (
+    GIVEN_TURN,
+    Answered,
+    Asked,
+    Begun,
+    Choice,
+    Ended,
+    Listed,
+    PaintTool,
+    Result,
+    Sending,
+    ServerUse,
+    Step,
+)
 from shared.state.step_log import StepLog, open_log
 from tests.cluster.conftest import Cluster
-from tests.gateway.conftest import start_gateway_at
+from tests.gateway.conftest import Gateway, start_gateway_at
 from tests.gateway.routes.conftest import CONTRAST, needs_browser, visit
+from tests.gateway.routes.test_chat import star_url
 
 pytestmark = needs_browser
 CALC = {"type": "mcp", "server_label": "calc"}
@@ -94,3 +108,26 @@ async def test_a_person_decides_on_the_calls_of_a_response(
         assert told == []
     finally:
         gateway.stop()
+
+
+async def test_an_image_of_a_response_is_shown(window: Browser, gateway: Gateway, bus: Bus) -> None:
+    now_s, png = int(bus.now_ms() / 1000), star_url().partition(",")[2]
+    painter = PaintTool("demo", "image", "16x16", prompt="a star")
+    steps: list[Step] = [
+        Begun(0, now_s, "demo", "", [MessageItem("user", "a star", "msg_1")], {}, painter=painter),
+        Sending(0, GIVEN_TURN, 0, 0, "k", "d", "b", may_repeat=True),
+        Result(0, GIVEN_TURN, 0, "result", png),
+        Ended(0, "completed", now_s),
+    ]
+    log = StepLog(bus, "", f"resp_{secrets.token_hex(8)}")
+    for step in steps:
+        await log.append(step)
+    visit(window, gateway.url)
+    window.open(f"{gateway.url}/page/response.html")
+    window.type("#id", log.response_id)
+    window.click("#show")
+    window.wait("document.querySelector('.response img')?.naturalWidth > 1")
+    shown = window.text("#responses")
+    assert "Image" in shown
+    assert "a star" in shown
+    assert window.console_errors() == []

@@ -176,6 +176,13 @@ async def test_functions_are_called_and_their_results_are_used(client: AsyncOpen
         model="demo", input=items, max_output_tokens=8, store=False, temperature=0
     )
     assert alone.output_text
+    # It is not stored, and a broken stream of it goes on all the same.
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(alone.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list(alone.id)
+    shown = [event async for event in await client.responses.retrieve(alone.id, stream=True)]
+    assert getattr(shown[-1], "response", None) == alone
     choice: Any = {
         "type": "allowed_tools",
         "mode": "required",

@@ -1,18 +1,22 @@
 """Responses followed to their end: events, from the log of steps and the logs of the turns."""
 
+import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from shared import client
 from shared.errors import LogTruncated, NotFound
-from shared.protocol.records import Failure, Finish, TokenChunk
-from shared.protocol.steps import Answered, Asked, Ended, Step, turn_id
+from shared.protocol.records import Failure, Finish, StepState, TokenChunk
+from shared.protocol.steps import Answered, Asked, Ended, Sending, Step, painting_id, turn_id
+from shared.responses.calls import ServerCall
 from shared.state.step_log import StepLog, open_log
-from shared.state.token_log import last_record
+from shared.state.token_log import last_of_output, last_record
 from workers.gateway.app import AppContext
 from workers.gateway.backend.responses import end_if_late, load_token_bytes
 from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.openai.response_events import ResponseEvents
 from workers.gateway.schemas.responses import ResponseEvent
+
+GONE = "the events of this response are not stored any more"
 
 
 async def wait_for_end(context: AppContext, log: StepLog) -> None:
@@ -70,8 +74,48 @@ async def events_of(
                 await context.token_bytes.load(begun.model, token_ids_to_decode(record), tenant)
                 for event in made.token(record):
                     yield event
+        async for shown in _previews(context, log, made, step):
+            yield shown
         if isinstance(step, Ended):
             return
+
+
+async def _previews(
+    context: AppContext, log: StepLog, made: ResponseEvents, step: Step
+) -> AsyncIterator[ResponseEvent]:
+    """Yield the previews of an image whose request is published from this step on."""
+    begun = made.state.begun
+    if begun is None or begun.painter is None or not isinstance(step, Sending):
+        return
+    call, number = made.state.calls[step.turn, step.call], 0
+    if not call.paints or not begun.painter.partial_images:
+        return
+    async for url in _preview_urls(context, log, call, begun.painter.output):
+        file = await client.find_media(context.bus, url, log.tenant)
+        if file is None:
+            raise LogTruncated(GONE)
+        yield made.preview(call, number, base64.b64encode(file).decode())
+        number += 1
+
+
+async def _preview_urls(
+    context: AppContext, log: StepLog, call: ServerCall, output: str
+) -> AsyncIterator[str]:
+    """Yield where the previews of an image are; none for one whose request was not published."""
+    bus, name = context.bus, painting_id(log.response_id, call.turn, call.number)
+
+    async def is_void() -> bool:
+        now = (await _open_again(context, log)).state
+        if now.ended is not None and not _is_recent(context, now.ended):
+            raise LogTruncated(GONE)
+        return now.ended is not None or not now.calls[call.turn, call.number].is_pending
+
+    if await last_of_output(bus, name, output) is None and await is_void():
+        return
+    limit_s = context.config.delivery.max_timeout_s
+    async for record in client.follow_output(bus, name, output, timeout_s=limit_s, is_void=is_void):
+        if isinstance(record, StepState) and record.preview:
+            yield record.preview
 
 
 async def _all_steps(
@@ -93,7 +137,7 @@ async def _turn_records(
     """
     bus, name = context.bus, turn_id(log.response_id, asked.turn)
     if known and await last_record(bus, name) is None and not _may_be_void(context, log, asked):
-        raise LogTruncated("the events of this response are not stored any more")
+        raise LogTruncated(GONE)
 
     async def is_void() -> bool:
         return _has_left_out(await _open_again(context, log), asked)
@@ -115,6 +159,10 @@ def _has_left_out(log: StepLog, asked: Asked) -> bool:
 
 def _may_be_void(context: AppContext, log: StepLog, asked: Asked) -> bool:
     """Return whether a turn without records has never had any: they are not stored for ever."""
-    ended, age_s = log.state.ended, context.config.delivery.token_log_age_s
-    is_recent = ended is not None and context.now_s < ended.ended_s + age_s
-    return is_recent and _has_left_out(log, asked)
+    ended = log.state.ended
+    return ended is not None and _is_recent(context, ended) and _has_left_out(log, asked)
+
+
+def _is_recent(context: AppContext, ended: Ended) -> bool:
+    """Return whether the token logs of a response are still stored that has ended so."""
+    return context.now_s < ended.ended_s + context.config.delivery.token_log_age_s

@@ -24,7 +24,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.items import Item
 from shared.protocol.records import error_info
 from shared.protocol.requests import GenerateRequest
-from shared.protocol.steps import Begun, Ended, ResponseTask, turn_id
+from shared.protocol.steps import Begun, Ended, ResponseTask, painting_id, turn_id
 from shared.state.log_reader import GRACE_S
 from shared.state.step_log import StepLog, open_conversation, open_log
 from workers.gateway.app import AppContext
@@ -53,8 +53,14 @@ def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
     return f"resp_{hashlib.sha256(f'response:{tenant}:{name}'.encode()).hexdigest()}", True
 
 
-async def find_response(context: AppContext, caller: Caller, response_id: str) -> StepLog:
-    """Return the log of a response. Raises NotFound, also for one of another tenant."""
+async def find_response(
+    context: AppContext, caller: Caller, response_id: str, *, also_unstored: bool = False
+) -> StepLog:
+    """Return the log of a response.
+
+    Raises NotFound, also for one of another tenant, and for one that has ended and is not to be
+    stored, unless these are wanted as well.
+    """
     missing = NotFound(f"there is no response {response_id!r}, or it is deleted", field="id")
     if not names.is_request_id(response_id):
         raise missing
@@ -62,6 +68,8 @@ async def find_response(context: AppContext, caller: Caller, response_id: str) -
     if log.state.begun is None:
         raise missing
     await end_if_late(context, log)
+    if log.state.ended is not None and not (also_unstored or log.state.begun.store):
+        raise missing
     return log
 
 
@@ -138,13 +146,35 @@ async def begin(
     """Store the first step of a response, and give it to the agents and its `first` turn to the
     model, all at the same time.
 
-    An agent that is faster waits for the step. Raises ReusedId when a response of this name has
-    another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
+    An agent that is faster waits for the step, but not for ever. A client may send what it has
+    named again after a death of this gateway, and the broker takes the second task for the first
+    one; so agents get such a response behind its step. Raises ReusedId when a response of this name
+    has another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
     """
     log = StepLog(context.bus, begun.tenant, response_id)
+    if is_named:
+        await _append_first(context, log, begun, is_named=True)
+        await publish_task(context.bus, begun, response_id)
+        return log
     giving = asyncio.create_task(publish_task(context.bus, begun, response_id))
     # Nothing waits for this: if it fails, an agent does it again, or says why not.
     asking = first and context.background.start(_publish_turn(context.bus, log, *first))
+    try:
+        await _append_first(context, log, begun, is_named=False)
+    finally:
+        (failed,) = await asyncio.gather(giving, return_exceptions=True)
+        if asking and (failed is not None or log.state.begun is None):
+            await asyncio.wait({asking})
+            # No response waits for this answer.
+            with contextlib.suppress(PagemillError):
+                await client.cancel(context.bus, turn_id(response_id, 0))
+    if failed is not None:
+        raise failed
+    return log
+
+
+async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_named: bool) -> None:
+    """Store the first step, or find it stored by an earlier request of the same name."""
     try:
         await log.append(begun)
         context.store_use.note_added(begun.tenant, log.num_bytes)
@@ -160,16 +190,6 @@ async def begin(
             ) from None
     except Overloaded:
         raise StoreFull("the store of responses is full") from None
-    finally:
-        (failed,) = await asyncio.gather(giving, return_exceptions=True)
-        if asking and (failed is not None or log.state.begun is None):
-            await asyncio.wait({asking})
-            # No response waits for this answer.
-            with contextlib.suppress(PagemillError):
-                await client.cancel(context.bus, turn_id(response_id, 0))
-    if failed is not None:
-        raise failed
-    return log
 
 
 async def _publish_turn(
@@ -222,6 +242,10 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
         turns, answers = log.state.turns, log.state.answers
         if len(turns) > len(answers):
             await client.cancel(context.bus, turn_id(log.response_id, turns[-1].turn))
+        for call in log.state.calls.values():
+            if call.paints and call.is_pending:
+                name = painting_id(log.response_id, call.turn, call.number)
+                await client.cancel(context.bus, name)
 
 
 async def delete_response(context: AppContext, log: StepLog) -> None:
@@ -230,6 +254,11 @@ async def delete_response(context: AppContext, log: StepLog) -> None:
     for asked in log.state.turns:
         name = subjects.tokens(turn_id(log.response_id, asked.turn))
         await context.bus.purge(subjects.TOKENS_STREAM, name)
+    for call in log.state.calls.values():
+        if call.paints:
+            name = painting_id(log.response_id, call.turn, call.number)
+            for subject in (subjects.tokens(name), subjects.logs_beside_text(name)):
+                await context.bus.purge(subjects.TOKENS_STREAM, subject)
     await log.delete()
     context.store_use.note_deleted(log.tenant, log.num_bytes)
 

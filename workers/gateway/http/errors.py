@@ -13,6 +13,7 @@ from shared.errors import (
     InvalidRequest,
     PagemillError,
     RequestError,
+    ToolFailure,
     Unavailable,
     UnsupportedContent,
     WorkerFailure,
@@ -234,7 +235,8 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     client = error.fault == "client"
-    message = error.message if client else _MESSAGES.get(error.code, _INTERNAL)
+    is_told = client or error.code == ToolFailure.code
+    message = error.message if is_told else _MESSAGES.get(error.code, _INTERNAL)
     # A retry with another `X-Request-Id` would be another request.
     field = error.field if client or error.code == Unavailable.code else None
     return ErrorAnswer(ErrorBody(message, kind, field, error.code))

@@ -12,7 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from shared.protocol.items import (
+    CallItem,
     FunctionCallItem,
+    ImageCallItem,
     ListToolsItem,
     McpCallItem,
     MessageItem,
@@ -22,8 +24,9 @@ from shared.protocol.items import (
     new_call_id,
 )
 from shared.protocol.records import TokenChunk
-from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Result, Step
-from shared.responses.state import ResponseState
+from shared.protocol.steps import Answered, Asked, Begun, Ended, Listed, Result, Sending, Step
+from shared.responses.calls import ServerCall
+from shared.responses.state import ResponseState, new_image_item
 from shared.responses.tools import ToolTable
 from shared.responses.turns import turn_format
 from shared.tool_calls.scanner import Call
@@ -71,6 +74,7 @@ class ResponseEvents:
         self._token_bytes = token_bytes
         self._next_number = 0
         self._open: _OpenTurn | None = None
+        self._num_given = 0
 
     def step(self, step: Step) -> list[ResponseEvent]:
         return list(self._of_step(step))
@@ -85,23 +89,31 @@ class ResponseEvents:
     def _response(self, kind: str) -> ResponseEvent:
         return self._event(kind, response=response_of(self.state, self._token_bytes))
 
+    def _without_output(self, kind: str) -> ResponseEvent:
+        """Return an event before the items, which are added by events of their own."""
+        shown = replace(response_of(self.state, self._token_bytes), output=[])
+        return self._event(kind, response=shown)
+
     # -- steps ------------------------------------------------------------------------------------
 
     def _of_step(self, step: Step) -> Iterator[ResponseEvent]:
         was_queued = self.state.num_steps == 1 and self._is_background
         self.state.apply(step)
         if was_queued and not isinstance(step, Ended):
-            yield self._response("in_progress")
+            yield self._without_output("in_progress")
+        if was_queued:
+            yield from self._begin_given()
         match step:
             case Begun():
                 yield from self._begun(step)
-            case Listed():
-                if not step.inherited:
-                    yield from self._listed(len(self.state.output) - 1)
+            case Listed(inherited=False):
+                yield from self._listed(len(self.state.output) - 1)
             case Asked():
                 self._begin_turn(step)
             case Answered():
                 yield from self._answered(step)
+            case Sending():
+                yield from self._sending(step)
             case Result():
                 yield from self._result(step)
             case Ended():
@@ -109,15 +121,21 @@ class ResponseEvents:
                 yield self._response(kind)
 
     def _begun(self, step: Begun) -> Iterator[ResponseEvent]:
-        # Items of calls that were approved before are added by events of their own.
-        empty = replace(response_of(self.state, self._token_bytes), output=[])
-        yield self._event("created", response=empty)
-        status = "queued" if step.background else "in_progress"
-        yield self._event(status, response=empty)
-        for index, item in enumerate(self.state.output):
-            yield from self._begin_call(index, item)
+        yield self._without_output("created")
+        yield self._without_output("queued" if step.background else "in_progress")
+        self._num_given = len(self.state.output)
+        if not step.background:
+            yield from self._begin_given()
         if step.asks:
             self._begin_turn(self.state.turns[0])
+
+    def _begin_given(self) -> Iterator[ResponseEvent]:
+        """Yield the events of the calls that have come with the request."""
+        for index, item in enumerate(self.state.output[: self._num_given]):
+            if isinstance(item, ImageCallItem):
+                yield from self._begin_image(index, item)
+            else:
+                yield from self._begin_call(index, item)
 
     @property
     def _is_background(self) -> bool:
@@ -138,6 +156,22 @@ class ResponseEvents:
         yield self._event("mcp_call_arguments.delta", delta=item.arguments, **place)
         yield self._event("mcp_call_arguments.done", arguments=item.arguments, **place)
 
+    def _begin_image(self, index: int, item: ImageCallItem) -> Iterator[ResponseEvent]:
+        new = replace(item, status="in_progress", revised_prompt=None)
+        yield self._added(index, new)
+        yield self._event("image_generation_call.in_progress", **_place(index, item))
+
+    def preview(self, call: ServerCall, number: int, file: str) -> ResponseEvent:
+        """Return the event of a preview, in base64, of an image that is being painted."""
+        item = self.state.output[call.position]
+        assert isinstance(item, ImageCallItem)
+        return self._event(
+            "image_generation_call.partial_image",
+            partial_image_b64=file,
+            partial_image_index=number,
+            **_place(call.position, item),
+        )
+
     def _listed(self, index: int) -> Iterator[ResponseEvent]:
         item = self.state.output[index]
         assert isinstance(item, ListToolsItem)
@@ -148,12 +182,22 @@ class ResponseEvents:
         yield self._event(f"mcp_list_tools.{ending}", **place)
         yield self._done(index, item)
 
+    def _sending(self, step: Sending) -> Iterator[ResponseEvent]:
+        call = self.state.calls[step.turn, step.call]
+        item = self.state.output[call.position]
+        if isinstance(item, ImageCallItem):
+            yield self._event("image_generation_call.generating", **_place(call.position, item))
+
     def _result(self, step: Result) -> Iterator[ResponseEvent]:
         call = self.state.calls[step.turn, step.call]
         item = self.state.output[call.position]
-        assert isinstance(item, McpCallItem)
-        ending = "completed" if step.outcome == "result" else "failed"
-        yield self._event(f"mcp_call.{ending}", output_index=call.position, item_id=item.id)
+        assert isinstance(item, McpCallItem | ImageCallItem)
+        is_done = step.outcome == "result"
+        if isinstance(item, McpCallItem):
+            ending = "completed" if is_done else "failed"
+            yield self._event(f"mcp_call.{ending}", **_place(call.position, item))
+        elif is_done:  # OpenAI has no event for an image that was not painted.
+            yield self._event("image_generation_call.completed", **_place(call.position, item))
         yield self._done(call.position, item)
         if step.ask:
             index = len(self.state.output) - 1
@@ -211,7 +255,8 @@ class ResponseEvents:
         if piece.name is not None:
             yield from self._start_call(turn, piece.index, piece.name)
         index = turn.call_indexes[piece.index]
-        if index is not None and piece.arguments:
+        tool = turn.table.tools[turn.text.calls[piece.index].name]
+        if index is not None and piece.arguments and not tool.paints:
             kind, made = self._kind_and_id(turn, piece.index)
             yield self._event(
                 f"{kind}_arguments.delta",
@@ -234,7 +279,12 @@ class ResponseEvents:
             return
         turn.call_indexes[number] = index
         _, made = self._kind_and_id(turn, number)
-        if tool.label is None or tool.listed is None:
+        if tool.paints:
+            assert begun.painter is not None
+            size = begun.painter.size
+            image = new_image_item(self.state.response_id, turn.turn, number, size)
+            yield from self._begin_image(index, image)
+        elif tool.label is None or tool.listed is None:
             call_id = new_call_id(begun.parser, self.state.response_id, turn.turn, number)
             yield self._added(index, FunctionCallItem(call_id, name, "", made, "in_progress"))
         else:
@@ -266,6 +316,9 @@ class ResponseEvents:
                         yield from self._begin_call(index, item)
                     if item.status == "incomplete":
                         yield self._done(index, item)
+                case ImageCallItem(status=status):
+                    if status == "failed":  # It was cut.
+                        yield self._done(index, item)
                 case _:
                     yield self._added(index, item)
                     yield self._done(index, item)
@@ -282,3 +335,7 @@ class ResponseEvents:
         )
         yield self._event("content_part.done", part=part, **place)
         yield self._done(index, item)
+
+
+def _place(index: int, item: CallItem) -> dict[str, Any]:
+    return {"output_index": index, "item_id": item.id}

@@ -4,7 +4,15 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from shared.protocol.items import MessageItem, OutputItem, OutputTextPart
+from shared.protocol.items import (
+    FunctionOutputItem,
+    InputImagePart,
+    Item,
+    MessageItem,
+    MessagePart,
+    OutputItem,
+    OutputTextPart,
+)
 from shared.protocol.records import ErrorInfo, TokenLogprobs
 from shared.protocol.steps import Answered
 from shared.responses.state import ResponseState
@@ -102,3 +110,18 @@ def shown_logprobs(
     token_ids: list[int], logprobs: list[TokenLogprobs] | None, token_bytes: TokenBytes
 ) -> list[TokenLogprob]:
     return list(openai_logprobs(token_ids, logprobs, token_bytes)) if logprobs else []
+
+
+def without_images(item: Item) -> Item:
+    """Return an item of an input without the images that its parts have."""
+    match item:
+        case MessageItem(content=list(parts)):
+            return replace(item, content=[_without_image(part) for part in parts])
+        case FunctionOutputItem(output=list(parts)):
+            return replace(item, output=[_without_image(part) for part in parts])
+        case _:
+            return item
+
+
+def _without_image(part: MessagePart) -> MessagePart:
+    return replace(part, image_url=None) if isinstance(part, InputImagePart) else part

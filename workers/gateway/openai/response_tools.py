@@ -7,14 +7,18 @@ from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.steps import Approval, Choice, ServerUse, ToolFilter, ToolRef
+from shared.responses.tools import PAINT
 from shared.targets import parse_target
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.responses import (
     AllowedChoice,
     FunctionChoice,
     FunctionTool,
+    ImageChoice,
+    ImageTool,
     McpChoice,
     McpTool,
+    NamedChoice,
     ResponseFields,
 )
 
@@ -23,6 +27,8 @@ def functions_of(request: ResponseFields) -> list[Tool]:
     """Return the functions of the client. Raises InvalidRequest for a name that is used twice."""
     found: list[Tool] = []
     for i, tool in enumerate(request.tools or []):
+        if isinstance(tool, FunctionTool) and tool.name == PAINT and has_painter(request):
+            raise InvalidRequest(f"there are two tools {PAINT!r}", field=f"tools[{i}].name")
         if isinstance(tool, FunctionTool):
             if any(tool.name == other.function.name for other in found):
                 raise InvalidRequest(f"there are two tools {tool.name!r}", field=f"tools[{i}].name")
@@ -31,6 +37,10 @@ def functions_of(request: ResponseFields) -> list[Tool]:
             )
             found.append(Tool(definition))
     return found
+
+
+def has_painter(request: ResponseFields) -> bool:
+    return any(isinstance(tool, ImageTool) for tool in request.tools or [])
 
 
 def servers_of(request: ResponseFields, config: AgentConfig) -> list[ServerUse]:
@@ -109,7 +119,7 @@ def choice_of(request: ResponseFields) -> Choice:
     if choice not in (None, "none", "auto") and not request.tools:
         raise InvalidRequest("tool_choice requires tools", field="tool_choice")
     match choice:
-        case FunctionChoice() | McpChoice():
+        case FunctionChoice() | McpChoice() | ImageChoice():
             return Choice("required", [_ref_of(choice, request, "tool_choice")])
         case AllowedChoice(mode=mode, tools=allowed):
             refs = [
@@ -120,8 +130,12 @@ def choice_of(request: ResponseFields) -> Choice:
             return Choice(choice or "auto")
 
 
-def _ref_of(choice: FunctionChoice | McpChoice, request: ResponseFields, field: str) -> ToolRef:
+def _ref_of(choice: NamedChoice, request: ResponseFields, field: str) -> ToolRef:
     tools = request.tools or []
+    if isinstance(choice, ImageChoice):
+        if not has_painter(request):
+            raise InvalidRequest(f"there is no tool {PAINT!r}", field=f"{field}.type")
+        return ToolRef(PAINT)
     if isinstance(choice, FunctionChoice):
         if not any(isinstance(tool, FunctionTool) and tool.name == choice.name for tool in tools):
             raise InvalidRequest(f"there is no tool {choice.name!r}", field=f"{field}.name")

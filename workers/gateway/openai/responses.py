@@ -13,6 +13,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.items import (
     FunctionCallItem,
     FunctionOutputItem,
+    ImageCallItem,
     InputFilePart,
     InputImagePart,
     Item,
@@ -22,13 +23,15 @@ from shared.protocol.items import (
     item_id,
 )
 from shared.protocol.renderer_rpc import ModelCard
-from shared.protocol.steps import ApprovedCall, Begun
+from shared.protocol.steps import ApprovedCall, Begun, PaintTool
 from workers.gateway.http.errors import UnsupportedParameter, validation_error
 from workers.gateway.openai.response_tools import check_calls, choice_of, functions_of, servers_of
 from workers.gateway.schemas.openai_request import JsonObjectFormat
 from workers.gateway.schemas.responses import (
     FunctionChoice,
     FunctionTool,
+    ImageChoice,
+    ImageTool,
     McpChoice,
     McpTool,
     ResponseFields,
@@ -43,8 +46,8 @@ LOGPROBS = "message.output_text.logprobs"
 _UNSUPPORTED_ITEMS = (
     # No model's reasoning is told from its answer here.
     *("reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call"),
-    *("file_search_call", "code_interpreter_call", "image_generation_call", "local_shell_call"),
-    *("local_shell_call_output", "custom_tool_call", "custom_tool_call_output", "compaction"),
+    *("file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
+    *("custom_tool_call", "custom_tool_call_output", "compaction"),
     *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
 )
 
@@ -75,6 +78,9 @@ def _item_of(given: Any, field: str) -> Item:
         path = field if found.field is None else f"{field}.{found.field}"
         raise type(found)(f"{field}: {found.message}", field=path) from error
     match item:
+        case ImageCallItem():
+            # The model is told of the image, and not shown it.
+            return replace(item, result=None)
         case MessageItem(content=list(parts)):
             for i, part in enumerate(parts):
                 _check_part(part, f"{field}.content[{i}]")
@@ -118,9 +124,10 @@ class ConversationBefore(Struct, frozen=True):
 
 
 def needs_card(request: ResponseFields, items: Sequence[Item]) -> bool:
-    """Return whether the model's card is needed: the conversation has tools, or calls of some."""
+    """Return whether the card is needed of a model that writes text: the conversation has tools, or
+    calls of some."""
     return bool(request.tools) or any(
-        isinstance(item, FunctionCallItem | McpCallItem) for item in items
+        isinstance(item, FunctionCallItem | McpCallItem | ImageCallItem) for item in items
     )
 
 
@@ -132,6 +139,7 @@ def begun_of(
     before: ConversationBefore,
     card: ModelCard | None,
     config: AgentConfig,
+    painter: PaintTool | None = None,
 ) -> Begun:
     """Return the first step of a response.
 
@@ -142,7 +150,8 @@ def begun_of(
     structure = _structure_of(request)
     choice, functions = choice_of(request), functions_of(request)
     servers = servers_of(request, config)
-    if request.tools and choice.mode != "none":
+    writes_text = painter is None or painter.prompt is None
+    if request.tools and choice.mode != "none" and writes_text:
         check_calls(request, choice, card, has_format=structure is not None)
     sampling = _sampling_of(request)
     if structure is not None:
@@ -150,7 +159,7 @@ def begun_of(
     max_tool_calls = config.max_tool_calls
     if request.max_tool_calls is not None:
         max_tool_calls = min(max_tool_calls, request.max_tool_calls)
-    is_named = isinstance(request.tool_choice, FunctionChoice | McpChoice)
+    is_named = isinstance(request.tool_choice, FunctionChoice | McpChoice | ImageChoice)
     return Begun(
         0,
         created_s,
@@ -166,6 +175,7 @@ def begun_of(
         functions=functions,
         servers=servers,
         approved=before.approved,
+        painter=painter,
         choice=choice,
         parser=None if card is None else card.tool_parser,
         call_signs=None if card is None else card.call_signs,
@@ -186,7 +196,8 @@ def asks_at_once(begun: Begun) -> bool:
 
     One in the background is queued until an agent goes on with it.
     """
-    return not (begun.servers or begun.approved or begun.background or begun.truncate)
+    paints = begun.painter is not None and begun.painter.prompt is not None
+    return not (begun.servers or begun.approved or begun.background or begun.truncate or paints)
 
 
 def _structure_of(request: ResponseFields) -> dict[str, Any] | None:
@@ -233,10 +244,10 @@ def _echo_of(request: ResponseRequest) -> dict[str, Any]:
     return built
 
 
-def _shown_tool(tool: FunctionTool | McpTool) -> dict[str, Any]:
+def _shown_tool(tool: FunctionTool | McpTool | ImageTool) -> dict[str, Any]:
     """Return a tool as the response shows it, without what the request has left out."""
     shown: dict[str, Any] = msgspec.to_builtins(tool)
-    required = ("parameters", "strict") if isinstance(tool, FunctionTool) else ("headers",)
+    required = {FunctionTool: ("parameters", "strict"), McpTool: ("headers",)}.get(type(tool), ())
     return {name: it for name, it in shown.items() if it is not None or name in required}
 
 

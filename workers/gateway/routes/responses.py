@@ -16,22 +16,17 @@ from shared.errors import (
     NotFound,
     Overloaded,
     PagemillError,
+    ToolFailure,
     Unavailable,
     WorkerFailure,
 )
 from shared.protocol.encoding import to_json
-from shared.protocol.items import (
-    FunctionOutputItem,
-    InputImagePart,
-    Item,
-    ListToolsItem,
-    MessageItem,
-    MessagePart,
-)
+from shared.protocol.items import ImageCallItem, ListToolsItem, OutputItem
 from shared.protocol.renderer_rpc import TokenizeRequest
 from shared.protocol.steps import Begun
 from shared.responses.conversation import Entry, check_outputs, entries_of, messages_of
 from shared.responses.state import state_of
+from shared.responses.tools import PAINT_TOOL
 from shared.responses.turns import turn_request
 from shared.state.step_log import StepLog
 from workers.gateway.app import AppContext, Json, error_response
@@ -42,7 +37,9 @@ from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream, run_until_disconnect
-from workers.gateway.openai.response_tools import functions_of
+from workers.gateway.openai.response_images import check_writes_text, painter_of, writes_text
+from workers.gateway.openai.response_object import without_images
+from workers.gateway.openai.response_tools import functions_of, has_painter
 from workers.gateway.openai.responses import asks_at_once, begun_of, input_of, needs_card
 from workers.gateway.route_table import (
     ANSWER_ERRORS,
@@ -107,6 +104,7 @@ def encode_event(shown: ResponseEvent) -> bytes:
         ContextTooLong,
         Overloaded,
         errors.ApprovalUsed,
+        ToolFailure,
         errors.StoreFull,
         errors.UnknownPreviousResponse,
     ),
@@ -158,9 +156,11 @@ async def _begin(
         context, request, caller, asked.previous_response_id
     )
     check_outputs([*before.items, *items])
-    has_calls = needs_card(asked, [*before.items, *items])
-    card = await context.model_card(asked.model) if has_calls else None
-    begun = begun_of(asked, tenant, context.now_s, items, before, card, context.config.agent)
+    painter, card = painter_of(asked, items, context.pipelines), None
+    if needs_card(asked, [*before.items, *items]) and writes_text(asked.model, context.pipelines):
+        card = await context.model_card(asked.model)
+    now_s, config = context.now_s, context.config.agent
+    begun = begun_of(asked, tenant, now_s, items, before, card, config, painter)
     begun = replace(begun, input=await store_large_item_media(context, items, tenant))
     await responses.check_room(context, tenant)
     decided = await approvals.decide(context.bus, caller, items, logs, response_id)
@@ -213,9 +213,13 @@ def _leave(context: AppContext, log: StepLog) -> None:
 def _check_failure(log: StepLog) -> None:
     """Raises RequestFailed for a response that has failed before it had any output."""
     ended = log.state.ended
-    made = [item for item in log.state.output if not isinstance(item, ListToolsItem)]
-    if ended is not None and ended.error is not None and not made:
+    if ended is not None and ended.error is not None and not any(map(_is_made, log.state.output)):
         raise errors.RequestFailed(translate_error(ended.error, "response", {}), "")
+
+
+def _is_made(item: OutputItem) -> bool:
+    is_unpainted = isinstance(item, ImageCallItem) and item.result is None
+    return not (isinstance(item, ListToolsItem) or is_unpainted)
 
 
 @ROUTES.endpoint(
@@ -228,8 +232,11 @@ def _check_failure(log: StepLog) -> None:
     parameters=(STREAM, AFTER_EVENT, LAST_EVENT),
 )
 async def retrieve(context: AppContext, request: Request, caller: Caller) -> Response:
-    log = await responses.find_response(context, caller, request.path_params["id"])
-    if request.query_params.get("stream") not in ("true", "1"):
+    is_streamed = request.query_params.get("stream") in ("true", "1")
+    # A stream that has broken goes on, whether the response is stored or not.
+    response_id = request.path_params["id"]
+    log = await responses.find_response(context, caller, response_id, also_unstored=is_streamed)
+    if not is_streamed:
         return Json(await responses.show(context, log))
     after = _number(request, "starting_after", request.headers.get("last-event-id"))
     return ResponseStream(
@@ -259,7 +266,8 @@ def _number(request: Request, name: str, otherwise: str | None) -> int:
     refuses=(NotFound, Unavailable),
 )
 async def delete(context: AppContext, request: Request, caller: Caller) -> Response:
-    log = await responses.find_response(context, caller, request.path_params["id"])
+    response_id = request.path_params["id"]
+    log = await responses.find_response(context, caller, response_id, also_unstored=True)
     await responses.delete_response(context, log)
     return Json(DeletedResponse(log.response_id))
 
@@ -305,23 +313,9 @@ async def list_input_items(context: AppContext, request: Request, caller: Caller
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     if IMAGES not in query.getlist("include[]") + query.getlist("include"):
-        page = [_without_images(item) for item in page]
+        page = [without_images(item) for item in page]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return Json(ItemList(page, first, last, len(items) > limit))
-
-
-def _without_images(item: Item) -> Item:
-    match item:
-        case MessageItem(content=list(parts)):
-            return replace(item, content=[_without_image(part) for part in parts])
-        case FunctionOutputItem(output=list(parts)):
-            return replace(item, output=[_without_image(part) for part in parts])
-        case _:
-            return item
-
-
-def _without_image(part: MessagePart) -> MessagePart:
-    return replace(part, image_url=None) if isinstance(part, InputImagePart) else part
 
 
 @ROUTES.endpoint(
@@ -335,6 +329,7 @@ def _without_image(part: MessagePart) -> MessagePart:
 )
 async def count_tokens(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await context.bodies.decode(request, ResponseFields, RESPONSE_UNSUPPORTED)
+    check_writes_text(asked.model, context.pipelines)
     card = await context.model_card(asked.model)
     _, logs = await responses.find_context(context, request, caller, asked.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
@@ -342,8 +337,8 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     entries += [Entry(item) for item in items]
     messages = messages_of(asked.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and asked.tool_choice != "none"
-    tools = functions_of(asked) if shows_tools else []
-    question = TokenizeRequest(messages, tools=tools)
+    tools = [*functions_of(asked), *([PAINT_TOOL] if has_painter(asked) else [])]
+    question = TokenizeRequest(messages, tools=tools if shows_tools else [])
     with translated_errors("response", {}):
         reply = await client.tokenize(context.bus, asked.model, question, tenant=caller.tenant)
         return Json(InputTokens(errors.unwrap_reply(reply).count))

@@ -77,6 +77,31 @@ class McpTool(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp"):
     allowed_callers: None = None
 
 
+class ImageTool(Struct, frozen=True, forbid_unknown_fields=True, tag="image_generation"):
+    """The tool that paints."""
+
+    model: str | None = None
+    """A model that paints; by default that of the response."""
+    size: str | None = None
+    """One of the painting model's sizes; by default, and with `auto`, the first one."""
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    """Previews in a stream, at equal distances; by default none."""
+
+    # Only values without an effect.
+    action: Literal["auto", "generate"] | None = None
+    background: Literal["auto", "opaque"] | None = None
+    complexity: None = None
+    frame_count: None = None
+    frame_duration_ms: None = None
+    input_fidelity: None = None
+    input_image_mask: None = None
+    moderation: Literal["auto", "low"] | None = None
+    output_compression: Literal[100] | None = None
+    output_format: Literal["png"] | None = None
+    quality: Literal["auto"] | None = None
+    svg: None = None
+
+
 class FunctionChoice(Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
     name: str
 
@@ -86,17 +111,22 @@ class McpChoice(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp"):
     name: ToolName | None = None
 
 
+class ImageChoice(Struct, frozen=True, forbid_unknown_fields=True, tag="image_generation"):
+    pass
+
+
+NamedChoice = FunctionChoice | McpChoice | ImageChoice
+
+
 class AllowedChoice(Struct, frozen=True, forbid_unknown_fields=True, tag="allowed_tools"):
     """Only these tools can be called. The others stay in the prompt."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice | McpChoice], Meta(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedChoice], Meta(min_length=1, max_length=128)]
 
 
-ResponseTool = FunctionTool | McpTool
-ResponseToolChoice = (
-    Literal["none", "auto", "required"] | FunctionChoice | McpChoice | AllowedChoice
-)
+ResponseTool = FunctionTool | McpTool | ImageTool
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class ResponseFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -245,6 +275,8 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     item: Any = None
     part: Any = None
     delta: str | None = None
+    partial_image_b64: str | None = None
+    partial_image_index: int | None = None
     text: str | None = None
     name: ToolName | None = None
     arguments: str | None = None

@@ -13,6 +13,7 @@ const TITLES = {
   mcp_call: "Call",
   mcp_list_tools: "Tools",
   mcp_approval_request: "Approval",
+  image_generation_call: "Image",
 };
 const $ = (id) => document.getElementById(id);
 
@@ -84,6 +85,11 @@ class Shown {
     const shown = this.items[index];
     shown.state.textContent = (item.status ?? (item.error ? "failed" : "")).replace("_", " ");
     shown.body.textContent = textOf(item);
+    if (item.result) {
+      const image = add(shown.body, "img", "painted");
+      image.alt = item.revised_prompt ?? "";
+      image.src = `data:image/png;base64,${item.result}`;
+    }
     const waits = item.type === "mcp_approval_request" && !this.decisions.has(item.id);
     if (waits) this.askFor(item, shown.row);
   }
@@ -137,6 +143,7 @@ class Shown {
 function textOf(item) {
   if (item.type === "message") return item.content.map((part) => part.text ?? part.refusal ?? "").join("");
   if (item.type === "mcp_list_tools") return item.error ?? item.tools.map((tool) => tool.name).join(", ");
+  if (item.type === "image_generation_call" && !item.error) return item.revised_prompt ?? "";
   const error = typeof item.error === "string" ? item.error : item.error?.message ?? item.error?.content?.[0]?.text;
   return [item.arguments, item.output ?? error].filter(Boolean).join("\n");
 }

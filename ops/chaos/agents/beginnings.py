@@ -1,0 +1,118 @@
+"""Gateways that die while they begin a response: between its first step, its task and its turn.
+
+G3  a response that has begun ends once, and one that has not is none; no first turn is generated
+    twice; a client that sends its request again, under the same name, gets its response
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ops.chaos.agents.checks import AgentRun, violations
+from ops.chaos.agents.dying_gateway import STEP, TASK, TURN
+from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
+from ops.chaos.agents.system import AgentSystem
+from shared.bus.bus import Bus
+from shared.bus.connection import BROKER_DEADLINE_S
+from shared.protocol import subjects
+from shared.protocol.requests import GenerateRequest
+from shared.protocol.steps import decode_step, turn_id
+
+PATH = "/v1/responses"
+BODY = {"model": MODEL, "input": "Hello."}
+DEATH_S = 60.0
+# What a client has named is given to agents behind its first step, and they publish its first turn.
+NAMED = ({STEP}, {STEP, TASK})
+UNNAMED = (
+    *({STEP}, {TASK}, {TURN}, {STEP, TASK}, {STEP, TURN}, {TASK, TURN}),
+    {STEP, TASK, TURN},
+)
+
+
+def script(request: GenerateRequest, request_id: str) -> str:
+    return "Hello yourself."
+
+
+class _Beginning(Struct):
+    """What a gateway has left."""
+
+    parts: set[str]
+    response_id: str
+    headers: dict[str, str]
+
+    @property
+    def ends_well(self) -> bool:
+        """Whether the response completes without its client."""
+        return {STEP, TASK} <= self.parts
+
+
+class Beginnings:
+    """Kills gateways behind every part of a beginning, and checks what becomes of the responses."""
+
+    def __init__(self, folder: Path) -> None:
+        # A gateway ends what no agent has gone on with in this time, and a pause behind it.
+        self._system = AgentSystem(folder, {}, 1.0, default_timeout_s=60.0)
+        self._model: ScriptedModel
+
+    async def run(self) -> list[str]:
+        """Return all violations."""
+        self._system.broker.start()
+        self._model = ScriptedModel(self._system.broker.url, script)
+        await self._system.start()
+        self._model.start()
+        bus = await Bus.connect(self._system.broker.url, "chaos")
+        try:
+            found = await self._kill_and_check(bus, NAMED, are_named=True)
+            return found + await self._kill_and_check(bus, UNNAMED, are_named=False)
+        finally:
+            await bus.close()
+            self._model.stop()
+            self._system.kill()
+            self._system.broker.stop()
+
+    async def _kill_and_check(
+        self, bus: Bus, beginnings: Sequence[set[str]], *, are_named: bool
+    ) -> list[str]:
+        left = [await self._kill_behind(parts, is_named=are_named) for parts in beginnings]
+        await self._system.start("gateway")
+        await asyncio.sleep(BROKER_DEADLINE_S + 1)  # An agent waits so long for a first step.
+        return [text for one in left for text in await self._violations(bus, one)]
+
+    async def _kill_behind(self, parts: set[str], *, is_named: bool) -> _Beginning:
+        headers = {"idempotency-key": secrets.token_hex(8)} if is_named else {}
+        report = await self._system.start_dying_gateway(parts)
+        async with self._system.http() as http:
+            asked = asyncio.create_task(http.post(PATH, json=BODY, headers=headers))
+            async with asyncio.timeout(DEATH_S):
+                await asyncio.to_thread(self._system.processes["gateway"].wait)
+            await asyncio.gather(asked, return_exceptions=True)
+        return _Beginning(parts, report.read_text(), headers)
+
+    async def _violations(self, bus: Bus, one: _Beginning) -> list[str]:
+        name = f"{one.response_id}, {'+'.join(sorted(one.parts))}"
+        async with self._system.http() as http:
+            if one.headers:
+                again = await http.post(PATH, json=BODY, headers=one.headers)
+                told: dict[str, Any] = again.json()
+                if (told.get("id"), told.get("status")) != (one.response_id, "completed"):
+                    return [f"G3 {name}: the client that came again got {again.text}"]
+            # A stream follows a response to its end, whatever it is.
+            followed = await http.get(f"{PATH}/{one.response_id}?stream=true")
+        num_answers = self._model.answered[turn_id(one.response_id, 0)]
+        found = [f"G3 {name}: {num_answers} answers"] if num_answers > 1 else []
+        has_begun = one.headers or STEP in one.parts
+        if followed.is_success != bool(has_begun):
+            found.append(f"G3 {name}: {followed.text}")
+        stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", one.response_id))
+        steps = [step for message in stored if (step := decode_step(message.data)) is not None]
+        if has_begun:
+            must_complete = bool(one.headers) or one.ends_well
+            run = AgentRun(name, steps, {}, may_repeat=False, must_complete=must_complete)
+            found += [f"G3 {text}" for text in violations(run)]
+        elif steps:
+            found.append(f"G3 {name}: it has steps")
+        return found

@@ -1,0 +1,149 @@
+"""Responses whose model has images painted, by real agents and a scripted model."""
+
+import base64
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from tests.agent.conftest import AgentRig, call
+from tests.agent.test_mcp import mcp, respond
+
+PAINT: Any = {"type": "image_generation", "partial_images": 1}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def painted(prompt: str) -> str:
+    return base64.b64encode(prompt.encode()).decode()
+
+
+async def test_the_model_has_an_image_painted_and_is_told_of_it(
+    rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
+) -> None:
+    rig.scripts["Paint a star."] = [call("image_generation", prompt="a star"), "Here it is."]
+    events = await respond(openai_client, "Paint a star.", PAINT, stream=True)
+    shown = [event async for event in events]
+    kinds = [event.type.removeprefix("response.") for event in shown]
+    assert kinds[2:9] == [
+        "output_item.added",
+        "image_generation_call.in_progress",
+        "image_generation_call.generating",
+        "image_generation_call.partial_image",
+        "image_generation_call.completed",
+        "output_item.done",
+        "output_item.added",
+    ]
+    for event in shown:
+        EVENT.validate_json(event.model_dump_json(exclude_unset=True))
+    preview: Any = shown[5]
+    assert (preview.partial_image_b64, preview.partial_image_index) == (
+        painted("preview of a star"),
+        0,
+    )
+    whole: Response = shown[-1].response
+    image, said = whole.output
+    assert image.type == "image_generation_call"
+    assert (image.status, image.result, image.revised_prompt, image.size) == (
+        *("completed", painted("a star"), "a star", "16x16"),
+    )
+    assert said.type == "message"
+    # Stored, and the same at any time.
+    assert await openai_client.responses.retrieve(whole.id) == whole
+    again = await openai_client.responses.retrieve(whole.id, stream=True, starting_after=4)
+    assert [event async for event in again] == shown[5:]
+    # The model gets words, and never the image.
+    second = rig.model.requests[f"{whole.id}-t1"].messages or []
+    assert [message.role for message in second] == ["user", "assistant", "tool"]
+    assert second[2].content == "The image is painted, and the user is shown it."
+    assert rig.model.answered[f"{whole.id}-i1-0"] == 1
+    # The item is an input item as well.
+    followed = await respond(
+        openai_client,
+        [
+            {"role": "user", "content": "Paint."},
+            image.model_dump(),
+            {"role": "user", "content": "?"},
+        ],
+    )
+    sent = rig.model.requests[f"{followed.id}-t0"].messages or []
+    assert [message.role for message in sent] == ["user", "assistant", "tool", "user"]
+    await openai_client.responses.delete(whole.id)
+    left = await agent_bus.subjects_of(subjects.TOKENS_STREAM, "pm.>")
+    assert not [subject for subject in left if whole.id in subject]
+
+
+async def test_images_count_as_calls_and_stand_beside_those_of_servers(
+    rig: AgentRig, openai_client: AsyncOpenAI
+) -> None:
+    both = call("image_generation", prompt="a cat") + call("free__add", a=1, b=2)
+    rig.scripts["Do both."] = [both + call("image_generation", prompt="a dog"), "Done."]
+    made = await respond(openai_client, "Do both.", PAINT, mcp(), max_tool_calls=2)
+    first, added, second = made.output[1:4]
+    assert (first.result, added.output) == (painted("a cat"), "3")
+    assert (second.status, second.result) == ("failed", None)
+    assert "max_tool_calls" in second.error.message
+    assert f"{made.id}-i1-2" not in rig.model.answered
+
+    rig.scripts["Paint nothing."] = [call("image_generation", size="big"), "Done."]
+    made = await respond(openai_client, "Paint nothing.", PAINT)
+    assert (made.status, made.output[0].status) == ("completed", "failed")
+    assert "no prompt" in made.output[0].error.message
+
+
+@pytest.mark.parametrize("choice", [True, False])
+async def test_only_the_tool_that_paints_may_be_called(
+    rig: AgentRig, openai_client: AsyncOpenAI, *, choice: bool
+) -> None:
+    rig.scripts["Choose."] = [call("image_generation", prompt="a fox"), "Done."]
+    paint: Any = {"type": "image_generation"}
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [paint]}
+    function: Any = {"type": "function", "name": "add", "parameters": {}, "strict": False}
+    made = await openai_client.responses.create(
+        model="scripted",
+        input="Choose.",
+        tools=[function, paint],
+        tool_choice=paint if choice else allowed,
+    )
+    assert made.output[0].type == "image_generation_call"
+    sampling = rig.model.requests[f"{made.id}-t0"].sampling_params
+    assert "image_generation" in str(sampling)
+    assert '"add"' not in str(sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "field"),
+    [
+        ({"tools": [PAINT, PAINT]}, "invalid_request", "tools[1].type"),
+        ({"tools": [PAINT | {"size": "1x1"}]}, "invalid_request", "tools[0].size"),
+        ({"tools": [PAINT | {"model": "none"}]}, "unsupported_parameter", "tools[0].model"),
+        (
+            {"tools": [PAINT | {"output_format": "webp"}]},
+            "invalid_request",
+            "tools[0].output_format",
+        ),
+        (
+            {"tools": [PAINT, {"type": "function", "name": "image_generation"}]},
+            "invalid_request",
+            "tools[1].name",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "name": "add"}],
+                "tool_choice": {"type": "image_generation"},
+            },
+            "invalid_request",
+            "tool_choice.type",
+        ),
+    ],
+)
+async def test_what_cannot_be_painted_is_refused(
+    openai_client: AsyncOpenAI, changes: Any, code: str, field: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        await openai_client.responses.create(model="scripted", input="Paint.", **changes)
+    assert (refused.value.code, refused.value.param) == (code, field)

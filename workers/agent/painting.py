@@ -1,0 +1,103 @@
+"""Images of a response: each is an ordinary request, whose id tells the call that it is of."""
+
+import asyncio
+import base64
+import hashlib
+import secrets
+from collections.abc import AsyncIterator
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.errors import PayloadTooLarge, WorkerFailure
+from shared.protocol.images import ImageParams
+from shared.protocol.records import ErrorInfo, Failure, ImageRecord, LogRecord, error_info
+from shared.protocol.requests import GenerateRequest
+from shared.protocol.steps import PaintTool, Result, Sending, painting_id
+from shared.responses.calls import ServerCall
+from shared.responses.tools import prompt_of
+from shared.state.step_log import StepLog
+from shared.state.token_log import last_record
+
+HEAD_BYTES = 4096
+"""Room in a message for what is stored beside an image."""
+NO_PROMPT = "not painted: the arguments have no prompt"
+
+
+class Painter:
+    """Has the images of one response painted."""
+
+    def __init__(self, bus: Bus, log: StepLog, timeout_s: float) -> None:
+        """`timeout_s` is that of requests."""
+        self._bus = bus
+        self._log = log
+        self._timeout_s = timeout_s
+
+    async def paint(self, call: ServerCall) -> Result | ErrorInfo:
+        """Return the image of a call, or why there is none.
+
+        Nothing is painted twice: whoever does this again finds the log of the same request. An
+        error ends the response that has nothing but this image. Raises Fenced.
+        """
+        begun = self._log.state.begun
+        assert begun is not None
+        assert begun.painter is not None
+        prompt, tool = prompt_of(call.arguments), begun.painter
+        if prompt is None:
+            return _failed(call, NO_PROMPT)
+        name = painting_id(self._log.response_id, call.turn, call.number)
+        if not call.sent:
+            digest = hashlib.sha256(call.arguments.encode()).hexdigest()
+            by = secrets.token_hex(8)
+            sending = Sending(0, call.turn, call.number, 0, name, digest, by, may_repeat=True)
+            await self._log.append(sending)
+        request = GenerateRequest(
+            tool.model,
+            prompt=prompt,
+            image=ImageParams(tool.size, 1, partial_images=tool.partial_images or None),
+            outputs=[tool.output],
+            lane=begun.lane,
+        )
+        try:
+            error = await self._await_end(request, name)
+            made = error or await self._image(name, tool)
+        except asyncio.CancelledError:
+            # Another agent that has taken the response over waits for the same image.
+            if self._log.state.ended is not None:
+                await client.cancel(self._bus, name)
+            raise
+        if isinstance(made, str):
+            return Result(0, call.turn, call.number, "result", made)
+        return made if tool.prompt is not None else _failed(call, made.message, made.code)
+
+    async def _await_end(self, request: GenerateRequest, name: str) -> ErrorInfo | None:
+        """Return the error with which the request has ended, if it has one."""
+        records: AsyncIterator[LogRecord]
+        if await last_record(self._bus, name) is not None:
+            records = client.follow(self._bus, name, timeout_s=self._timeout_s)
+        else:
+            records = client.ask(self._bus, request, name, self._log.tenant)
+        async for record in records:
+            if isinstance(record, Failure):
+                return record.error
+        return None
+
+    async def _image(self, name: str, tool: PaintTool) -> str | ErrorInfo:
+        """Return the image in base64. Raises Unavailable if the file is not stored any more."""
+        records = client.follow_output(self._bus, name, tool.output, timeout_s=self._timeout_s)
+        images = [record async for record in records if isinstance(record, ImageRecord)]
+        if not images:
+            return error_info(WorkerFailure("the request has ended without its image"))
+        file = await client.read_media(self._bus, images[0].media, self._log.tenant)
+        made = await asyncio.to_thread(base64.b64encode, file)
+        limit = self._bus.max_payload - HEAD_BYTES
+        if len(made) > limit:
+            message = f"the image has {len(made)} bytes in base64, and a step at most {limit}"
+            return error_info(PayloadTooLarge(message))
+        return made.decode()
+
+
+def _failed(call: ServerCall, message: str, code: str | None = None) -> Result:
+    error = {"type": "image_generation_error", "message": message}
+    if code is not None:
+        error["code"] = code
+    return Result(0, call.turn, call.number, "failed", error=error)
