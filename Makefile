@@ -165,6 +165,7 @@ chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run omni
 	$(BIN)/python -m ops.chaos run leaders
 	$(BIN)/python -m ops.chaos run rolling
+	$(BIN)/python -m ops.chaos run shipped
 
 chaos-matrix: .venv/dev  ## every cell of the fault matrix, three seeds; needs root; an hour
 	$(BIN)/python -m ops.chaos.matrix --seed 1 --seed 2 --seed 3

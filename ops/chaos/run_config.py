@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from ops.chaos.checks.recorded_run import Bounds
+from ops.chaos.clients.http_exchange import api_key
 from ops.chaos.fake_model import MAX_MODEL_LEN
 from ops.chaos.plan import (
     AUDIO,
@@ -20,6 +21,7 @@ from ops.chaos.plan import (
     Settings,
     painted_sizes,
 )
+from workers.gateway.http import auth
 
 EMBEDDINGS_TTL_S = 10.0
 VOICE = ROOT / "ops" / "demo_voice"
@@ -50,7 +52,10 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 "stages": _speech_stages(settings) | _image_stages(settings),
             }
         },
-        "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
+        "nats": {
+            "replicas": 3 if settings.brokers >= 3 else 1,
+            "keys": str(keys_folder(folder)) if settings.tenants else None,
+        },
         "delivery": delivery,
         "blobs": {
             "inline_kib": settings.inline_kib,
@@ -60,7 +65,13 @@ def write_config(settings: Settings, folder: Path) -> Path:
         "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
         # Each step is stored, so that a death may fall between any two.
         "generator": {"threads": 1, "checkpoint_s": 0},
-        "gateway": {"page": False},
+        "gateway": {
+            "page": False,
+            "api_keys": [
+                {"name": tenant, "sha256": auth.digest(api_key(tenant))}
+                for tenant in settings.tenants
+            ],
+        },
         "engine": {
             "threads": 1,
             "num_blocks": settings.num_blocks,
@@ -73,6 +84,11 @@ def write_config(settings: Settings, folder: Path) -> Path:
     file = folder / "pagemill.yaml"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
     return file
+
+
+def keys_folder(folder: Path) -> Path:
+    """Return the folder of the broker's keys, in the folder of a run."""
+    return folder / "keys"
 
 
 def fake_roles(settings: Settings) -> dict[str, bool]:
