@@ -161,7 +161,7 @@ class Scenario:
             *("--settings", str(self.folder / "settings.json")),
             *("--out", str(self.folder / "clients.jsonl")),
             *self.gateways.arguments,
-            *("--keys", str(keys_folder(self.folder))),
+            *(("--keys", str(keys_folder(self.folder))) if s.tenants else ()),
         ]
         commands[ACTUATOR] = [
             *(sys.executable, "-m", "ops.chaos.processes.actuator", "--nats", url),

@@ -43,7 +43,6 @@ from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import LogRecord
 from shared.state.token_log import is_final
 from shared.telemetry import logs
-from workers.cli.keyring import Keyring
 
 # A client gives up this long after the deadline; the checker reports the missing end.
 PATIENCE_S = 20.0
@@ -59,17 +58,16 @@ class LoadClients:
     """All clients of a run."""
 
     def __init__(
-        self, url: str, gateways: list[str], settings: Settings, file: Path, keys: Path
+        self, url: str, gateways: list[str], settings: Settings, file: Path, keys: Path | None
     ) -> None:
-        """`keys` is the folder of the tenants' keys."""
-        seed = seed_file(keys, OPERATOR)
-        self._login = Login(url, OPERATOR, seed if seed.exists() else None)
+        """`keys` is the folder of the keys of a broker that asks for them."""
+        self._login = Login(url, OPERATOR, keys and seed_file(keys, OPERATOR))
         self._settings = settings
         self._ends, self._sessions, began = _read_journal(file)
         self._journal = Journal(file)
         self._http = HttpClients(gateways, self._journal, self._new_session)
         self._speeches = SpeechClients(gateways, self._journal, self._new_session)
-        self._tenants = TenantClients(url, Keyring(keys), self._journal, self._new_session)
+        self._tenants = TenantClients(url, keys, self._journal, self._new_session)
         self._peeking = Peeking(gateways, settings.tenants, self._journal)
         self._next_index = 0
         self._began = began or now()
@@ -239,7 +237,7 @@ def main(
     settings: Path,
     out: Path,
     nats: Annotated[str, Parameter(name="--nats")],
-    keys: Path,
+    keys: Path | None = None,
     gateway: list[str] | None = None,
 ) -> int:
     """Run the clients of a run until all of their requests have ended."""

@@ -65,20 +65,23 @@ class TenantClients:
     """The clients of all tenants: one connection each, which also listens to all that it may."""
 
     def __init__(
-        self, url: str, keyring: Keyring, journal: Journal, session_of: Callable[[str], int]
+        self, url: str, keys: Path | None, journal: Journal, session_of: Callable[[str], int]
     ) -> None:
-        """`session_of` returns the number of a new session of a request."""
+        """`keys` is the folder of `pagemill keys`.
+
+        `session_of` returns the number of a new session of a request.
+        """
         self._url = url
-        self._keyring = keyring
+        self._keys = keys
         self._journal = journal
         self._session_of = session_of
         self._connections: dict[str, Client] = {}
 
     async def connect(self, tenants: tuple[str, ...]) -> None:
         for tenant in tenants:
-            self._connections[tenant] = nc = await _connect(
-                self._url, self._keyring.file_of_tenant(tenant)
-            )
+            assert self._keys is not None
+            seed = Keyring(self._keys).file_of_tenant(tenant)
+            self._connections[tenant] = nc = await _connect(self._url, seed)
             await nc.subscribe("pm.tokens.>", cb=self._listener(tenant))
 
     def _listener(self, tenant: str) -> Callable[[Msg], Awaitable[None]]:
