@@ -48,9 +48,13 @@ def _key(tenant: str) -> str:
     return f"pm-flood-{tenant}"
 
 
-def config(port: int) -> dict[str, Any]:
+def config(port: int, max_concurrent: int | None) -> dict[str, Any]:
     keys = [
-        {"name": tenant, "sha256": hashlib.sha256(_key(tenant).encode()).hexdigest()}
+        {
+            "name": tenant,
+            "sha256": hashlib.sha256(_key(tenant).encode()).hexdigest(),
+            "max_concurrent": max_concurrent,
+        }
         for tenant in (STEADY, FLOODING)
     ]
     return {
@@ -66,15 +70,15 @@ def _body(content: object, max_tokens: int, **more: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, **more}
 
 
-def _large_images(rng: random.Random) -> list[str]:
+def _large_images(rng: random.Random) -> list[bytes]:
     """Images of noise, which compress badly."""
-    urls = []
+    files = []
     for _ in range(4):
         pixels = np.frombuffer(rng.randbytes(SIDE * SIDE * 3), np.uint8).reshape(SIDE, SIDE, 3)
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "JPEG", quality=60)
-        urls.append(file.getvalue())
-    return [base64.b64encode(url).decode() for url in urls]
+        files.append(file.getvalue())
+    return files
 
 
 class Tenants:
@@ -129,7 +133,8 @@ class Tenants:
     def _flood_body(self, kind: str) -> dict[str, Any]:
         unique = str(self._rng.randrange(2**60))
         if kind == "image":
-            data = self._rng.choice(self._images) + base64.b64encode(unique.encode()).decode()
+            # Bytes behind the end of an image make another file of it.
+            data = base64.b64encode(self._rng.choice(self._images) + unique.encode()).decode()
             url = {"url": f"data:image/jpeg;base64,{data}"}
             parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": unique}]
             return _body(parts, 16)
@@ -189,12 +194,13 @@ def main() -> int:
     parser.add_argument("--phase", type=float, default=20.0, help="seconds of a phase")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kind", action="append", choices=KINDS, help="only these requests")
+    parser.add_argument("--max-concurrent", type=int, help="limit of each key, in the gateway")
     asked = parser.parse_args()
     logs.configure_logging("error", role="flood")
     kinds = tuple(asked.kind or KINDS)
     with (
         tempfile.TemporaryDirectory(prefix="pagemill-flood-") as name,
-        serving(Path(name), config(free_port())) as url,
+        serving(Path(name), config(free_port(), asked.max_concurrent)) as url,
     ):
         uvloop.run(_measure(url, asked.rate, asked.phase, asked.rounds, kinds))
     return 0
