@@ -14,7 +14,7 @@ from workers.coordinator.token_rates import TokenRates
 
 # Each admission adds one request, so two are enough to keep up with those that have ended.
 LOOKED_AT, LOOKED_AT_BEFORE_REFUSAL = 2, 64
-# Of a tenant; the reservations of older ones stay as they are.
+# Each tenant has so many open requests at most; older ones keep their reservations.
 MAX_OPEN = 10_000
 # What these requests have written before is not known: they keep their reservation.
 _PARTLY_DONE = ("cancelled", "deadline_exceeded")
