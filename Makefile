@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour docs screenshots clean
+.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -152,6 +152,12 @@ interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP 
 	$(BIN)/python -m ops.interop --peers $(PEERS)
 	$(BIN)/python -m ops.interop.responses
 
+leaks: .venv/dev  ## 10,000 requests of all kinds, after which each role has the memory of before; 5 minutes
+	$(BIN)/python -m ops.leaks
+
+flood: .venv/dev  ## a tenant's p95 beside another one that floods; 4 minutes
+	$(BIN)/python -m ops.flood
+
 chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
@@ -175,6 +181,7 @@ chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run omni
 	$(BIN)/python -m ops.chaos run leaders
 	$(BIN)/python -m ops.chaos run rolling
+	$(BIN)/python -m ops.chaos run shipped
 
 chaos-matrix: .venv/dev  ## every cell of the fault matrix, three seeds; needs root; an hour
 	$(BIN)/python -m ops.chaos.matrix --seed 1 --seed 2 --seed 3

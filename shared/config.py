@@ -140,6 +140,9 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Time for which a record of the audit log is stored."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
+    tokens_per_minute: dict[str, Positive] = {}
+    """Limits on the tokens of tenants, prompts included, by the tenant's name; by default none.
+    Each coordinator counts those of the requests that it admits."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"

@@ -56,7 +56,7 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
             paints = changes.output is not None and changes.output.kind == IMAGE_KIND
             kind = ImageParams if paints else SamplingParams
             _convert(changes.sampling_defaults, kind, key, overrides, source)
-    for check in (_faults_of_models, _faults_of_sections, _faults_of_gateway):
+    for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)
             raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
@@ -187,6 +187,12 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
                 ip_network(network)
             except ValueError as error:
                 yield Fault(key, str(error))
+
+
+def _faults_of_tenants(config: Config) -> Iterator[Fault]:
+    for name in config.delivery.tokens_per_minute:
+        if not is_name(name):
+            yield Fault("delivery.tokens_per_minute", f"{name!r} {NAME_RULE}")
 
 
 def _faults_of_gateway(config: Config) -> Iterator[Fault]:

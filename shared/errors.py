@@ -17,6 +17,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── MMCacheMiss         an item that is named by its hash alone is not cached
 │   ├── ContextTooLong      prompt and answer do not fit into the model's context
 │   ├── PayloadTooLarge     a message is over the broker's limit
+│   ├── TokenRateExceeded   the tenant has used its tokens of this minute; its client may try again
 │   └── Cancelled           the client has cancelled the request
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
@@ -58,7 +59,7 @@ class PagemillError(Exception):
     fault: ClassVar[Fault] = "server"
     retryable: ClassVar[bool] = False
     """Whether another attempt may succeed."""
-    retry_after_s: ClassVar[float | None] = None
+    retry_after_s: float | None = None
     """Delay after which a client may try again."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -122,6 +123,15 @@ class ContextTooLong(RequestError):
 
 class PayloadTooLarge(RequestError):
     code = "payload_too_large"
+
+
+class TokenRateExceeded(RequestError):
+    code = "token_rate_exceeded"
+    retryable = True
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = wait_s
 
 
 class Cancelled(RequestError):

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -83,7 +83,6 @@ def vllm(
 @contextlib.contextmanager
 def pagemill(folder: Path, path: str) -> Iterator[str]:
     """Run Pagemill; yield the URL of its gateway."""
-    config, log = folder / "pagemill.yaml", folder / "pagemill.log"
     model = {"path": path, "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     tree = {
         "models": {MODEL: model | {"hash_model_id": path}},
@@ -91,7 +90,15 @@ def pagemill(folder: Path, path: str) -> Iterator[str]:
         "nats": {"port": 0, "store_dir": str(folder / "nats")},
         "gateway": {"port": 0},
     }
-    config.write_text(yaml.safe_dump(tree))
+    with serving(folder, tree) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(folder: Path, tree: Mapping[str, object]) -> Iterator[str]:
+    """Run `pagemill up` with a configuration, in a folder; yield the URL of its gateway."""
+    config, log = folder / "pagemill.yaml", folder / "pagemill.log"
+    config.write_text(yaml.safe_dump(dict(tree)))
     command = [sys.executable, "-m", "workers", "up", "--config", str(config)]
     variables = os.environ | {"PYTHONPATH": str(_ROOT), "COLUMNS": "400"}
     with _process(command, folder, log, variables) as process:

@@ -14,6 +14,7 @@ from nats.js.errors import NotFoundError
 
 from ops.chaos.history import now
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.protocol import subjects
 from shared.protocol.messages import DeadLetter, Heartbeat
 from shared.protocol.pipeline import ENDS
@@ -62,7 +63,13 @@ class Store:
             # Lost connections are expected, because runs kill the broker.
             pass
 
-        nc = await nats.connect(url.split(","), max_reconnect_attempts=-1, error_cb=report)
+        seed = Login.of_operator(url).seed_file
+        nc = await nats.connect(
+            url.split(","),
+            max_reconnect_attempts=-1,
+            error_cb=report,
+            nkeys_seed=None if seed is None else str(seed),
+        )
         return cls(nc, await Bus.connect(url, "chaos-dump", 30.0))
 
     async def close(self) -> None:
@@ -129,7 +136,8 @@ class Store:
         found = Logs({}, {}, {})
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
             # The logs of other outputs have a name of their own behind the request id.
-            _, _, id, *output = subject.split(".")
+            id = subjects.id_of_log(subject)
+            output = subject.removeprefix(subjects.tokens(id)).split(".")[1:]
             if output == [ENDS]:
                 found.ends[id] = _ends(data)
                 continue

@@ -24,6 +24,7 @@ from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
+from shared.protocol.names import split_id
 from shared.protocol.records import ChoiceDelta
 from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
@@ -130,7 +131,7 @@ def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> Eng
     request = planned.request
     data = msgspec.json.encode(request)
     pipelines = pipelines_of(config)
-    subject = subjects.request(request.model)
+    subject = subjects.request(request.model, split_id(planned.bus_id)[1])
     sampling = admit(subject, planned.bus_id, data, config.models, pipelines).sampling
     images = _images(request, config)
     rendered = render(request.messages, images)

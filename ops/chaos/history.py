@@ -113,6 +113,23 @@ class ImageReceived(Event, frozen=True):
     """SHA-256 of the file."""
 
 
+class Overheard(Event, frozen=True):
+    """A client that listens to all that its tenant may hear received a record of a token log."""
+
+    tenant: str
+    id: str
+    """Id of the request as its client named it."""
+    record: LogRecord
+
+
+class Peeked(Event, frozen=True):
+    """A client asked a gateway for a request of another tenant."""
+
+    tenant: str
+    id: str
+    status: int
+
+
 class SpeechNamed(Event, frozen=True):
     """A gateway said under which id it has published a speech."""
 
@@ -225,6 +242,8 @@ AnyEvent = (
     | SoundEnded
     | ImageReceived
     | SpeechNamed
+    | Overheard
+    | Peeked
     | Fault
     | Started
     | Ready

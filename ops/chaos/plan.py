@@ -5,14 +5,16 @@ import functools
 import json
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from ops.chaos import clips, fake_model
+from shared.config import DeliveryConfig
 from shared.protocol.images import ImageParams
+from shared.protocol.names import scoped_id
 from shared.protocol.requests import (
     ContentPart,
     GenerateRequest,
@@ -166,6 +168,15 @@ class Settings(Struct, frozen=True):
     mix: Mix = Mix()
     scaled: Scaled | None = None
     """Engines are a pool that an autoscaler scales, in place of `engines`."""
+    tenants: tuple[str, ...] = ()
+    """Clients are of these tenants in turn; the broker knows each worker and tenant by a key."""
+
+
+SHIPPED: dict[str, Any] = {
+    name: getattr(DeliveryConfig(), name)
+    for name in ("ack_wait_s", "max_deliver", "max_deaths", "max_queued", "drain_s")
+}
+"""The limits with which the product comes, in place of those of `Settings`."""
 
 
 class Planned(Struct, frozen=True):
@@ -181,6 +192,7 @@ class Planned(Struct, frozen=True):
     durable: bool = False
     """The HTTP request continues when its connection is closed."""
     streamed: bool = True
+    tenant: str = ""
 
     @property
     def speaks(self) -> bool:
@@ -203,7 +215,9 @@ class Planned(Struct, frozen=True):
     @property
     def bus_id(self) -> str:
         """Id of the request on the bus, which gateways derive from the client's own."""
-        return named_request_id("chat", "", self.id) if self.http else self.id
+        if self.http:
+            return named_request_id("chat", self.tenant, self.id)
+        return scoped_id(self.id, self.tenant)
 
 
 _WORDS = [
@@ -264,6 +278,7 @@ def make_request(settings: Settings, index: int) -> Planned:
         http=harm is None and rng.random() < settings.mix.http,
         durable=rng.random() < settings.durable,
         streamed=rng.random() >= settings.mix.whole,
+        tenant=settings.tenants[index % len(settings.tenants)] if settings.tenants else "",
     )
     # Speeches have random numbers of their own: runs without any keep their requests.
     rng = random.Random(f"speech:{settings.seed}:{index}")

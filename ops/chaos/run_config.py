@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from ops.chaos.checks.recorded_run import Bounds
+from ops.chaos.clients.http_exchange import api_key
 from ops.chaos.fake_model import MAX_MODEL_LEN
 from ops.chaos.plan import (
     AUDIO,
@@ -20,6 +21,7 @@ from ops.chaos.plan import (
     Settings,
     painted_sizes,
 )
+from workers.gateway.http import auth
 
 EMBEDDINGS_TTL_S = 10.0
 DEMO_MODEL = ROOT / "ops" / "demo_model"
@@ -52,7 +54,10 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 "stages": _speech_stages(settings) | _image_stages(settings),
             }
         },
-        "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
+        "nats": {
+            "replicas": 3 if settings.brokers >= 3 else 1,
+            "keys": str(keys_folder(folder)) if settings.tenants else None,
+        },
         "delivery": delivery,
         "blobs": {
             "inline_kib": settings.inline_kib,
@@ -62,7 +67,13 @@ def write_config(settings: Settings, folder: Path) -> Path:
         "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
         # Each step is stored, so that a death may fall between any two.
         "generator": {"threads": 1, "checkpoint_s": 0},
-        "gateway": {"page": False},
+        "gateway": {
+            "page": False,
+            "api_keys": [
+                {"name": tenant, "sha256": auth.digest(api_key(tenant))}
+                for tenant in settings.tenants
+            ],
+        },
         "engine": {
             "threads": 1,
             "num_blocks": settings.num_blocks,
@@ -94,6 +105,11 @@ def _hearing_folder(folder: Path) -> Path:
     assert begin in template
     (model / "chat_template.jinja").write_text(template.replace(begin, begin + heard))
     return model
+
+
+def keys_folder(folder: Path) -> Path:
+    """Return the folder of the broker's keys, in the folder of a run."""
+    return folder / "keys"
 
 
 def fake_roles(settings: Settings) -> dict[str, bool]:

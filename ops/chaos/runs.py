@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import Mix, Scaled, Settings
+from ops.chaos.plan import SHIPPED, Mix, Scaled, Settings
 from ops.chaos.processes.nemesis import KILLS, MIXED
 
 # Answers are long enough to be interrupted by a fault; half of the requests have images.
@@ -88,6 +88,18 @@ RUNS: dict[str, Settings] = {
         renderers=1,
     ),
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
+    # With the limits, keys and tenants of a real deployment. Deaths come seldom enough that hardly
+    # any request is in hand at two of them.
+    "shipped": Settings(
+        requests=400,
+        rate=6.0,
+        gateways=2,
+        tenants=("acme", "globex"),
+        fault_every_s=4.0,
+        faults=KILLS | {"kill:gateway": 1.5},
+        mix=Mix(http=0.5, whole=0.3, images=0.1),
+        **SHIPPED,
+    ),
     # All requests at once to a pool at zero, which has to grow to four engines and go back.
     "scale": Settings(
         requests=500,

@@ -21,10 +21,10 @@ from ops.chaos.history import FinalState, Journal, read_events
 from ops.chaos.plan import AUDIO, MODEL, PAINTED, PAINTER, TALKER, VOCODER, Settings, make_requests
 from ops.chaos.processes import nemesis
 from ops.chaos.processes.cluster import Cluster
-from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
-from ops.chaos.processes.pool import ACTUATOR, LOAD, OneBroker, Pool, worker_command
+from ops.chaos.processes.gateways import Gateways, key_by_plan_id, letters_by_plan_id, plan_ids
+from ops.chaos.processes.pool import ACTUATOR, LOAD, Brokers, OneBroker, Pool, worker_command
 from ops.chaos.processes.scaled_engines import ScaledEngines
-from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, write_config
+from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, keys_folder, write_config
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
 from shared.blobs.transports import REPLY_TIMEOUT_S
@@ -35,6 +35,7 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
 from workers.cli import settings as product_settings
+from workers.cli.keyring import Keyring
 from workers.cli.preloader import Preloader
 from workers.gateway.core.ids import PREFIXES
 
@@ -101,8 +102,8 @@ class Scenario:
         self.folder = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
         self.config_file = write_config(settings, self.folder)
         (self.folder / "settings.json").write_bytes(msgspec.json.encode(settings))
-        self.brokers = (ThreeBrokers if settings.brokers == 3 else OneBroker)(self.folder / "nats")
-        self.gateways = Gateways(settings.gateways)
+        self.brokers = self._make_brokers()
+        self.gateways = Gateways(settings.gateways, next(iter(settings.tenants), ""))
         self.pool = Pool(
             self.folder,
             self.brokers,
@@ -139,6 +140,16 @@ class Scenario:
             if slot.role == "gateway":
                 slot.command = self.gateways.with_port(slot, slot.command)
 
+    def _make_brokers(self) -> Brokers:
+        store_dir, tenants = self.folder / "nats", self.settings.tenants
+        if self.settings.brokers == 3:
+            return ThreeBrokers(store_dir)
+        if not tenants:
+            return OneBroker(store_dir)
+        keyring = Keyring(keys_folder(self.folder))
+        keyring.complete(tenants)
+        return OneBroker(store_dir, keyring)
+
     def _commands(self) -> dict[str, list[str]]:
         s, url = self.settings, self.brokers.url
         commands = {
@@ -150,6 +161,7 @@ class Scenario:
             *("--settings", str(self.folder / "settings.json")),
             *("--out", str(self.folder / "clients.jsonl")),
             *self.gateways.arguments,
+            *(("--keys", str(keys_folder(self.folder))) if s.tenants else ()),
         ]
         commands[ACTUATOR] = [
             *(sys.executable, "-m", "ops.chaos.processes.actuator", "--nats", url),
@@ -199,7 +211,7 @@ class Scenario:
             return FinalState(
                 settled=settled,
                 logs=key_by_plan_id(planned, mine),
-                letters=await store.letters(),
+                letters=letters_by_plan_id(planned, await store.letters()),
                 messages=await store.messages(),
                 queued_ids=await store.queued_ids(),
                 consumers=await store.consumers(),
@@ -292,6 +304,10 @@ def read_run(folder: Path) -> RecordedRun:
     planned = make_requests(settings)
     config = product_settings.load_config(folder / "pagemill.yaml")
     expected = expect(settings, config, planned)
+    processes = {}
+    for file in sorted((folder / "workers").glob("*.jsonl")):
+        role, _, pid = file.stem.rpartition("-")
+        processes[role, int(pid)] = list(read_events(file))
     return RecordedRun(
         settings=settings,
         planned={one.id: one for one in planned},
@@ -300,11 +316,8 @@ def read_run(folder: Path) -> RecordedRun:
         images=expect_images(settings, config, planned),
         clients=list(read_events(folder / "clients.jsonl")),
         pool=list(read_events(folder / "pool.jsonl")),
-        workers=[
-            event
-            for file in sorted((folder / "workers").glob("*.jsonl"))
-            for event in read_events(file)
-        ],
+        workers=[event for events in processes.values() for event in events],
+        processes=processes,
         final=msgspec.msgpack.decode((folder / "final.msgpack").read_bytes(), type=FinalState),
         bounds=bounds_of(settings),
     )

@@ -196,6 +196,17 @@ def _image_of(
     return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
 
 
+def most_tokens(admitted: Admitted) -> int:
+    """Return how many tokens the text of a request may have at most, as far as the request says.
+
+    A text that is given, an embedding and an image have none.
+    """
+    request = admitted.request
+    if request.embedding is not None or request.given_text is not None or admitted.image:
+        return 0
+    return (admitted.sampling.max_tokens or 0) * admitted.sampling.n
+
+
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:
     """When a request must have ended. Raises InvalidRequest for more time than is allowed."""
     if timeout_s is None:

@@ -30,8 +30,15 @@ from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, is_final, last_record
-from workers.coordinator.admission import Admitted, admit, deadline_ms, latest_deadline_ms
+from workers.coordinator.admission import (
+    Admitted,
+    admit,
+    deadline_ms,
+    latest_deadline_ms,
+    most_tokens,
+)
 from workers.coordinator.stage_waits import StageWaits
+from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.unread_tasks import why_unread
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
@@ -52,6 +59,7 @@ class Coordinator:
         self._stage = context.stage
         self._delivery = context.config.delivery
         self._waits = StageWaits(context.bus)
+        self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
 
     async def serve(self) -> None:
         await create_queues(self._context)
@@ -112,6 +120,9 @@ class Coordinator:
             written = (pipelines[request.model].outputs[name] for name in admitted.outputs)
             beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
             await self._waits.check(request.model, beside, request.lane)
+            await self._tokens.check(
+                tenant_of(delivery.tenant), job.request_id, most_tokens(admitted)
+            )
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),

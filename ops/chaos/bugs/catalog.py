@@ -15,6 +15,7 @@ from ops.chaos.bugs import (  # noqa: F401
     payloads,
     resume,
     scaling,
+    shares,
     speech,
     stages,
     token_log,

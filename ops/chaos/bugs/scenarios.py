@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import Mix, Scaled, Settings
+from ops.chaos.plan import SHIPPED, Mix, Scaled, Settings
 
 CALM = Mix(cancel=0.0, resubmit_during=0.0, resubmit_after=0.0, follow=0.0, deadline=0.0)
 BASE = Settings(
@@ -54,6 +54,11 @@ SCENARIOS = {
     "resumes": RESUMES,
     # With so many stop strings, some deaths come where one has begun.
     "resumes with stops": replace(RESUMES, stops=1.0),
+    "resumes with few deaths allowed": replace(RESUMES, max_deaths=SHIPPED["max_deaths"]),
+    # Each asks the gateway for what the other has requested, and listens to all it can hear.
+    "tenants": replace(
+        BASE, gateways=1, tenants=("acme", "globex"), requests=60, mix=replace(CALM, http=0.5)
+    ),
     "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
     "deadlines": replace(BASE, mix=replace(CALM, deadline=0.6), requests=120, rate=10.0),

@@ -1,13 +1,13 @@
 """The checker: finds the promises that a recorded run has broken, and measures the run.
 
 It is pure and reads neither files nor clocks, so its tests check runs that are made up. The
-invariants I1 to I16 are those of the documents' page on reliability.
+invariants I1 to I17 are those of the documents' page on reliability.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from ops.chaos.checks import figures, http, images, requests, scaling, speech, system
+from ops.chaos.checks import figures, http, images, requests, scaling, speech, system, tenants
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.checks.violation import Violation
 
@@ -25,7 +25,7 @@ class Verdict:
 
 def check(run: RecordedRun) -> Verdict:
     """Apply all checks to a run."""
-    checks = (requests, http, speech, images, system, scaling)
+    checks = (requests, http, speech, images, system, scaling, tenants)
     found = [violation for module in checks for violation in module.find(run)]
     measured = figures.measure(run) | scaling.measure(run)
     return Verdict(sorted(found), measured, figures.count(run))

@@ -81,10 +81,13 @@ class RecordedRun:
     clients: list[AnyEvent]
     pool: list[AnyEvent]
     workers: list[AnyEvent]
+    """Events of all workers."""
     final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
     speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
     """What the requests that are spoken must sound like."""
+    processes: dict[tuple[str, int], list[AnyEvent]] = field(default_factory=dict)
+    """Events of each worker, by role and process id."""
     images: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of the files of painted images."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ops.chaos import fake_model
+from ops.chaos.checks.deaths import count_deaths
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.checks.violation import Violation
 from ops.chaos.expected_answers import Expected
@@ -205,8 +206,13 @@ def check_errors(run: RecordedRun, planned: Planned) -> Iterator[str]:
             yield f"deadline_exceeded after {ended - began:.2f} s of {planned.timeout_s:g} s"
         if planned.behaviour not in ("deadline", "harm"):
             yield f"did not end within its {planned.timeout_s:g} s, which is ample time"
-    elif planned.behaviour != "harm":
+    elif planned.behaviour != "harm" and not _outlived_workers(run, planned, code):
         yield f"failed with {code}: {end.error.message}"
+
+
+def _outlived_workers(run: RecordedRun, planned: Planned, code: str) -> bool:
+    """Return whether a request was given up because as many workers as allowed died with it."""
+    return code == "poison" and count_deaths(run, planned) >= run.settings.max_deaths
 
 
 def _left_by_dead_client(run: RecordedRun, planned: Planned) -> bool:

@@ -210,7 +210,9 @@ class HttpClients:
         for turn in (1, 2):
             gateway = self._gateways[(number + turn) % len(self._gateways)]
             with contextlib.suppress(httpx.HTTPError):
-                answer = await gateway.delete(f"/v1/requests/{planned.id}", timeout=SILENCE_S)
+                headers = http_exchange.authorization(planned.tenant)
+                path = f"/v1/requests/{planned.id}"
+                answer = await gateway.delete(path, timeout=SILENCE_S, headers=headers)
                 if answer.status_code == 202:
                     self._journal.write(CancelSent(now(), planned.id))
                     return

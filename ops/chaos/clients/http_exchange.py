@@ -49,6 +49,16 @@ ExchangeItem = ResponseStarted | ServerEvent | RequestRunning | ConnectionLost |
 """An item of an answer; None is a line without content, such as a keep-alive comment."""
 
 
+def api_key(tenant: str) -> str:
+    """Return the gateway's key of a tenant's clients."""
+    return f"pm-chaos-{tenant}"
+
+
+def authorization(tenant: str) -> dict[str, str]:
+    """Return the header by which gateways know a tenant; none without a tenant."""
+    return {"authorization": f"Bearer {api_key(tenant)}"} if tenant else {}
+
+
 def body_of(planned: Planned) -> dict[str, Any]:
     request = planned.request
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
@@ -67,7 +77,7 @@ def submit(
     gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
     """Send the request under the client's own id, and read its answer from event `start` on."""
-    headers = _headers(start, streamed=planned.streamed) | {"x-request-id": planned.id}
+    headers = _headers(planned, start, streamed=planned.streamed) | {"x-request-id": planned.id}
     request = gateway.build_request("POST", PATH, json=body_of(planned), headers=headers)
     return _exchange(gateway, request, lines)
 
@@ -77,7 +87,7 @@ def follow(
 ) -> Coroutine[Any, Any, None]:
     """Read the events of a request that was sent before, from event `start` on."""
     path = f"/v1/requests/{planned.bus_id}/stream"
-    request = gateway.build_request("GET", path, headers=_headers(start, streamed=True))
+    request = gateway.build_request("GET", path, headers=_headers(planned, start, streamed=True))
     return _exchange(gateway, request, lines)
 
 
@@ -88,16 +98,18 @@ async def wait_until_running(
     while True:
         with contextlib.suppress(httpx.HTTPError):
             path = f"/v1/requests/{planned.id}"
-            answer = await gateway.get(path, timeout=POLL_TIMEOUT_S)
+            headers = authorization(planned.tenant)
+            answer = await gateway.get(path, timeout=POLL_TIMEOUT_S, headers=headers)
             if answer.status_code == 200 and answer.json()["state"] != "queued":
                 lines.put_nowait(RequestRunning())
                 return
         await asyncio.sleep(POLL_S)
 
 
-def _headers(start: int, *, streamed: bool) -> dict[str, str]:
+def _headers(planned: Planned, start: int, *, streamed: bool) -> dict[str, str]:
+    headers = authorization(planned.tenant)
     # This media type is answered with the ids of events, from which a client can resume.
-    headers = {"accept": "text/event-stream"} if streamed else {}
+    headers |= {"accept": "text/event-stream"} if streamed else {}
     return headers | ({"last-event-id": str(start - 1)} if start else {})
 
 

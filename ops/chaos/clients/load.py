@@ -20,6 +20,7 @@ from ops.chaos.clients.http_clients import HttpClients
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.clients.painted import read_images
 from ops.chaos.clients.sound import SpeechClients, read_sound
+from ops.chaos.clients.tenants import Peeking, TenantClients
 from ops.chaos.history import (
     Accepted,
     CancelSent,
@@ -36,7 +37,9 @@ from ops.chaos.history import (
 from ops.chaos.plan import Planned, Settings, make_request
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.login import Login, seed_file
 from shared.errors import Overloaded, PagemillError
+from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import LogRecord
 from shared.state.token_log import is_final
 from shared.telemetry import logs
@@ -54,20 +57,26 @@ app = App(name="chaos-load")
 class LoadClients:
     """All clients of a run."""
 
-    def __init__(self, url: str, gateways: list[str], settings: Settings, file: Path) -> None:
-        self._url = url
+    def __init__(
+        self, url: str, gateways: list[str], settings: Settings, file: Path, keys: Path | None
+    ) -> None:
+        """`keys` is the folder of the keys of a broker that asks for them."""
+        self._login = Login(url, OPERATOR, keys and seed_file(keys, OPERATOR))
         self._settings = settings
         self._ends, self._sessions, began = _read_journal(file)
         self._journal = Journal(file)
         self._http = HttpClients(gateways, self._journal, self._new_session)
         self._speeches = SpeechClients(gateways, self._journal, self._new_session)
+        self._tenants = TenantClients(url, keys, self._journal, self._new_session)
+        self._peeking = Peeking(gateways, settings.tenants, self._journal)
         self._next_index = 0
         self._began = began or now()
 
     async def run(self) -> None:
         # As in a gateway, all clients share one connection.
-        self._bus = await Bus.connect(self._url, "chaos-load", 30.0)
+        self._bus = await Bus.connect(self._login, "chaos-load", 30.0)
         self._watch_acceptance(self._bus)
+        await self._tenants.connect(self._settings.tenants)
         try:
             async with asyncio.TaskGroup() as clients:
                 for _ in range(self._settings.concurrency):
@@ -76,6 +85,8 @@ class LoadClients:
             await self._bus.close()
             await self._http.close()
             await self._speeches.close()
+            await self._tenants.close()
+            await self._peeking.close()
 
     def _watch_acceptance(self, bus: Any) -> None:
         publish = bus.publish
@@ -108,6 +119,10 @@ class LoadClients:
         if planned.http:
             clients = self._speeches if planned.speaks else self._http
             await clients.run_client(planned, give_up)
+            await self._peeking.look(planned)
+            return
+        if planned.tenant:
+            await self._tenants.run_client(planned, give_up)
             return
         beside: list[asyncio.Task[bool]] = []
         while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
@@ -222,13 +237,13 @@ def main(
     settings: Path,
     out: Path,
     nats: Annotated[str, Parameter(name="--nats")],
+    keys: Path | None = None,
     gateway: list[str] | None = None,
 ) -> int:
     """Run the clients of a run until all of their requests have ended."""
     logs.configure_logging("error", role="load")
-    load = LoadClients(
-        nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out
-    )
+    decoded = msgspec.json.decode(settings.read_bytes(), type=Settings)
+    load = LoadClients(nats, gateway or [], decoded, out, keys)
     uvloop.run(load.run())
     return 0
 

@@ -3,16 +3,19 @@
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import httpx
+from msgspec.structs import replace
 
 from ops.chaos.clients.http_clients import RETRY_PAUSE_S
-from ops.chaos.clients.http_exchange import PATH
+from ops.chaos.clients.http_exchange import PATH, authorization
 from ops.chaos.history import now
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.processes.pool import Slot
 from shared.bus.embedded_server import free_port
+from shared.protocol.messages import DeadLetter
 from workers.gateway.core.ids import named_request_id
 
 NUM_WARM_UPS = 8
@@ -24,7 +27,9 @@ T = TypeVar("T")
 class Gateways:
     """Ports of the gateways; a restarted gateway keeps its predecessor's port."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, tenant: str = "") -> None:
+        """`tenant` is the one whose key warm-up requests and probes have."""
+        self._tenant = tenant
         self._ports = [free_port() for _ in range(count)]
         self._num_sent = 0
 
@@ -42,14 +47,17 @@ class Gateways:
 
     @property
     def warm_up_ids(self) -> set[str]:
-        return {named_request_id("chat", "", f"warm-{n}") for n in range(self._num_sent)}
+        numbers = range(self._num_sent)
+        return {named_request_id("chat", self._tenant, f"warm-{n}") for n in numbers}
 
     async def warm_up(self) -> None:
         """Send the first requests, after which a gateway's resources are constant."""
         for url in self.urls:
             numbers = range(self._num_sent, self._num_sent + NUM_WARM_UPS)
             self._num_sent += NUM_WARM_UPS
-            await asyncio.gather(*(time_to_first_event(url, f"warm-{n}") for n in numbers))
+            names = [f"warm-{n}" for n in numbers]
+            first = partial(time_to_first_event, url, tenant=self._tenant)
+            await asyncio.gather(*map(first, names))
 
     async def probe(self, name: str, patience_s: float) -> float:
         """Return the seconds until the first event of an answer, trying the gateways in turn.
@@ -61,14 +69,16 @@ class Gateways:
             for url in itertools.cycle(self.urls):
                 try:
                     before = now() - began
-                    return before + await time_to_first_event(url, name, timeout_s=patience_s)
+                    return before + await time_to_first_event(
+                        url, name, timeout_s=patience_s, tenant=self._tenant
+                    )
                 except httpx.HTTPError:
                     await asyncio.sleep(RETRY_PAUSE_S)
         raise AssertionError("a cycle has no end")
 
 
 async def time_to_first_event(
-    url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEOUT_S
+    url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEOUT_S, tenant: str = ""
 ) -> float:
     """Return the seconds until the first event of an answer, and read it to its end.
 
@@ -81,10 +91,11 @@ async def time_to_first_event(
         "seed": 1,
         "stream": True,
     }
+    headers = {"x-request-id": name} | authorization(tenant)
     began, first = now(), 0.0
     async with (
         httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False) as client,
-        client.stream("POST", PATH, json=body, headers={"x-request-id": name}) as answer,
+        client.stream("POST", PATH, json=body, headers=headers) as answer,
     ):
         answer.raise_for_status()
         async for _ in answer.aiter_raw():
@@ -101,3 +112,14 @@ def plan_ids(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
 def key_by_plan_id(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
     """Translate the keys of a mapping to the ids of the plan."""
     return dict(zip(plan_ids(planned, by_bus_id), by_bus_id.values(), strict=True))
+
+
+def letters_by_plan_id(
+    planned: Iterable[Planned], letters: Iterable[DeadLetter]
+) -> list[DeadLetter]:
+    """Translate the requests of dead letters to the ids of the plan."""
+    names = {one.bus_id: one.id for one in planned}
+    return [
+        replace(letter, request_id=names.get(letter.request_id or "", letter.request_id))
+        for letter in letters
+    ]

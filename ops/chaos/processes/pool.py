@@ -28,6 +28,8 @@ from ops.chaos.history import (
 )
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
+from shared.bus.local_keys import forget_keys, note_keys
+from workers.cli.keyring import Keyring
 from workers.cli.local_cluster import Process
 from workers.cli.preloader import Preloader
 
@@ -71,15 +73,22 @@ class Brokers(Protocol):
 class OneBroker:
     """A single nats-server."""
 
-    def __init__(self, store_dir: Path) -> None:
-        self._broker = EmbeddedServer(store_dir)
+    def __init__(self, store_dir: Path, keyring: Keyring | None = None) -> None:
+        """With a keyring, whoever connects needs one of its keys."""
+        accounts = None if keyring is None else keyring.accounts_file
+        self._broker = EmbeddedServer(store_dir, accounts_file=accounts)
+        self._keyring = keyring
         self.url = self._broker.url
 
     def start(self) -> None:
         self._broker.start()
+        if self._keyring is not None:
+            # The harness itself connects as the operator, like commands of the same user.
+            note_keys(self._broker.port, self._keyring.folder)
 
     def stop(self) -> None:
         self._broker.stop()
+        forget_keys(self._broker.port)
 
     def pick_victim(self, pick: int) -> int | None:
         return None if self._broker.has_exited else int(self._broker.pid_file.read_text())

@@ -12,6 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.protocol.encoding import to_json
 from shared.protocol.records import TokenChunk
+from shared.protocol.subjects import id_of_log
 from shared.stage.runtime import Context
 
 # The bytes with which every record begins that is not the last of its log.
@@ -28,7 +29,7 @@ def watch(journal: Journal, crash: CrashPoints) -> None:
     _watch_deliveries(record, crash)
     _watch_forwarding(crash)
     payload_events.watch(record, crash)
-    _watch_log(crash)
+    _watch_log(record, crash)
 
 
 def _watch_start(record: payload_events.Record) -> None:
@@ -54,6 +55,11 @@ def _watch_deliveries(record: payload_events.Record, crash: CrashPoints) -> None
         record("acked", _id_of(self), self.attempt)
         crash("after_ack")
 
+    @wrap(Delivery, "retry")
+    async def retry(original: Any, self: Delivery, after_s: float) -> None:
+        await original(self, after_s)
+        record("requeued", _id_of(self), self.attempt)
+
 
 def _watch_forwarding(crash: CrashPoints) -> None:
     @wrap(Bus, "publish")
@@ -67,7 +73,7 @@ def _watch_forwarding(crash: CrashPoints) -> None:
         return stored
 
 
-def _watch_log(crash: CrashPoints) -> None:
+def _watch_log(record: payload_events.Record, crash: CrashPoints) -> None:
     num_appended: Counter[str] = Counter()
 
     @wrap(Bus, "append")
@@ -83,6 +89,7 @@ def _watch_log(crash: CrashPoints) -> None:
         if final:
             crash("before_final")
         sequence: int = await original(self, subject, data, last, ttl_s)
+        record("appended", id_of_log(subject))
         if final:
             crash("after_final_before_ack")
         else:

@@ -78,7 +78,8 @@ def main(
 
     journal.write(WorkerEvent(now(), "start"))
     model = MODEL if role in ("encoder", "engine", "generator") else None
-    return uvloop.run(runtime.run(role, observed, loaded, nats, model, stage))
+    login = settings.login_of(loaded, role, nats)
+    return uvloop.run(runtime.run(role, observed, loaded, login, model, stage))
 
 
 def prepare(

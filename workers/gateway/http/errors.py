@@ -44,7 +44,7 @@ class RateLimited(RequestError):
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
-        self.wait_s = wait_s
+        self.retry_after_s = wait_s
 
 
 class UnknownParameter(RequestError):
@@ -169,6 +169,7 @@ STATUSES = {
     "mm_cache_miss": 422,
     ReusedId.code: 422,
     RateLimited.code: 429,
+    "token_rate_exceeded": 429,
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
@@ -246,8 +247,6 @@ def info_of(error: Exception) -> ErrorInfo:
     """Return the error report for an exception. An unexpected exception is an internal error."""
     if isinstance(error, RequestFailed):
         return error.info
-    if isinstance(error, RateLimited):
-        return msgspec.structs.replace(error_info(error), retry_after_s=error.wait_s)
     if isinstance(error, PagemillError):
         return error_info(error)
     return error_info(WorkerFailure("unexpected exception"))

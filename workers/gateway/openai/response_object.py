@@ -33,6 +33,7 @@ from workers.gateway.schemas.responses import (
 # Codes that the official clients' types know.
 _CODES = {
     "overloaded": "rate_limit_exceeded",
+    "token_rate_exceeded": "rate_limit_exceeded",
     "invalid_media": "invalid_image",
     "media_too_large": "image_too_large",
     "media_url_blocked": "failed_to_download_image",

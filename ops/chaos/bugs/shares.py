@@ -1,0 +1,46 @@
+"""Bugs in what tenants see of one another, and in how deaths of workers are counted."""
+
+from collections.abc import Collection, Sequence
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute
+
+
+@bug("gateway", "tenants", "I17")
+def requests_of_all_tenants_are_found() -> None:
+    from starlette.requests import Request
+
+    from shared.state import request_registry
+    from workers.gateway.app import AppContext
+    from workers.gateway.backend.active_request import ActiveRequest, find_request
+    from workers.gateway.http.auth import Caller
+    from workers.gateway.routes import requests
+
+    async def found(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
+        name = request.path_params["id"]
+        record = await request_registry.find(context.bus, name)
+        if record is None:
+            return await find_request(context, request, caller)
+        request.scope["request_id"] = name, True
+        return ActiveRequest(context, name, record, request.scope["endpoint_path"])
+
+    replace_attribute(requests, "find_request", found)
+
+
+@bug("engine", "resumes with few deaths allowed", "I10")
+def deaths_count_despite_progress() -> None:
+    """A long answer is given up when two workers have died while they wrote parts of it."""
+    from msgspec.structs import replace
+
+    from shared.protocol.messages import AttemptRecord
+    from shared.stage import retry
+    from shared.stage.retry import History
+
+    recount = retry.recount
+
+    def all_deaths(
+        records: Sequence[AttemptRecord], stage: str, log_len: int, dead: Collection[str]
+    ) -> History:
+        return recount([replace(a, log_len=0) for a in records], stage, 0, dead)
+
+    replace_attribute(retry, "recount", all_deaths)

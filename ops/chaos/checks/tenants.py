@@ -1,0 +1,24 @@
+"""Invariant I17: no tenant learns anything of another's requests."""
+
+from collections.abc import Iterator
+
+from ops.chaos.checks.recorded_run import RecordedRun
+from ops.chaos.checks.violation import Violation
+from ops.chaos.history import Overheard, Peeked
+
+# A gateway does not have the request, or the broker does not answer it.
+REFUSALS = (404, 503)
+
+
+def find(run: RecordedRun) -> Iterator[Violation]:
+    """Yield what tenants have heard on the bus, and seen of gateways, that is not theirs."""
+    for event in run.clients:
+        if isinstance(event, Overheard):
+            planned = run.planned.get(event.id)
+            owner = None if planned is None or planned.http else planned.tenant
+            if owner != event.tenant:
+                what = f"{event.tenant} heard record {event.record.index} of its log"
+                yield Violation("I17", event.id, what)
+        elif isinstance(event, Peeked) and event.status not in REFUSALS:
+            what = f"{event.tenant} asked for it, and was answered with {event.status}"
+            yield Violation("I17", event.id, what)
