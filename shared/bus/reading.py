@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from shared.bus.replies import Replies
 from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.stored_size import kept_headers
 from shared.protocol.versions import version_of
 
 READ_BATCH = 256
@@ -36,6 +37,8 @@ class StoredMessage:
     stored_ms: float
     """Time of storage, in Unix milliseconds of the broker's clock."""
     msg_id: str | None = None
+    log_headers: Mapping[str, str] = field(default_factory=dict)
+    """Those of `shared.protocol.stored_size`."""
 
 
 class ReadFailed(Exception):
@@ -290,4 +293,5 @@ def to_stored_message(msg: Msg) -> StoredMessage:
         bytes(msg.data),
         stored_ms,
         headers.get("Nats-Msg-Id"),
+        kept_headers(headers),
     )

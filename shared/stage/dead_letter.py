@@ -58,4 +58,5 @@ async def write(
         subjects.dead(stage, name),
         to_msgpack(letter),
         f"dead:{name}:{delivery.subject}:{delivery.sequence}",
+        letter.tenant,
     )

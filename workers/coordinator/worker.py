@@ -28,8 +28,9 @@ from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
+from shared.state.log_records import is_final
 from shared.state.text_alone import cut_outputs
-from shared.state.token_log import close_outputs, end_request, is_final, last_record
+from shared.state.token_log import close_outputs, end_request, last_record
 from workers.coordinator.admission import Admitted, admit, deadline_ms, latest_deadline_ms
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.unread_tasks import why_unread

@@ -38,7 +38,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, PagemillError
 from shared.protocol.records import LogRecord
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 from shared.telemetry import logs
 
 # A client gives up this long after the deadline; the checker reports the missing end.
