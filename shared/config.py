@@ -12,6 +12,8 @@ from shared.config_scale import ScaleConfig
 from shared.config_stages import MAX_SLOTS, Graph, Positive, StageConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
+TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+Weight = Annotated[float, Meta(gt=0, le=1000)]
 
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +141,11 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Time for which a record of the audit log is stored."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
+    tenant_weights: dict[TenantName, Weight] = {}
+    """How much of a stream a tenant may fill, by its name: at most so many times what the others,
+    and a reserve of a tenth, leave free in the limits on token logs, media, request records and
+    dead letters; by default 1, which is half of a stream for one tenant beside small ones. A tenant
+    above that is refused until its older data has expired. One that is alone has no limit."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"

@@ -17,6 +17,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── MMCacheMiss         an item that is named by its hash alone is not cached
 │   ├── ContextTooLong      prompt and answer do not fit into the model's context
 │   ├── PayloadTooLarge     a message is over the broker's limit
+│   ├── QuotaExceeded       the tenant has stored too much for now; its client may try again later
 │   └── Cancelled           the client has cancelled the request
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
@@ -121,6 +122,12 @@ class ContextTooLong(RequestError):
 
 class PayloadTooLarge(RequestError):
     code = "payload_too_large"
+
+
+class QuotaExceeded(RequestError):
+    code = "storage_quota_exceeded"
+    retryable = True
+    retry_after_s = 60.0
 
 
 class Cancelled(RequestError):

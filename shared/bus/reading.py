@@ -189,6 +189,11 @@ class StreamReader(BusPart):
         """Return how many bytes a stream takes."""
         return (await _answered(self._js.stream_info(stream), f"stream {stream}")).state.bytes
 
+    async def stream_fill(self, stream: str) -> tuple[int, int]:
+        """Return how many bytes a stream may take, and how many it takes."""
+        info = await _answered(self._js.stream_info(stream), f"stream {stream}")
+        return info.config.max_bytes or 0, info.state.bytes
+
     async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
         """Return the depth of a consumer's queue. Raises NotFound without such a consumer."""
         try:

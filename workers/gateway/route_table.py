@@ -178,6 +178,7 @@ ANSWER_ERRORS: Errors = (
     shared_errors.InvalidGrammar,
     shared_errors.LogTruncated,
     shared_errors.Poisoned,
+    shared_errors.QuotaExceeded,
     errors.AnswerTooLarge,
     errors.Interrupted,
     errors.ReusedId,

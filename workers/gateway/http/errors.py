@@ -168,6 +168,7 @@ STATUSES = {
     "mm_cache_miss": 422,
     ReusedId.code: 422,
     RateLimited.code: 429,
+    "storage_quota_exceeded": 429,
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,

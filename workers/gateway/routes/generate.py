@@ -137,7 +137,7 @@ async def _process_images(
 async def _store(context: AppContext, item: WireItem, tenant: str) -> Feature:
     stored = None
     if item.data is not None:
-        stored = await client.pin_media(context.bus, item.data, tenant)
+        stored = await context.pin_media(item.data, tenant)
     return Feature(item.modality, item.mm_hash, item.place.offset, item.place.length, stored)
 
 
