@@ -9,6 +9,8 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping
 
+import structlog
+
 from shared.bus.bus import Bus
 from shared.errors import QuotaExceeded, Unavailable
 from shared.protocol import subjects
@@ -25,8 +27,8 @@ LIMITS = {
     subjects.DEAD_STREAM: ("dead letters", "delivery.max_dead_mib"),
 }
 MEDIA_STREAMS = (subjects.MEDIA_STREAM,)
-LOG_STREAMS = tuple(stream for stream in LIMITS if stream not in MEDIA_STREAMS)
-"""Streams that every request writes to, or may."""
+LOG_STREAMS = (subjects.TOKENS_STREAM, subjects.JOBS_STREAM)
+"""Streams that requests of all kinds fill."""
 READ_S = 1.0
 PAUSE_S = 1.0
 # At most a fifth of the time is spent on measuring.
@@ -35,6 +37,8 @@ PAUSE_FACTOR = 4.0
 UNMEASURED_PARTS = 64
 # Limit on the tenants that are told; the largest are.
 MAX_TOLD = 1000
+
+_log = structlog.get_logger()
 
 
 def streams_filled_by(request: GenerateRequest) -> tuple[str, ...]:
@@ -86,7 +90,7 @@ class MediaQuotas:
         self._measuring = asyncio.Lock()
 
     async def check(self, tenant: str, num_bytes: int) -> None:
-        """Raises QuotaExceeded if a tenant is not to store so many bytes, or Unavailable."""
+        """Raises QuotaExceeded if a tenant is to store nothing more, such as these bytes."""
         if not tenant:
             return
         self._unmeasured_bytes += num_bytes
@@ -100,10 +104,13 @@ class MediaQuotas:
 
     async def _measure(self) -> None:
         began_s, counted = time.monotonic(), self._unmeasured_bytes
-        max_bytes, _ = await self._bus.stream_fill(subjects.MEDIA_STREAM)
-        self._exceeded = await measure_exceeded(self._bus, self._weights, MEDIA_STREAMS)
+        try:
+            max_bytes, _ = await self._bus.stream_fill(subjects.MEDIA_STREAM)
+            self._max_unmeasured = max_bytes // UNMEASURED_PARTS
+            self._exceeded = await measure_exceeded(self._bus, self._weights, MEDIA_STREAMS)
+        except Unavailable as error:
+            _log.warning("storage_not_measured", reason=error.message)
         self._unmeasured_bytes -= counted
-        self._max_unmeasured = max_bytes // UNMEASURED_PARTS
         self._measure_again_s = next_measurement_s(began_s)
 
 
@@ -111,6 +118,15 @@ def next_measurement_s(began_s: float) -> float:
     """Return when to measure again after a measurement that ends now, by the monotonic clock."""
     now_s = time.monotonic()
     return now_s + max(PAUSE_S, PAUSE_FACTOR * (now_s - began_s))
+
+
+async def has_exceeded(bus: Bus, tenant: str, stream: str) -> bool:
+    """Return whether a tenant has stored too much in a stream, as coordinators told last.
+
+    Raises Unavailable.
+    """
+    told = await read_exceeded(bus) if tenant else []
+    return any(share.stream == stream and share.tenant in (tenant, NEWCOMER) for share in told)
 
 
 def _raise_if_exceeded(

@@ -5,11 +5,13 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import structlog
+from msgspec import structs
 
 from ops.token_logs import read_log
 from shared import client
@@ -17,14 +19,16 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.errors import Cancelled, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure
-from shared.protocol.requests import GenerateRequest, Message
+from shared.protocol.requests import GenerateRequest, Message, tenant_header
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
+from shared.stage import dead_letter
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
-from shared.state import media_store, storage_quotas
+from shared.state import dead_letters, media_store, storage_quotas
 from shared.state.storage_quotas import read_exceeded
 from shared.state.token_log import LogWriter, end_request
 from tests.gateway.conftest import Gateway, start_gateway_at
@@ -35,7 +39,7 @@ from workers.coordinator.worker import Coordinator
 from workers.gateway.http.auth import digest, make_key
 
 MIB = 2**20
-DELIVERY = {"max_token_log_mib": 2, "max_media_mib": 8, "max_job_mib": 1, "max_dead_mib": 1}
+DELIVERY = DeliveryConfig(max_token_log_mib=2, max_media_mib=8, max_job_mib=1, max_dead_mib=1)
 # Unlike logs of real models, few records fill the stream.
 RECORD = [ChoiceDelta(0, 0, [1], "x" * 90_000)]
 
@@ -64,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tree = {
         "models": {"demo": {"path": str(DEMO_MODEL)}},
         "nats": {"unchecked": True},
-        "delivery": DELIVERY,
+        "delivery": structs.asdict(DELIVERY),
         "gateway": {"port": 0, "api_keys": api_keys},
     }
     gateway = start_gateway_at(server.url, tree, folder)
@@ -75,14 +79,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 async def _prepare(server: EmbeddedServer) -> None:
     bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig(**DELIVERY))
+    await bus.prepare(NatsConfig(unchecked=True), DELIVERY)
     await bus.close()
 
 
 @pytest.fixture
 async def bus(site: Site) -> AsyncIterator[Bus]:
     bus = await Bus.connect(site.server.url, "test")
-    for stream in (subjects.TOKENS_STREAM, subjects.MEDIA_STREAM):
+    for stream in (subjects.TOKENS_STREAM, subjects.MEDIA_STREAM, subjects.DEAD_STREAM):
         await bus.purge(stream, ">")
     await bus.purge(subjects.WORKERS_STREAM, subjects.EXCEEDED_SHARES)
     yield bus
@@ -90,7 +94,7 @@ async def bus(site: Site) -> AsyncIterator[Bus]:
 
 
 def context_of(bus: Bus, role: str, model: str = "demo") -> Context:
-    config = Config({model: ModelConfig(str(DEMO_MODEL))}, delivery=DeliveryConfig(**DELIVERY))
+    config = Config({model: ModelConfig(str(DEMO_MODEL))}, delivery=DELIVERY)
     return Context(role, f"{role}-{model}", None, config, bus, structlog.get_logger())
 
 
@@ -164,6 +168,7 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
         assert failure.error.code == "storage_quota_exceeded"
         assert failure.error.retry_after_s
         assert "delivery.max_token_log_mib" in failure.error.message
+        records = await bus.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
         body = {"model": "demo", "messages": [{"role": "user", "content": "?"}]}
         for headers in ({}, {"x-request-id": "named"}, {"x-request-id": "named"}):
             async with site.http("flood") as flood:
@@ -171,6 +176,9 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
             assert (answer.status_code, answer.json()["error"]["code"]) == (
                 *(429, "storage_quota_exceeded"),
             )
+        assert len(await bus.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
+            len(records) + 1
+        ), "only a name has a record"
         await client.publish_request(bus, request, "admitted", "small")
         await until(is_admitted)
     finally:
@@ -219,6 +227,24 @@ async def test_requests_that_were_admitted_at_one_time_do_not_all_fill_the_strea
     assert codes == ["storage_quota_exceeded"] * (30 - len(written))
 
 
+async def test_dead_letters_of_a_flood_lose_their_content(bus: Bus) -> None:
+    for number in range(6):
+        tenant = "flood" if number else "small"
+        subject = subjects.dead("engine", f"letter-{number}")
+        await bus.publish_without_id(subject, bytes(100_000), tenant_header(tenant))
+    await StorageMeter(bus, {}).measure()
+    stage = context_of(bus, "engine").stage
+    for name in ("flood", "small"):
+        ticket = RequestTicket(0, 0, 10**6, "none", tenant=name)
+        delivery: Any = SimpleNamespace(data=b"input", sequence=1, attempt=1, subject="pm.stage")
+        job = Job(delivery, 0, name, TaskHeader(name, "demo", "batch", ticket))
+        who = ("engine", "engine-1", "0", WorkerFailure("failed"))
+        await dead_letter.write(stage.bus, job, *who, ValueError("failed"))
+    letters = [await dead_letters.find(bus, name) for name in ("flood", "small")]
+    assert [letter.input for letter in letters] == [b"", b"input"]
+    assert [letter.input_len for letter in letters] == [5, 5]
+
+
 async def test_what_tenants_have_stored_is_what_the_stream_has(bus: Bus) -> None:
     await write_log(bus, "a-1", "a", 4)
     await write_log(bus, "a-2@a", "", 2)
@@ -229,8 +255,8 @@ async def test_what_tenants_have_stored_is_what_the_stream_has(bus: Bus) -> None
     log = await LogWriter.open(bus, "b-1", 2, tenant="b")
     for _ in range(3):
         await log.tokens(RECORD)
-    await end_request(bus, "b-1", 3, client.Unavailable("x"), [])
-    await end_request(bus, "b-2", 1, client.Unavailable("x"), [], "b")
+    await end_request(bus, "b-1", 3, Cancelled("cancelled"), [])
+    await end_request(bus, "b-2", 1, Cancelled("cancelled"), [], "b")
     _, num_bytes = await bus.stream_fill(subjects.TOKENS_STREAM)
     measured = await bus.measure_tenants(subjects.TOKENS_STREAM)
     assert set(measured) == {"a", "b"}

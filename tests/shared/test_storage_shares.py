@@ -75,6 +75,16 @@ def test_whoever_comes_next_finds_room_behind_greedy_tenants(writes: list[tuple[
     assert stream.admits("quiet", {})
 
 
+def test_a_stream_that_one_tenant_has_filled_alone_has_room_for_the_next() -> None:
+    stream = Stream()
+    for _ in range(60):
+        stream.store("first", 20)
+    while stream.admits("next", {}):
+        stream.store("next", 20)
+    assert stream.bytes["next"] >= MAX / 5
+    assert not stream.admits("first", {})
+
+
 @given(WRITES, st.integers(0, 500), WEIGHTS)
 def test_tenants_need_not_be_told_apart_in_a_stream_that_is_rather_empty(
     writes: list[tuple[str, int]], without: int, weights: dict[str, float]
