@@ -73,15 +73,19 @@ quiet-check quiet-coverage: quiet-%: .venv/dev
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
+# A test that fails runs once more when the machine is free of the others. Its first failure stays in
+# the output. If it fails again, or if something else than a test has failed, the run has failed.
 tests: .venv/dev
-	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not long" $(PURE_TESTS:%=--ignore=%)
+	$(TESTS) --cache-clear --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+		$(PURE_TESTS:%=--ignore=%) || $(TESTS) --last-failed --last-failed-no-failures none
 
-tests-long: .venv/dev  ## cells that repeat others with another family or schedule; a minute
+TESTS = $(BIN)/pytest -m "not long" --override-ini cache_dir=.pytest_cache/tests
+
+tests-long: .venv/dev  ## cells that repeat others with another family or schedule; two minutes
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 coverage: .venv/dev  ## the tests of packages without I/O, and how much of these they run
-	$(BIN)/python -m slipcover -m pytest --timeout 900 $(PURE_TESTS)
+	$(BIN)/python -m slipcover -m pytest -m "not long" --timeout 900 $(PURE_TESTS)
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -118,7 +118,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, mixed faults": Settings(
-        requests=250,
+        requests=200,
         rate=14.0,
         gateways=2,
         fault_every_s=1.2,
@@ -128,7 +128,7 @@ QUICK: dict[str, Settings] = {
     ),
     # Renderers die before their payloads are read, engines while they read, and other workers too.
     "fake engine, large payloads": Settings(
-        requests=110,
+        requests=80,
         rate=12.0,
         renderer="fake",
         fault_every_s=1.5,
@@ -147,7 +147,7 @@ QUICK: dict[str, Settings] = {
         mix=Mix(images=0.7),
     ),
     "speech and images, kills": Settings(
-        requests=70,
+        requests=60,
         rate=9.0,
         concurrency=24,
         renderers=1,

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import BusPart, next_message
+from shared.bus.connection import FIRST_RETRY_S, BusPart, next_message, retry_until
 from shared.errors import Unavailable
 
 # Within the 1 MiB that every accepted server takes.
@@ -20,6 +22,9 @@ SNAPSHOT_CHUNK_BYTES = 512 * 1024
 RESTORE_CHUNK_BYTES = 32 * 1024
 # The server creates the files of a stream before it answers, in a cluster on several machines.
 SNAPSHOT_REPLY_S = 60.0
+# One server of a cluster names the subject of a restore and listens on it, and the server of this
+# connection may learn of that a moment after the name has arrived here.
+LISTENER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +121,17 @@ class StreamSnapshots(BusPart):
 
     async def _send(self, subject: str, data: bytes, stream: str) -> dict[str, Any]:
         """Return the reply of the server, which is empty for a chunk. Raises Unavailable."""
+
+        async def attempt() -> Msg:
+            return await self._nc.request(subject, data, timeout=SNAPSHOT_REPLY_S)
+
+        description = f"the broker did not answer about stream {stream}"
         try:
-            reply = await self._nc.request(subject, data, timeout=SNAPSHOT_REPLY_S)
+            reply = await retry_until(
+                LISTENER_S, attempt, (NoRespondersError,), description, FIRST_RETRY_S
+            )
         except NatsError as error:
-            raise Unavailable(f"the broker did not answer about stream {stream}") from error
+            raise Unavailable(description) from error
         found: dict[str, Any] = json.loads(reply.data) if reply.data else {}
         if "error" in found:
             raise Unavailable(f"stream {stream}: {found['error'].get('description', 'refused')}")

@@ -188,7 +188,9 @@ def test_a_transfer_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None:
     assert (snapshot(tmp_path) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_the_next_pull_continues_one_that_was_ended(
     hub: Hub, tmp_path: Path, number: signal.Signals
 ) -> None:

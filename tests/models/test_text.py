@@ -98,7 +98,7 @@ def twins(request: pytest.FixtureRequest) -> Twins:
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
     [
-        pytest.param(100, 0.0, 16, id="whole prompts"),
+        pytest.param(100, 0.0, 16, id="whole prompts", marks=pytest.mark.long),
         pytest.param(7, 0.05, 4, id="chunks of 7", marks=pytest.mark.long),
         pytest.param(5, 0.05, 1, id="chunks of 5, blocks of 1"),
     ],

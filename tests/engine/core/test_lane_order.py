@@ -153,7 +153,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
 
 
 TestLaneOrder = LaneOrderMachine.TestCase
-TestLaneOrder.settings = settings(deadline=None, max_examples=100)
+TestLaneOrder.settings = settings(deadline=None, max_examples=50)
 
 
 def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:

@@ -368,7 +368,7 @@ def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
     [
         pytest.param(100, 0.0, 16, id="whole prompts"),
         pytest.param(7, 0.0, 4, id="chunks of 7", marks=pytest.mark.long),
-        pytest.param(13, 0.05, 5, id="chunks of 13, preempted"),
+        pytest.param(13, 0.05, 5, id="chunks of 13, preempted", marks=pytest.mark.long),
         pytest.param(5, 0.1, 1, id="chunks of 5, blocks of 1"),
     ],
 )

@@ -224,7 +224,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_outputs_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
     """A model with random weights has no mind of its own to follow it."""

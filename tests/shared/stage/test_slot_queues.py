@@ -189,7 +189,9 @@ class Fleet:
 @pytest.mark.parametrize(
     "order", [("coordinator", "engine", "renderer"), ("renderer", "engine", "coordinator")]
 )
-@pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 16), pytest.param(16, 1, marks=pytest.mark.long)]
+)
 async def test_every_order_of_restarts_serves_all_requests_once(
     bus: Bus, model: str, order: tuple[str, ...], before: int, after: int
 ) -> None:

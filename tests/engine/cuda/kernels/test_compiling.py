@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KERNELS = {
     "_attend",
     "_merge_splits",
@@ -17,6 +19,7 @@ KERNELS = {
 SHARED_BYTES = 99 * 2**10
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_hopper_and_would_fit_elsewhere(tmp_path: Path) -> None:
     # A separate process, because Triton may be set to interpret in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
