@@ -8,7 +8,7 @@ a stream has no limit, because only its own messages are deleted for it. Pure.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import ExceededShare
+from shared.protocol.exceeded_shares import ExceededShare
 
 RESERVE = 0.1
 """Part of a stream for which nobody is admitted: requests in flight grow into it, and end there."""

@@ -228,24 +228,6 @@ class StartReport(Struct, frozen=True, omit_defaults=True):
     """Bytes of weights in its folder; 0 in a step that reads none."""
 
 
-class ExceededShare(Struct, frozen=True):
-    """A tenant that has stored as much in a stream as it may have for now."""
-
-    stream: str
-    tenant: str
-    """Empty for every tenant that has nothing stored."""
-    num_bytes: int
-    """What it has stored."""
-    max_bytes: int
-    """Its share, which grows as messages of others expire."""
-
-
-class ExceededShares(Versioned, frozen=True):
-    """The tenants that are refused while their messages take too much of the streams."""
-
-    exceeded: list[ExceededShare]
-
-
 class PoolPlan(Struct, frozen=True, omit_defaults=True):
     """What the leading autoscaler wants of one pool, and the figures that it has decided by."""
 
@@ -356,7 +338,6 @@ decode_job_record = msgspec.json.Decoder(RequestRecord).decode
 decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
 decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
 decode_start_report = or_none(msgspec.json.Decoder(StartReport).decode)
-decode_exceeded_shares = or_none(msgspec.json.Decoder(ExceededShares).decode)
 decode_scale_plan = or_none(msgspec.json.Decoder(ScalePlan).decode)
 decode_actuator_report = or_none(msgspec.json.Decoder(ActuatorReport).decode)
 decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)

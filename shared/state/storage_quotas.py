@@ -15,7 +15,7 @@ from shared.bus.bus import Bus
 from shared.errors import QuotaExceeded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import ExceededShare, ExceededShares, decode_exceeded_shares
+from shared.protocol.exceeded_shares import ExceededShare, ExceededShares, decode_exceeded_shares
 from shared.protocol.requests import GenerateRequest, TextPart
 from shared.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
 
