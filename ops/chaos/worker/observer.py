@@ -77,12 +77,13 @@ def _watch_log(crash: CrashPoints) -> None:
         subject: str,
         data: bytes,
         last: int,
-        ttl_s: float | None = None,
+        *args: Any,
+        **named: Any,
     ) -> int:
         final = not data.startswith(_TOKENS)
         if final:
             crash("before_final")
-        sequence: int = await original(self, subject, data, last, ttl_s)
+        sequence: int = await original(self, subject, data, last, *args, **named)
         if final:
             crash("after_final_before_ack")
         else:
