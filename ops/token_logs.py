@@ -3,7 +3,7 @@
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 
 
 async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:

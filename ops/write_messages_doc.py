@@ -23,8 +23,20 @@ from ops.struct_tables import (
     structs_in,
     table,
 )
-from shared.protocol import audit, messages, records, renderer_rpc, requests, steps, task_messages
+from shared.protocol import (
+    audit,
+    exceeded_shares,
+    messages,
+    records,
+    renderer_rpc,
+    requests,
+    steps,
+    task_messages,
+)
 
+MODULES = (
+    *(audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages),
+)
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 FILE = FOLDER / "messages.md"
 SCHEMAS = FOLDER / "schemas.json"
@@ -69,7 +81,7 @@ def structs() -> dict[str, type[Struct]]:
     """Return every Struct that the modules of messages define, or that one of theirs holds."""
     return structs_in(
         kind
-        for module in (audit, messages, records, renderer_rpc, requests, steps, task_messages)
+        for module in MODULES
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct
     )

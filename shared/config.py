@@ -13,6 +13,8 @@ from shared.config_stages import MAX_SLOTS, Graph, Positive, StageConfig
 from shared.native.choices import KernelSetting
 
 Seconds = Annotated[float, Meta(gt=0)]
+TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+Weight = Annotated[float, Meta(gt=0, le=1000)]
 
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,11 +119,9 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_deliver: Positive = 5
     """Attempts of one stage that may fail, or end without a result, before the request fails."""
     max_deaths: Positive = 2
-    """Workers of one stage that may die with a request in flight before the request counts as
-    poison."""
+    """Workers of one stage that may die with a request before the request counts as poison."""
     retry_delay_s: Seconds = 0.5
-    """Pause before the second attempt of a stage; each further pause is twice as long, up to 30
-    s."""
+    """Pause before a stage's second attempt; each further one is twice as long, up to 30 s."""
     max_queued: Positive = 10_000
     """Limit on requests that are accepted and have not ended. Further requests are refused."""
     max_request_mib: Positive = 1024
@@ -140,9 +140,13 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Time for which a record of the audit log is stored."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned media together. Beyond it, the oldest are deleted."""
-    tokens_per_minute: dict[str, Positive] = {}
+    tokens_per_minute: dict[TenantName, Positive] = {}
     """Limits on the tokens of tenants, prompts included, by the tenant's name; by default none.
     Each coordinator counts those of the requests that it admits."""
+    tenant_weights: dict[TenantName, Weight] = {}
+    """How much of the limits on token logs, media, request records and dead letters a tenant may
+    fill, by its name: at most so many times what the others and a reserve of a tenth leave free; by
+    default 1. A tenant above that is refused until older data has expired; one alone is not."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"
@@ -161,8 +165,7 @@ class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     arena_mib: Positive = 512
     """Memory for the blobs that a worker serves, and as much again for those that it receives."""
     listen: str | None = None
-    """Address on which the worker serves blobs to other machines. Without one, they travel through
-    the broker."""
+    """Address at which other machines get blobs. Without one, they travel through the broker."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
     advertise: str | None = None
@@ -177,8 +180,7 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     num_tokens: Annotated[int, Meta(ge=0)] = 0
-    """The most drafted tokens of a sequence per step. 0 disables drafting; 8 suits answers that
-    quote."""
+    """The most drafted tokens of a sequence per step. 0 disables it; 8 suits answers that quote."""
     min_ngram: Positive = 2
     """The shortest n-gram, in tokens, that must have occurred before. The tokens that followed its
     earlier occurrence are the draft."""

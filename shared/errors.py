@@ -18,6 +18,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── ContextTooLong      prompt and answer do not fit into the model's context
 │   ├── PayloadTooLarge     a message is over the broker's limit
 │   ├── TokenRateExceeded   the tenant has used its tokens of this minute; its client may try again
+│   ├── QuotaExceeded       the tenant has stored too much for now; its client may try again later
 │   └── Cancelled           the client has cancelled the request
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
@@ -132,6 +133,12 @@ class TokenRateExceeded(RequestError):
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = wait_s
+
+
+class QuotaExceeded(RequestError):
+    code = "storage_quota_exceeded"
+    retryable = True
+    retry_after_s = 60.0
 
 
 class Cancelled(RequestError):

@@ -19,7 +19,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import DeadLetter, Heartbeat
 from shared.protocol.pipeline import ENDS
 from shared.protocol.records import LogRecord, OutputEnds, OutputRecord
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 
 SETTLE_S = 30.0
 # Releases of payloads arrive after the last record, and show in heartbeats a second later.

@@ -22,7 +22,7 @@ from shared.protocol.request_ids import request_id_of
 from shared.protocol.task_messages import Task
 from shared.protocol.worker_status import WorkerStatus, decode_status
 from shared.stage import tasks
-from shared.state import item_results, token_log
+from shared.state import item_results, log_records
 from shared.validation import invalid_request
 from workers.engine.core.kv_events import EventBatch
 from workers.renderer.decoding import messages as decoder_messages
@@ -188,7 +188,7 @@ BUS_TARGETS = [
     *_client("features", renderer_rpc.decode_features_request, renderer_rpc.FeaturesRequest),
     *_client("split", renderer_rpc.decode_split_request, renderer_rpc.SplitRequest),
     *_client("detokenize", renderer_rpc.decode_detokenize_request, renderer_rpc.DetokenizeRequest),
-    _message("record", token_log.decode_record, AnyRecord),
+    _message("record", log_records.decode_record, AnyRecord),
     _message("heartbeat", messages.decode_heartbeat, messages.Heartbeat),
     _message("start_report", messages.decode_start_report, messages.StartReport),
     _message("attempt", messages.decode_attempt, messages.AttemptRecord),

@@ -1,15 +1,20 @@
-"""Measuring how much of a stream the logs under some subjects take."""
+"""Measuring how much of a stream the logs under some subjects, or those of each tenant, take."""
 
 import asyncio
 import contextlib
 import json
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
+from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus.connection import REPLY_TIMEOUT_S, BusPart, next_message, pull
 from shared.errors import Unavailable
+from shared.protocol.stored_size import SIZE_HEADER, tenant_and_bytes
 
 BATCH = 4096
 # A consumer that only measures is removed after so long if its deletion is lost.
@@ -32,41 +37,61 @@ class StreamMeter(BusPart):
     async def measure_logs(self, stream: str, subject: str, before: LogUse) -> LogUse:
         """Return `before` with what was appended to the logs since then, and is still stored.
 
-        The server sends the headers alone. Raises Unavailable.
+        Raises Unavailable.
         """
+        start = {
+            "deliver_policy": api.DeliverPolicy.BY_START_SEQUENCE,
+            "opt_start_seq": before.next_sequence,
+        }
+        async for message in self._read_headers(stream, subject, **start):
+            headers = message.headers or {}
+            before = LogUse(
+                before.num_logs + (headers.items() >= FIRST_OF_LOG.items()),
+                before.num_bytes + int(headers[SIZE_HEADER]),
+                message.metadata.sequence.stream + 1,
+            )
+        return before
+
+    async def measure_tenants(self, stream: str) -> dict[str, int]:
+        """Return about how many bytes each tenant has stored, by the last message of each subject.
+
+        Raises Unavailable.
+        """
+        use: Counter[str] = Counter()
+        policy = api.DeliverPolicy.LAST_PER_SUBJECT
+        async for message in self._read_headers(stream, ">", deliver_policy=policy):
+            tenant, num_bytes = tenant_and_bytes(message.subject, message.headers or {})
+            if tenant:
+                use[tenant] += num_bytes
+        return dict(use)
+
+    async def _read_headers(self, stream: str, subject: str, **start: Any) -> AsyncIterator[Msg]:
+        """Yield messages of `subject`, of which the server sends the headers alone."""
         config = api.ConsumerConfig(
             filter_subject=subject,
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=before.next_sequence,
             ack_policy=api.AckPolicy.NONE,
             headers_only=True,
             mem_storage=True,
             num_replicas=1,
             inactive_threshold=UNUSED_S,
+            **start,
         )
         try:
             info = await self._js.add_consumer(stream, config)
             num_left = info.num_pending or 0
             while num_left > 0:
-                num_logs, num_bytes, sequence = before.num_logs, before.num_bytes, 0
                 query = json.dumps({"batch": min(num_left, BATCH), "no_wait": True}).encode()
                 asked = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}"
                 async with pull(self._nc, asked, query) as replies:
                     for _ in range(min(num_left, BATCH)):
                         message = await next_message(replies, REPLY_TIMEOUT_S)
-                        headers = message.headers or {}
-                        if "Status" in headers:
+                        if "Status" in (message.headers or {}):
                             num_left = 0  # Some have been removed meanwhile.
                             break
-                        num_logs += headers.items() >= FIRST_OF_LOG.items()
-                        num_bytes += int(headers["Nats-Msg-Size"])
-                        sequence = message.metadata.sequence.stream
                         num_left -= 1
-                if sequence:
-                    before = LogUse(num_logs, num_bytes, sequence + 1)
+                        yield message
                 await asyncio.sleep(0)
             with contextlib.suppress(NatsError):
                 await self._js.delete_consumer(stream, info.name)
         except NatsError as error:
             raise Unavailable(f"the broker did not report on {subject}: {error}") from error
-        return before

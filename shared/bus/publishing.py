@@ -1,6 +1,7 @@
 """Publishing: stored once by message id, appended with fencing, or as a transient notification."""
 
 import contextlib
+from collections.abc import Mapping
 
 from nats.errors import Error as NatsError
 from nats.js import api
@@ -66,7 +67,12 @@ class Publisher(BusPart):
         await self._publish(subject, data, headers or {})
 
     async def append(
-        self, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+        self,
+        subject: str,
+        data: bytes,
+        last_sequence: int,
+        ttl_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
         """Store `data` if `last_sequence` is still the last one of its subject.
 
@@ -74,10 +80,10 @@ class Publisher(BusPart):
         Raises Fenced when another writer was faster.
         """
         self.check_size(data, subject)
-        header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+        fence = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)} | dict(headers or {})
         if ttl_s is not None:
-            header["Nats-TTL"] = f"{max(1, round(ttl_s))}s"
-        ack = await self._publish(subject, data, header)
+            fence["Nats-TTL"] = f"{max(1, round(ttl_s))}s"
+        ack = await self._publish(subject, data, fence)
         assert ack is not None, "a stream of logs has no limit on messages per subject"
         return ack.seq
 

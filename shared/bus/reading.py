@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from shared.bus.replies import Replies
 from shared.errors import NotFound, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.stored_size import kept_headers
 from shared.protocol.versions import version_of
 
 READ_BATCH = 256
@@ -36,6 +37,8 @@ class StoredMessage:
     stored_ms: float
     """Time of storage, in Unix milliseconds of the broker's clock."""
     msg_id: str | None = None
+    log_headers: Mapping[str, str] = field(default_factory=dict)
+    """Those of `shared.protocol.stored_size`."""
 
 
 class ReadFailed(Exception):
@@ -186,6 +189,11 @@ class StreamReader(BusPart):
         """Return how many bytes a stream takes."""
         return (await _answered(self._js.stream_info(stream), f"stream {stream}")).state.bytes
 
+    async def stream_fill(self, stream: str) -> tuple[int, int]:
+        """Return how many bytes a stream may take, and how many it takes."""
+        info = await _answered(self._js.stream_info(stream), f"stream {stream}")
+        return info.config.max_bytes or 0, info.state.bytes
+
     async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
         """Return the depth of a consumer's queue. Raises NotFound without such a consumer."""
         try:
@@ -290,4 +298,5 @@ def to_stored_message(msg: Msg) -> StoredMessage:
         bytes(msg.data),
         stored_ms,
         headers.get("Nats-Msg-Id"),
+        kept_headers(headers),
     )

@@ -17,6 +17,7 @@ client, renderer → renderer   MediaHead                    pm.media.<sha256>  
 client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
+coordinator → any worker      ExceededShares               bucket pm_workers        JSON
 autoscaler → actuator         ScalePlan                    bucket pm_scale          JSON
 actuator → autoscaler         ActuatorReport               bucket pm_scale          JSON
 operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON

@@ -115,6 +115,9 @@ def permissions_of(identity: str) -> Permissions:
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
                     *_purges(subjects.STAGES_STREAM),
+                    # What each tenant has stored is measured by consumers that are removed again.
+                    *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
+                    *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
                 ]
             )
         case "gateway":
@@ -192,9 +195,8 @@ def _gateway(base: Permissions) -> Permissions:
             *(f"$JS.API.CONSUMER.LIST.{stream}" for stream in (stages, requests)),
             *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in (stages, requests)),
             f"$JS.API.CONSUMER.INFO.{subjects.RESPONSES_STREAM}.*",
-            # The responses of a tenant are measured by a consumer that is removed again.
-            *(f"$JS.API.CONSUMER.CREATE.{steps}", f"$JS.API.CONSUMER.DELETE.{steps}.*"),
-            f"$JS.API.CONSUMER.MSG.NEXT.{steps}.*",
+            # Responses and media of tenants are measured by consumers that are removed again.
+            *_measures(steps, media),
         ],
         _LOGS,
     )
@@ -220,6 +222,19 @@ def _asks() -> list[str]:
 
 def _reads(*streams: str) -> list[str]:
     return [f"$JS.API.DIRECT.GET.{stream}" for stream in streams]
+
+
+def _measures(*streams: str) -> list[str]:
+    """Create consumers that read headers, pull from them, and remove them."""
+    return [
+        subject
+        for stream in streams
+        for subject in (
+            f"$JS.API.CONSUMER.CREATE.{stream}",
+            f"$JS.API.CONSUMER.DELETE.{stream}.*",
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
+        )
+    ]
 
 
 def _purges(*streams: str) -> list[str]:

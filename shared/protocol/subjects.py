@@ -54,6 +54,8 @@ HEARTBEATS_FILTER = "$KV.pm_workers.*"
 # A worker that is not ready has another key, which readers of heartbeats do not see.
 START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
 WORKERS_FILTER = "$KV.pm_workers.>"
+# Beside the heartbeats, whose readers skip it: which tenants are to store nothing more for now.
+EXCEEDED_SHARES = "$KV.pm_workers.exceeded"
 SCALE_FILTER = "$KV.pm_scale.*"
 # What the leading autoscaler wants, which is its lease as well; what the actuator has; and what an
 # operator has set.

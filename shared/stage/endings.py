@@ -21,5 +21,5 @@ async def end_with_error(
     goes_on = job.header is not None and job.header.on_late == "text" and output != TEXT
     if goes_on:
         return await cut_outputs(bus, job.request_id, job.delivery.attempt, error, path)
-    await end_request(bus, job.request_id, job.delivery.attempt, error, path)
+    await end_request(bus, job.request_id, job.delivery.attempt, error, path, job.tenant)
     return True

@@ -10,7 +10,8 @@ from shared.bus.bus import STALE_READ_S, Bus
 from shared.protocol.records import AnyRecord, CodeChunk, OutputEnd, TokenChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.state.log_reader import LogReader
-from shared.state.token_log import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 
 MAX_LOOKS = 20
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.errors import PagemillError, Unavailable
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
@@ -48,6 +48,14 @@ class Job:
     @property
     def ticket(self) -> RequestTicket | None:
         return None if self.header is None else self.header.ticket
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the request; "" where none is named, or no valid one."""
+        if self.ticket is not None:
+            return self.ticket.tenant
+        named = self.delivery.tenant or ""
+        return named if names.is_name(named) else ""
 
     @property
     def request_sequence(self) -> int | None:

@@ -29,6 +29,7 @@ from shared.stage.probes import new_probes
 from shared.stage.reloading import Reloader
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
+from shared.state.storage_quotas import StorageQuotas
 from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
@@ -115,6 +116,7 @@ class Context:
             self.metrics,
             self.pipelines,
         )
+        self.quotas = StorageQuotas(self.bus)
         self.shutdown = Shutdown()
         self.reloader = Reloader(self.config, None, self.log)
         self.may_have_work = False

@@ -31,7 +31,8 @@ from shared.stage.claims import ClaimedJobs
 from shared.stage.endings import end_with_error
 from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
-from shared.state.token_log import LogWriter, finish_request, is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import LogWriter, finish_request, last_record
 from shared.telemetry.metrics import Metrics
 
 _log = structlog.get_logger()
@@ -83,8 +84,9 @@ class Stage:
         """
         request_id = _known(job.request_id)
         self.claims.add(job)
+        attempt, output = job.delivery.attempt, self._output_of(job)
         opening = asyncio.create_task(
-            LogWriter.open(self.bus, request_id, job.delivery.attempt, self._output_of(job))
+            LogWriter.open(self.bus, request_id, attempt, output, job.tenant)
         )
         try:
             if job.delivery.attempt == 1:
@@ -305,13 +307,8 @@ class Stage:
             await self.yield_ownership(job)
             return
         decision = retry.decide(cause, job.history.failures, self.policy, random.random())
-        log.warning(
-            "failed",
-            code=cause.code,
-            reason=cause.message,
-            decision=type(decision).__name__,
-            exc_info=error if cause.fault == "server" else None,
-        )
+        what, shown = type(decision).__name__, error if cause.fault == "server" else None
+        log.warning("failed", code=cause.code, reason=cause.message, decision=what, exc_info=shown)
         match decision:
             case retry.RetryLater(after_s, failed):
                 self.counters.retried(job, cause)

@@ -6,7 +6,7 @@ raises. `run` returns after the drain.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from shared.bus.consumer import Consumer, Delivery, Puller
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost
 from shared.protocol import subjects
+from shared.protocol.pipeline import TEXT
 from shared.protocol.records import OutputSummary
 from shared.protocol.task_messages import Task, TaskBody
 from shared.stage import slot_queues, tasks
@@ -24,6 +25,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context, Shutdown
 from shared.stage.slot_queues import SlotOwner
 from shared.state import item_results
+from shared.state.storage_quotas import LOG_STREAMS
 from shared.task_set import TaskSet
 
 _log = structlog.get_logger()
@@ -149,6 +151,10 @@ class WorkerLoop:
 
         self._serving.append((consumer, on_delivery))
 
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` beside the queues until the drain is over."""
+        self._background.start(work)
+
     def crash(self, error: BaseException) -> None:
         """End `run` with `error` at once; running jobs come again after their ack wait."""
         if not self._crash.done():
@@ -191,6 +197,9 @@ class WorkerLoop:
         if log is None:
             return
         log.before_first = lambda: stage.start_followers(job)
+        if log.output == TEXT and not log.records:
+            # Many requests may have been admitted before the first of them had stored anything.
+            await self._context.quotas.check(job.tenant, LOG_STREAMS)
         try:
             outcome = await handle(task, tensors, job)
         except BlobLost as lost:

@@ -9,7 +9,7 @@ from shared.errors import LogTruncated, Unavailable
 from shared.protocol import subjects
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import AnyRecord
-from shared.state.token_log import UnknownRecord, decode_record, is_final
+from shared.state.log_records import UnknownRecord, decode_record, is_final
 
 # Live records may be lost on the way. After this silence the reader looks into the log, and less
 # and less often while nothing is new there.

@@ -22,6 +22,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
 from shared.protocol.multimodal import MEDIA_SCHEME
+from shared.protocol.requests import tenant_header
 
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 8
@@ -68,13 +69,14 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     async def publish(number: int, start: int) -> None:
         async with credit:
             chunk = data[start : start + CHUNK_BYTES]
-            await bus.publish_without_id(subjects.media_chunk(stored_name, number), chunk)
+            subject = subjects.media_chunk(stored_name, number)
+            await bus.publish_without_id(subject, chunk, tenant_header(tenant))
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
     if found is not None:
         head = replace(found[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
-    await bus.publish_without_id(subjects.media(stored_name), to_json(head))
+    await bus.publish_without_id(subjects.media(stored_name), to_json(head), tenant_header(tenant))
 
 
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
@@ -172,7 +174,7 @@ class MediaUpload:
         subject = subjects.media(storage_name(name, self._tenant))
         # The head may be stored although nobody hears of it.
         self._may_be_named = True
-        await self._bus.publish_without_id(subject, to_json(head))
+        await self._bus.publish_without_id(subject, to_json(head), tenant_header(self._tenant))
         if before is not None and before.head.chunks is not None:
             old_chunks = subjects.media_chunks(before.head.chunks)
             await self._bus.purge(subjects.MEDIA_STREAM, old_chunks)
@@ -187,7 +189,7 @@ class MediaUpload:
     async def _publish(self, chunk: bytes) -> None:
         subject = subjects.media_chunk(self._chunks, self._num_chunks)
         self._num_chunks += 1
-        await self._bus.publish_without_id(subject, chunk)
+        await self._bus.publish_without_id(subject, chunk, tenant_header(self._tenant))
 
 
 async def _find_head(bus: Bus, stored_name: str) -> tuple[MediaHead, float] | None:

@@ -17,8 +17,9 @@ from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attemp
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
+from shared.state.log_records import decode_record
 from shared.state.request_status import State
-from shared.state.token_log import decode_record, last_record
+from shared.state.token_log import last_record
 
 # Messages that are read from the end of each stream.
 WINDOW = 2048

@@ -11,6 +11,7 @@ from shared.errors import DecodeError, Fenced, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
 from shared.protocol.messages import RequestRecord, decode_job_record
+from shared.protocol.requests import tenant_header
 
 # Pauses before each search for heartbeats, which live workers send every second.
 SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
@@ -33,7 +34,8 @@ async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str
     while True:
         try:
             registered = replace(record, holders=[holder])
-            await bus.append(subjects.job(request_id), to_json(registered), 0)
+            headers = tenant_header(record.tenant)
+            await bus.append(subjects.job(request_id), to_json(registered), 0, headers=headers)
             return record
         except Fenced:
             # The stored record may be this one, if its ack was lost.
@@ -105,7 +107,8 @@ async def _change_holders(
         if changed.holders == record.holders:
             return record
         try:
-            await bus.append(subject, to_json(changed), stored.sequence)
+            headers = tenant_header(record.tenant)
+            await bus.append(subject, to_json(changed), stored.sequence, headers=headers)
             return changed
         except Fenced:
             await asyncio.sleep(STALE_READ_S)

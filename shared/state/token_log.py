@@ -12,18 +12,14 @@ its own last one goes on behind them.
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Struct
-
 from shared.bus.bus import STALE_READ_S, Bus
-from shared.bus.reading import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
-from shared.protocol.encoding import or_none, to_json
+from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import (
     AnyRecord,
@@ -43,46 +39,10 @@ from shared.protocol.records import (
     TokenLogprobs,
     error_info,
 )
+from shared.protocol.requests import tenant_header
+from shared.protocol.stored_size import log_headers, stored_bytes
 from shared.state import output_ends
-
-
-class UnknownRecord(Struct, frozen=True):
-    """A record of a kind that this version does not know; it has an index like any other.
-
-    With an index that does not continue the log it counts as bytes that are no record.
-    """
-
-    type: str
-    index: int
-    attempt: int
-
-
-_decode_known: Callable[[bytes], AnyRecord | None]
-_decode_known = or_none(msgspec.json.Decoder(AnyRecord).decode)
-_decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
-
-
-def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
-    """The record in a message of a log; None for bytes that are no record."""
-    return _decode_known(data) or _decode_unknown(data)
-
-
-def _records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
-    """The records in these messages of a log. One of an unknown kind counts if it has the index
-    after that of the record before; the first one has the index `expected`."""
-    found: list[AnyRecord | UnknownRecord] = []
-    for message in messages:
-        record = decode_record(message.data)
-        if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
-            continue
-        found.append(record)
-        expected = record.index + 1
-    return found
-
-
-def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
-    """Whether a record is the last one of its log."""
-    return isinstance(record, Finish | Failure | OutputEnd)
+from shared.state.log_records import UnknownRecord, decode_record, is_final, records_of
 
 
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
@@ -104,24 +64,27 @@ class _Tail(NamedTuple):
     next_index: int
     last_sequence: int
     """Sequence of the last message, record or not."""
+    headers: Mapping[str, str]
+    """What that message says of the log's tenant and size."""
 
 
 async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     subject = subjects.tokens(request_id, output)
     last = await bus.read_last(subjects.TOKENS_STREAM, subject)
     if last is None:
-        return _Tail(None, 0, 0)
+        return _Tail(None, 0, 0, {})
     record = decode_record(last.data)
     if record is not None and not isinstance(record, UnknownRecord):
-        return _Tail(record, record.index + 1, last.sequence)
+        return _Tail(record, record.index + 1, last.sequence, last.log_headers)
     # Other bytes cover the last record: only then is the whole log read.
     stored = await bus.read(subjects.TOKENS_STREAM, subject)
-    records = _records_of(stored, 0)
+    records = records_of(stored, 0)
     known = [record for record in records if not isinstance(record, UnknownRecord)]
     return _Tail(
         next((record for record in known if is_final(record)), known[-1] if known else None),
         records[-1].index + 1 if records else 0,
         stored[-1].sequence if stored else 0,
+        last.log_headers,
     )
 
 
@@ -140,18 +103,22 @@ class LogWriter:
     records: list[AnyRecord]
     _next_index: int
     _last_sequence: int
+    _tenant: str
+    _num_bytes: int
     before_first: Callable[[], Awaitable[None]] | None = None
     """Awaited once, before the first append of this writer; see `begin`."""
 
     @classmethod
-    async def open(cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT) -> "LogWriter":
+    async def open(
+        cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT, tenant: str = ""
+    ) -> "LogWriter":
         """Raises LogTruncated when the beginning of the log has been removed.
 
         Deliveries of a task that was published again count from 1, but attempts in a log only rise.
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        found = _records_of(stored, 0)
+        found = records_of(stored, 0)
         if found and found[0].index != 0:
             raise LogTruncated(
                 "the beginning of this request's token log has been removed to make room"
@@ -166,6 +133,8 @@ class LogWriter:
             [record for record in found if not isinstance(record, UnknownRecord)],
             found[-1].index + 1 if found else 0,
             stored[-1].sequence if stored else 0,
+            tenant,
+            sum(stored_bytes(message.data) for message in stored),
         )
 
     @property
@@ -246,9 +215,12 @@ class LogWriter:
         await self.begin()
         data = to_json(record)
         subject = subjects.append(self._request_id, self.output)
+        self._num_bytes += stored_bytes(data)
+        headers = log_headers(self._tenant, self._num_bytes)
         while True:
             try:
-                self._last_sequence = await self._bus.append(subject, data, self._last_sequence)
+                last = self._last_sequence
+                self._last_sequence = await self._bus.append(subject, data, last, headers=headers)
                 break
             except Fenced:
                 if await self._is_stored(data):
@@ -267,7 +239,7 @@ class LogWriter:
         if not stored:
             # A replica that answers reads may be a moment behind the one that refused.
             raise Fenced(f"another worker writes the log of {self._request_id}")
-        new = _records_of(stored, self._next_index)
+        new = records_of(stored, self._next_index)
         if new and (len(new) > 1 or all(message.data != data for message in stored)):
             raise Fenced(f"another worker writes the log of {self._request_id}")
         self._last_sequence = stored[-1].sequence
@@ -275,15 +247,23 @@ class LogWriter:
 
 
 async def end_request(
-    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
+    bus: Bus,
+    request_id: str,
+    attempt: int,
+    error: PagemillError,
+    path: list[StageSpan],
+    tenant: str = "",
 ) -> None:
     """End a request with `error`, unless its log has its final record already.
 
-    Outputs beside its text are closed first, so that no worker appends to one after the end.
+    Outputs beside its text are closed first, so that no worker appends to one after the end. The
+    `tenant` is needed for a log without any record.
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
     await close_log(
-        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
+        *(bus, request_id, TEXT),
+        lambda index: Failure(index, attempt, error_info(error), path),
+        tenant,
     )
     if not had_outputs:
         # A coordinator may have written the list of them in the meantime. One that writes it from
@@ -325,7 +305,9 @@ async def finish_request(
     )
 
 
-async def close_log(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
+async def close_log(
+    bus: Bus, request_id: str, output: str, final: Callable[[int], Any], tenant: str = ""
+) -> Any:
     """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
@@ -334,7 +316,8 @@ async def close_log(bus: Bus, request_id: str, output: str, final: Callable[[int
         try:
             record = final(tail.next_index)
             subject = subjects.append(request_id, output)
-            await bus.append(subject, to_json(record), tail.last_sequence)
+            headers = tail.headers or tenant_header(tenant)
+            await bus.append(subject, to_json(record), tail.last_sequence, headers=headers)
             return record
         except Fenced:
             # Another writer may have ended it, or only have added to it; or this append is stored

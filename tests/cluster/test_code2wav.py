@@ -39,7 +39,8 @@ from shared.protocol.task_messages import RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
-from shared.state.token_log import decode_record, is_final, last_record
+from shared.state.log_records import decode_record, is_final
+from shared.state.token_log import last_record
 from tests.cluster.processes import (
     Processes,
     joined_sound,

@@ -27,7 +27,7 @@ from shared.protocol import subjects
 from shared.protocol.images import ImageParams, PaintParams
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from tests import preloaded
 from tests.cluster.processes import Processes, running, until, until_nothing_is_left, until_ready
 from tests.generator import painters

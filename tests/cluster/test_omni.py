@@ -27,7 +27,7 @@ from shared.protocol.records import (
 )
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from tests import omni
 from tests.cluster.processes import (
     Processes,

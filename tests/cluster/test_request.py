@@ -29,7 +29,8 @@ from shared.client import ask, follow, new_request_id
 from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
-from shared.state.token_log import decode_record, last_record
+from shared.state.log_records import decode_record
+from shared.state.token_log import last_record
 from tests import preloaded
 from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of

@@ -37,7 +37,7 @@ from shared.protocol.records import (
 )
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from tests import preloaded, talkers
 from tests.cluster.processes import (
     Processes,

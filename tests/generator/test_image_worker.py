@@ -23,7 +23,8 @@ from shared.protocol.records import Failure, ImageRecord, OutputEnd, StepState
 from shared.protocol.task_messages import PaintBody, TaskHeader
 from shared.stage.runtime import Context
 from shared.state import media_store, output_ends
-from shared.state.token_log import LogWriter, decode_record, end_request
+from shared.state.log_records import decode_record
+from shared.state.token_log import LogWriter, end_request
 from tests.generator.painters import WatchedPainter, painted_alone
 from tests.shared.stage.test_worker_loop import accept, put, settled
 from workers.generator.image_thread import ImageThread

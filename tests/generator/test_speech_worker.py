@@ -24,7 +24,8 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.stage import Stage
 from shared.state import output_ends
-from shared.state.token_log import LogWriter, decode_record, end_request
+from shared.state.log_records import decode_record
+from shared.state.token_log import LogWriter, end_request
 from tests.generator.test_vocoder_thread import CountingVocoder, began
 from tests.shared.stage.test_worker_loop import accept, put, settled, until
 from workers.generator import main, speech_worker

@@ -27,6 +27,8 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.permissions import OPERATOR
+from shared.protocol.requests import tenant_header
+from shared.state import storage_quotas
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from workers.cli.keyring import Keyring
@@ -173,6 +175,19 @@ async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus
     assert not a.errors
     await a.nc.close()
     await b.nc.close()
+
+
+async def test_those_who_have_to_measure_tenants_may(site: Site, operator: Bus) -> None:
+    streams = {"coordinator": storage_quotas.LIMITS, "gateway": storage_quotas.MEDIA_STREAMS}
+    headers = tenant_header("a")
+    await operator.publish_without_id(subjects.media("f" * 64), b"{}", headers)
+    for who, measured in streams.items():
+        bus = await Bus.connect(site.login(who), "test")
+        found = {stream: await bus.measure_tenants(stream) for stream in measured}
+        assert set(found[subjects.MEDIA_STREAM]) == {"a"}
+        await storage_quotas.tell_exceeded(bus, [])
+        assert await storage_quotas.read_exceeded(bus) == []
+        await bus.close()
 
 
 async def test_a_tenant_reads_its_own_logs_alone(site: Site, operator: Bus) -> None:

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from shared import errors
-from shared.errors import InvalidRequest, PagemillError, TokenRateExceeded
+from shared.errors import InvalidRequest, PagemillError, QuotaExceeded, TokenRateExceeded
 from shared.protocol.encoding import to_json
 from shared.protocol.records import error_info
 
@@ -25,7 +25,7 @@ def test_a_long_message_is_truncated() -> None:
 def test_a_clients_fault_may_be_retried_only_where_time_mends_it(
     kind: type[PagemillError],
 ) -> None:
-    assert kind.fault == "server" or kind.retryable == (kind is TokenRateExceeded)
+    assert kind.fault == "server" or kind.retryable == (kind in (QuotaExceeded, TokenRateExceeded))
 
 
 def test_codes_are_unique() -> None:

@@ -28,8 +28,10 @@ from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
+from shared.state.log_records import is_final
+from shared.state.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from shared.state.text_alone import cut_outputs
-from shared.state.token_log import close_outputs, end_request, is_final, last_record
+from shared.state.token_log import close_outputs, end_request, last_record
 from workers.coordinator.admission import (
     Admitted,
     admit,
@@ -38,6 +40,7 @@ from workers.coordinator.admission import (
     most_tokens,
 )
 from workers.coordinator.stage_waits import StageWaits
+from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.unread_tasks import why_unread
 
@@ -72,6 +75,7 @@ class Coordinator:
         )
         loop.add_queue(requests, self._request_of, self._admit_or_end)
         loop.add_queue(cancels, self._cancellation_of, self._cancel)
+        loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         self._context.ready(sorted(self._context.config.models), lambda: {"held": loop.num_claimed})
         await loop.run()
 
@@ -117,6 +121,8 @@ class Coordinator:
         request = admitted.request
         if delivery.attempt == 1:
             # Later the request may have been admitted before.
+            streams = MEDIA_STREAMS if admitted.image is not None else ()
+            await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
             written = (pipelines[request.model].outputs[name] for name in admitted.outputs)
             beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
             await self._waits.check(request.model, beside, request.lane)

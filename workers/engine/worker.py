@@ -23,7 +23,8 @@ from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue, WorkerLoop
 from shared.state.kv_event_log import KVLogWriter
-from shared.state.token_log import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 from shared.task_set import TaskSet
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.engine import EngineCore

@@ -24,6 +24,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
+from shared.state.storage_quotas import MediaQuotas, StorageQuotas
 from shared.task_set import TaskSet
 from shared.telemetry.metrics import Metrics
 from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
@@ -72,6 +73,8 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
         self.token_bytes = TokenBytesCache(bus)
+        self.quotas = StorageQuotas(bus)
+        self.media_quotas = MediaQuotas(bus, config.delivery.tenant_weights)
         self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
         self.store_use = StoreUseCache(bus)
         self.heartbeats = SignsCache(bus.read_heartbeats)
@@ -106,6 +109,11 @@ class AppContext:
         card = errors.unwrap_reply(await client.model_card(self.bus, model, CARD_TIMEOUT_S))
         self._cards[model] = now_s, card
         return card
+
+    async def pin_media(self, data: bytes, tenant: str) -> str:
+        """Store a media file, and return its URL. Raises QuotaExceeded or Unavailable."""
+        await self.media_quotas.check(tenant, len(data))
+        return await client.pin_media(self.bus, data, tenant)
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModel."""

@@ -179,6 +179,7 @@ ANSWER_ERRORS: Errors = (
     shared_errors.LogTruncated,
     shared_errors.Poisoned,
     shared_errors.TokenRateExceeded,
+    shared_errors.QuotaExceeded,
     errors.AnswerTooLarge,
     errors.Interrupted,
     errors.ReusedId,

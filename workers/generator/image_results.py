@@ -19,7 +19,8 @@ from shared.protocol.encoding import to_msgpack
 from shared.protocol.images import PaintParams
 from shared.protocol.messages import CachedImages, decode_cached_images
 from shared.protocol.task_messages import TaskHeader
-from shared.state.token_log import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 
 LOOK_S = 1.0
 """How often a request that waits looks whether the one that it waits for has ended."""

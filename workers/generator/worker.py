@@ -12,7 +12,8 @@ from shared.protocol.task_messages import Task, TaskBody
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Outcome, WorkerLoop
-from shared.state.token_log import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 from shared.task_set import TaskSet
 from workers.generator.unit_thread import UnitThread
 

@@ -19,7 +19,7 @@ from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
 from shared.protocol.requests import GenerateRequest
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.preloader import Preloader
 from workers.cli.process_usage import usage_of

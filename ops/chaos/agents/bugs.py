@@ -54,9 +54,14 @@ def step_without_fence() -> None:
     from shared.bus.bus import Bus
 
     async def append(
-        self: Bus, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+        self: Bus,
+        subject: str,
+        data: bytes,
+        last_sequence: int,
+        ttl_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
-        ack = await self._publish(subject, data, {})
+        ack = await self._publish(subject, data, dict(headers or {}))
         assert ack is not None
         return ack.seq
 

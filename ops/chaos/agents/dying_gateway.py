@@ -48,16 +48,18 @@ def die_behind(parts: set[str], report: Path) -> None:
         return stored
 
     @wrap(Bus, "append")
-    async def append(original: Any, self: Bus, subject: str, *rest: Any) -> Any:
+    async def append(original: Any, self: Bus, subject: str, *rest: Any, **named: Any) -> Any:
         name = subject.rpartition(".")[2]
-        return await store(_part_of(subject), lambda: original(self, subject, *rest), name)
+        return await store(_part_of(subject), lambda: original(self, subject, *rest, **named), name)
 
     @wrap(Bus, "publish")
     async def publish(
-        original: Any, self: Bus, subject: str, data: bytes, msg_id: str, *rest: Any
+        original: Any, self: Bus, subject: str, data: bytes, msg_id: str, *rest: Any, **named: Any
     ) -> Any:
         part, name = _part_of(subject), msg_id.removesuffix("-t0")
-        return await store(part, lambda: original(self, subject, data, msg_id, *rest), name)
+        return await store(
+            part, lambda: original(self, subject, data, msg_id, *rest, **named), name
+        )
 
 
 def _die(report: Path, name: str) -> None:

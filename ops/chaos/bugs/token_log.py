@@ -20,9 +20,14 @@ def _append_unfenced() -> None:
     from shared.bus.bus import Bus
 
     async def append(
-        self: Bus, subject: str, data: bytes, last_sequence: int, ttl_s: float | None = None
+        self: Bus,
+        subject: str,
+        data: bytes,
+        last_sequence: int,
+        ttl_s: float | None = None,
+        headers: dict[str, str] | None = None,
     ) -> int:
-        ack = await self._publish(subject, data, {})
+        ack = await self._publish(subject, data, headers or {})
         assert ack is not None
         return ack.seq
 

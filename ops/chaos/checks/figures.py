@@ -26,7 +26,7 @@ from shared.protocol.records import (
     StepState,
     TokenChunk,
 )
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 
 def measure(run: RecordedRun) -> dict[str, float]:

@@ -17,7 +17,7 @@ from ops.chaos.expected_answers import Expected
 from ops.chaos.plan import MODEL, Planned
 from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 from workers.gateway.http import errors
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 

@@ -23,7 +23,7 @@ from ops.chaos.history import (
     WorkerEvent,
 )
 from ops.chaos.plan import Planned, Settings
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 # Tasks of a dead coordinator are redelivered to another after their ack wait of a second.
 REDELIVERY_S = 1.2

@@ -14,7 +14,7 @@ from ops.chaos.history import Fault
 from ops.chaos.plan import Planned
 from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 # Broker and client share the clock of one machine; a timer may fire a little early.
 CLOCK_SLACK_S = 0.15

@@ -25,7 +25,7 @@ from shared.protocol.records import (
     OutputEnd,
     OutputRecord,
 )
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 Faults = Iterator[tuple[str, str]]
 """Invariants, and what is wrong."""

@@ -41,7 +41,7 @@ from shared.bus.login import Login, seed_file
 from shared.errors import Overloaded, PagemillError
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import LogRecord
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 from shared.telemetry import logs
 
 # A client gives up this long after the deadline; the checker reports the missing end.

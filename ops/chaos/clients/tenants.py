@@ -35,7 +35,7 @@ from ops.chaos.plan import Planned
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import encode_request
-from shared.state.token_log import decode_record, is_final
+from shared.state.log_records import decode_record, is_final
 from workers.cli.keyring import Keyring
 
 SILENCE_S = 1.0

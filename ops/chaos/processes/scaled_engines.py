@@ -16,7 +16,7 @@ from ops.chaos.processes.nemesis import SIGNALS
 from ops.chaos.processes.pool import Pool
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 WATCH_S = 0.1
 # Faults do not come at once, so that each finds the pool at work.

@@ -83,12 +83,13 @@ def _watch_log(record: payload_events.Record, crash: CrashPoints) -> None:
         subject: str,
         data: bytes,
         last: int,
-        ttl_s: float | None = None,
+        *args: Any,
+        **named: Any,
     ) -> int:
         final = not data.startswith(_TOKENS)
         if final:
             crash("before_final")
-        sequence: int = await original(self, subject, data, last, ttl_s)
+        sequence: int = await original(self, subject, data, last, *args, **named)
         record("appended", id_of_log(subject))
         if final:
             crash("after_final_before_ack")

@@ -23,8 +23,9 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.records import TokenChunk
 from shared.protocol.steps import Begun, Ended, ResponseTask, decode_response_task
+from shared.state.log_records import is_final
 from shared.state.step_log import StepLog
-from shared.state.token_log import end_request, is_final, last_record
+from shared.state.token_log import end_request, last_record
 from workers.cli.backup import restoring
 from workers.cli.backup.archive import new_archive, read_archive
 from workers.cli.backup.manifest import DERIVED, MANIFEST_FILE, ORDER, Manifest

@@ -18,7 +18,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.requests import GenerateRequest
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,

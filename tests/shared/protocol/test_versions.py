@@ -33,7 +33,7 @@ from shared.protocol.versions import (
     version_header,
     version_of,
 )
-from shared.state.token_log import decode_record
+from shared.state.log_records import decode_record
 from tests.shared.protocol.wire_fields import wire_fields
 
 ERROR = ErrorInfo("unavailable", "later", None, "server", True)

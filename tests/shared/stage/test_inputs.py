@@ -12,7 +12,8 @@ from shared.protocol.encoding import to_json
 from shared.protocol.records import CodeChunk, OutputEnd, OutputSummary
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.stage.inputs import RequestEnded, follow_codes
-from shared.state.token_log import LogWriter, end_request, is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import LogWriter, end_request, last_record
 
 
 @pytest.fixture

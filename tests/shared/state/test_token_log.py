@@ -14,13 +14,8 @@ from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, TokenChunk, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.state import log_reader
-from shared.state.token_log import (
-    LogWriter,
-    decode_record,
-    end_request,
-    finish_request,
-    last_record,
-)
+from shared.state.log_records import decode_record
+from shared.state.token_log import LogWriter, end_request, finish_request, last_record
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from shared.protocol.encoding import to_json
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.steps import ResponseTask, decode_step
 from shared.responses.state import state_of
-from shared.state.token_log import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 
 
 class Mended(NamedTuple):

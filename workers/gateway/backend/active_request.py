@@ -11,7 +11,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
@@ -259,6 +259,14 @@ class ActiveRequest:
         """Cancel a request that is not durable, unless another gateway answers it too."""
         if not self.record.durable:
             self._context.background.start(self._leave())
+
+    def withdraw(self) -> None:
+        """Let go of a request that is not published, and may be under the same id later."""
+        self._context.background.start(self._unregister())
+
+    async def _unregister(self) -> None:
+        with suppress(PagemillError):
+            await request_registry.unregister(self._context.bus, self.request_id, self._holder)
 
     async def _leave(self) -> None:
         """A connection may be found broken long after its client has come back over another."""

@@ -27,6 +27,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import Begun, Ended, ResponseTask, painting_id, turn_id
 from shared.state.log_reader import GRACE_S
 from shared.state.step_log import StepLog, open_conversation, open_log
+from shared.state.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import ApprovalUsed, ReusedId, StoreFull, UnknownPreviousResponse
@@ -114,7 +115,8 @@ async def find_context(
 
 
 async def check_room(context: AppContext, tenant: str) -> None:
-    """Raises StoreFull when the store or the tenant's share of it is used up."""
+    """Raises StoreFull when the store or the tenant's share of it is used up, or QuotaExceeded."""
+    await context.quotas.check(tenant, LOG_STREAMS)
     limits = context.config.agent
     if await is_store_full(context):
         raise StoreFull("the store of responses is full")

@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import Overloaded, PagemillError, Unavailable
+from shared.errors import Overloaded, PagemillError, QuotaExceeded, Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
+from shared.state.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream
@@ -61,6 +62,8 @@ async def submit(
     model = plan.requests[0].model
     context.check_model(model)
     request_id, is_named = read_request_id(request, kind, caller.tenant)
+    if not is_named:
+        await context.quotas.check(caller.tenant, LOG_STREAMS)
     record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)
@@ -197,6 +200,14 @@ async def _open_logs(
     lasts: Sequence[LogRecord | None] = [None] * len(active.parts)
     if is_named:
         lasts = await active.last_records()
+    if is_named and None in lasts:
+        # An answer that a client comes back for is not refused. Nor is a refusal stored, so that
+        # the same name may be tried again.
+        try:
+            await context.quotas.check(active.record.tenant, LOG_STREAMS)
+        except QuotaExceeded:
+            active.withdraw()
+            raise
     logs = active.follow_logs()
     for part, (request, last) in enumerate(zip(requests, lasts, strict=True)):
         if last is None:

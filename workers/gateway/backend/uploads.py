@@ -7,7 +7,6 @@ from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
-from shared import client
 from shared.errors import InvalidMedia, MediaNotFound, UnsupportedContent
 from shared.protocol.items import (
     FunctionOutputItem,
@@ -61,7 +60,7 @@ async def store_large_images(
         if not _is_inline(part) or len(part.url) <= limit:
             return part
         data = await asyncio.to_thread(_decode_data, part.url, f"{field}.{part.url_field}")
-        stored = await client.pin_media(context.bus, data, tenant)
+        stored = await context.pin_media(data, tenant)
         match part:
             case ImagePart():
                 return ImagePart(replace(part.image_url, url=stored))
@@ -102,7 +101,7 @@ async def store_large_item_media(
                 continue
             where = "image_url" if isinstance(part, InputImagePart) else "input_audio.data"
             data = await asyncio.to_thread(_decode_data, url, f"{field}.{where}")
-            media = await client.pin_media(context.bus, data, tenant)
+            media = await context.pin_media(data, tenant)
             if isinstance(part, InputImagePart):
                 item = _with_part(item, part, replace(part, image_url=media))
             elif isinstance(part, InputAudioPart):

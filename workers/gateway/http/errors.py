@@ -170,6 +170,7 @@ STATUSES = {
     ReusedId.code: 422,
     RateLimited.code: 429,
     "token_rate_exceeded": 429,
+    "storage_quota_exceeded": 429,
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,

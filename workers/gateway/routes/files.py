@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from shared.bus.streams import MEDIA_REUSE_S
-from shared.errors import InvalidRequest, NotFound, Unavailable
+from shared.errors import InvalidRequest, NotFound, QuotaExceeded, Unavailable
 from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.state import media_store
 from shared.state.media_store import MediaUpload, StoredFile
@@ -33,7 +33,7 @@ MAX_FILENAME_LEN = 255
     answer=FileObject,
     body=FileForm,
     file=FILE,
-    refuses=(Unavailable,),
+    refuses=(QuotaExceeded, Unavailable),
     counted=True,
 )
 async def upload_file(context: AppContext, request: Request, caller: Caller) -> Response:
@@ -43,7 +43,7 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
     try:
         async with _in_time(context):
             events = _receive(context, request, form_stream)
-            filename, form = await _store(context, events, upload)
+            filename, form = await _store(context, caller.tenant, events, upload)
         stored = await upload.finish(filename, form.purpose)
     finally:
         if stored is None:
@@ -108,9 +108,12 @@ async def _receive(
 
 
 async def _store(
-    context: AppContext, events: AsyncIterator[FormEvent], upload: MediaUpload
+    context: AppContext, tenant: str, events: AsyncIterator[FormEvent], upload: MediaUpload
 ) -> tuple[str, FileForm]:
-    """Store the file of a form, and return its name and the form's fields."""
+    """Store the file of a form, and return its name and the form's fields.
+
+    Raises QuotaExceeded, also while the file arrives.
+    """
     limit = max(context.config.renderer.max_bytes.values())
     values: dict[str, str] = {}
     filename: str | None = None
@@ -128,6 +131,7 @@ async def _store(
             case bytes():
                 if upload.num_bytes + len(event) > limit:
                     raise BodyTooLarge(f"a file may have {limit} bytes")
+                await context.media_quotas.check(tenant, len(event))
                 await upload.write(event)
     if filename is None:
         raise InvalidRequest("file is missing", field=FILE)

@@ -16,7 +16,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
-from shared.protocol.requests import Feature, GenerateRequest, Message
+from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_header
 from shared.state import request_registry
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
@@ -137,7 +137,7 @@ async def _process_images(
 async def _store(context: AppContext, item: WireItem, tenant: str) -> Feature:
     stored = None
     if item.data is not None:
-        stored = await client.pin_media(context.bus, item.data, tenant)
+        stored = await context.pin_media(item.data, tenant)
     return Feature(item.modality, item.mm_hash, item.place.offset, item.place.length, stored)
 
 
@@ -146,7 +146,8 @@ async def _record_alias(
 ) -> None:
     """Record which request a name in a body refers to. It may have named another one before."""
     alias = RequestRecord(KIND, model, tenant, context.now_s, False, {_ALIAS: request_id})
-    await context.bus.publish_without_id(subjects.job(_alias_of(name, tenant)), to_json(alias))
+    subject = subjects.job(_alias_of(name, tenant))
+    await context.bus.publish_without_id(subject, to_json(alias), tenant_header(tenant))
 
 
 async def _abort_one(context: AppContext, name: str, tenant: str) -> None:

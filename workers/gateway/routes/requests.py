@@ -17,7 +17,7 @@ from shared.errors import (
 )
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.backend.pools import read_pools

@@ -95,6 +95,6 @@ def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 async def _split(context: AppContext, model: str, recording: bytes, tenant: str) -> list[str]:
     """Store the recording and its pieces, and return the URLs of the pieces."""
     with translated_errors("transcription", {}):
-        url = await client.pin_media(context.bus, recording, tenant)
+        url = await context.pin_media(recording, tenant)
         reply = await client.split_sound(context.bus, model, url, tenant)
         return unwrap_reply(reply).urls

@@ -8,11 +8,13 @@ from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
 from shared.protocol import subjects
 from shared.protocol.multimodal import content_hash, is_hash
+from shared.protocol.requests import tenant_header
 
 
 class ItemRegistry:
-    def __init__(self, bus: Bus, scope: str, model: str) -> None:
+    def __init__(self, bus: Bus, scope: str, model: str, tenant: str = "") -> None:
         self._bus = bus
+        self._tenant = tenant
         self._scope = scope
         self._model = model
 
@@ -28,7 +30,8 @@ class ItemRegistry:
         stored = await self._bus.read_last(subjects.MEDIA_STREAM, subject)
         recent_ms = self._bus.now_ms() - 1000 * MEDIA_REUSE_S
         if stored is None or stored.data != name.encode() or stored.stored_ms <= recent_ms:
-            await self._bus.publish_without_id(subject, name.encode())
+            headers = tenant_header(self._tenant)
+            await self._bus.publish_without_id(subject, name.encode(), headers)
 
     def _subject(self, mm_hash: str) -> str:
         return subjects.item(content_hash("item", self._scope, self._model, mm_hash))

@@ -20,7 +20,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import MediaPin, PinnedPart
 from shared.protocol.multimodal import Modality
-from shared.protocol.requests import Feature
+from shared.protocol.requests import Feature, tenant_header
 from shared.state import media_store
 from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader, is_remote, is_stored
@@ -53,7 +53,7 @@ class RequestMedia:
 
     def __post_init__(self, request_sequence: int, model: str) -> None:
         self._subject = subjects.pin(self._request_id, request_sequence)
-        self._items = ItemRegistry(self._bus, self._scope, model)
+        self._items = ItemRegistry(self._bus, self._scope, model, self._tenant)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Sequence of the pin in its subject; 0 if there is none."""
@@ -110,7 +110,8 @@ class RequestMedia:
             return
         data = to_msgpack(MediaPin(self._fetched))
         try:
-            await self._bus.append(self._subject, data, self._sequence)
+            headers = tenant_header(self._tenant)
+            await self._bus.append(self._subject, data, self._sequence, headers=headers)
         except Fenced:
             # An append whose ack was lost is refused when it is repeated.
             stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject)

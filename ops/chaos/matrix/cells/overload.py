@@ -21,7 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.records import Failure
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
-from shared.state.token_log import is_final
+from shared.state.log_records import is_final
 
 
 async def engine_slower_than_renderer(deployment: Deployment) -> None:

@@ -1,0 +1,53 @@
+"""Records of token logs, as they are decoded from messages.
+
+Anyone who may publish on the bus can put other bytes into a log, and newer versions other kinds of
+records.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from shared.bus.reading import StoredMessage
+from shared.protocol.encoding import or_none
+from shared.protocol.records import AnyRecord, Failure, Finish, OutputEnd
+
+
+class UnknownRecord(Struct, frozen=True):
+    """A record of a kind that this version does not know; it has an index like any other.
+
+    With an index that does not continue the log it counts as bytes that are no record.
+    """
+
+    type: str
+    index: int
+    attempt: int
+
+
+_decode_known: Callable[[bytes], AnyRecord | None]
+_decode_known = or_none(msgspec.json.Decoder(AnyRecord).decode)
+_decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
+
+
+def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
+    """The record in a message of a log; None for bytes that are no record."""
+    return _decode_known(data) or _decode_unknown(data)
+
+
+def records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
+    """The records in these messages of a log. One of an unknown kind counts if it has the index
+    after that of the record before; the first one has the index `expected`."""
+    found: list[AnyRecord | UnknownRecord] = []
+    for message in messages:
+        record = decode_record(message.data)
+        if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
+            continue
+        found.append(record)
+        expected = record.index + 1
+    return found
+
+
+def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
+    """Whether a record is the last one of its log."""
+    return isinstance(record, Finish | Failure | OutputEnd)

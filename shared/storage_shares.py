@@ -1,0 +1,62 @@
+"""Shares of tenants in the bytes of a stream, whose oldest messages are deleted when it is full.
+
+A tenant may store as much as the others and the reserve leave free, times its weight: one that is
+greedy half, two of them a third each, and whoever comes next finds room. A tenant that is alone in
+a stream has no limit, because only its own messages are deleted for it. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.protocol.exceeded_shares import ExceededShare
+
+RESERVE = 0.1
+"""Part of a stream for which nobody is admitted: requests in flight grow into it, and end there."""
+NEWCOMER = ""
+"""In the place of a tenant: any that has nothing stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUse:
+    """What is stored in a stream."""
+
+    stream: str
+    max_bytes: int
+    num_bytes: int
+    by_tenant: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each tenant; the rest of `num_bytes` has none."""
+
+
+def may_be_exceeded(max_bytes: int, num_bytes: int, weights: Mapping[str, float]) -> bool:
+    """Return whether a tenant could have exceeded its share, whoever has stored what."""
+    free = max_bytes * (1 - RESERVE) - num_bytes
+    return num_bytes >= free * min([1.0, *weights.values()])
+
+
+def exceeded_shares(use: StreamUse, weights: Mapping[str, float]) -> list[ExceededShare]:
+    """Return the tenants that are to store nothing more for now, the largest first.
+
+    What a tenant holds beyond its share of an empty stream protects nothing: it was stored while
+    the tenant was alone, and is deleted first.
+    """
+    limit = use.max_bytes * (1 - RESERVE)
+    stored = {tenant: num_bytes for tenant, num_bytes in use.by_tenant.items() if num_bytes > 0}
+    held = {t: min(num_bytes, limit * _part(t, weights)) for t, num_bytes in stored.items()}
+    without = max(0, use.num_bytes - sum(stored.values()))
+    free = limit - min(without, limit / 2) - sum(held.values())
+    found = [
+        ExceededShare(use.stream, tenant, num_bytes, max(0, int(share)))
+        for tenant, num_bytes in stored.items()
+        if num_bytes >= (share := _part(tenant, weights) * (free + held[tenant]))
+    ]
+    if len(stored) == 1:
+        return []
+    if stored and free <= 0:
+        found.append(ExceededShare(use.stream, NEWCOMER, 0, 0))
+    return sorted(found, key=lambda exceeded: exceeded.num_bytes, reverse=True)
+
+
+def _part(tenant: str, weights: Mapping[str, float]) -> float:
+    """The part that a tenant may have of what the others leave."""
+    weight = weights.get(tenant, 1.0)
+    return weight / (1 + weight)
