@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+# What the slots of these questions and of `phrases` are filled with.
+PLAIN_WORDS: dict[str, tuple[str, ...]] = {
+    "color": ("color", "colour"),
+    "picture": ("image", "picture", "photo", "drawing"),
+    "clip": ("video", "clip", "film", "animation"),
+    "thing": ("shape", "object", "figure", "thing"),
+    "things": ("shapes", "shapes", "objects", "figures", "things"),
+    "sign": ("character", "letter or digit", "sign", "symbol"),
+}
 WORDINGS: dict[str, tuple[str, ...]] = {
     "plain colour": (
         "What {color} is this {picture}?",
