@@ -59,7 +59,6 @@ NOUN_PHRASES: dict[str, tuple[str, ...]] = {
         "the [name|identity|value] of [this|the] {sign}", "the writing [here|in the {picture}|]",
         "the {sign} [that|which] [is|was|has been] [printed|written|typed|drawn|shown|displayed]"
         " [here|]", "the {sign} you can [read|make out|recognize|find] [here|]",
-        "the content of this {picture} as text",
     ),
     "where": (
         "the [location|position|place|side|placement|spot|area] of [the|this] {thing} "
@@ -173,7 +172,7 @@ INDIRECT_QUESTIONS: dict[str, tuple[str, ...]] = {
         "I am looking at|we have] [here|]",
         "how [this|the] {sign} [reads|is called|is read]", "what [it reads|stands here|it spells]",
         "what the [{picture}|text|writing] [says|reads|spells]",
-        "what [has been|was] [written|printed|typed|drawn] [here|there|]",
+        "what [has been|was] [written|printed|typed] [here|there|]",
     ),
     "where": (
         "where [exactly|] [the|this] {thing} [lies|sits|stands|appears|is found|is located|"

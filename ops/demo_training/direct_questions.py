@@ -71,7 +71,7 @@ DIRECT_QUESTIONS: dict[str, tuple[str, ...]] = {
         "do you recognize|do you read] [here|]?",
         "[Decipher|Transcribe|Recognize|Spell|Type|Repeat|Copy|Write down|Read aloud|Read out] "
         "[the|this] [{sign}|text|writing|symbol].",
-        "What [has been|was] [printed|typed|drawn|written] [here|there|]?",
+        "What [has been|was] [printed|typed|written] [here|there|]?",
         "What [does|do] [it|this|the sign|the text|the writing] [read|spell]?",
         "Is this a letter or a digit, and which?", "[What|Which] {sign} would you read here?",
     ),
@@ -103,6 +103,12 @@ DIRECT_QUESTIONS: dict[str, tuple[str, ...]] = {
         "is there] [here|in the {picture}|in this {picture}|]?",
         "[Summarize|Caption|Explain|Outline|Label|Portray] [this|the] {picture}.",
         "[Write|Give|Make|Compose|Provide] a [caption|description|label|title] [for it|].",
+        "[In a few words|In short|Briefly|In one sentence|In brief|Roughly|In simple words], "
+        "[what is it|what is this|what do you see|what does the {picture} show|describe it|"
+        "describe the {picture}|what can be seen|tell me what it is|what has been drawn].",
+        "[What is this|What do you see|Describe it|Describe this {picture}|Say what you see|"
+        "What has been drawn|What does it show|What is in the {picture}] [in a few words|in short|"
+        "briefly|in one sentence|in brief|roughly|in simple words].",
     ),
     "motion": (
         "[What|Which] [way|direction] [is|was] [the|this] {thing} [heading|moving|traveling|"

@@ -22,12 +22,12 @@ WORDS: dict[str, tuple[str, ...]] = {
         "video", "clip", "film", "animation", "movie", "recording", "sequence", "footage", "gif",
     ),
     "thing": (
-        "shape", "object", "figure", "thing", "item", "form", "symbol", "element", "drawing",
-        "geometric shape", "geometric figure", "outline", "body", "design",
+        "shape", "object", "figure", "thing", "item", "form", "element",
+        "geometric shape", "geometric figure", "outline",
     ),
     "things": (
-        "shapes", "objects", "figures", "things", "items", "forms", "symbols", "elements",
-        "pieces", "drawings", "geometric shapes", "marks",
+        "shapes", "objects", "figures", "things", "items", "forms", "elements",
+        "pieces", "geometric shapes", "marks",
     ),
     "sign": (
         "character", "letter or digit", "sign", "symbol", "glyph", "letter or number", "mark",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from ops.demo_judge.answering import definition, parse_call, sampled_frames
@@ -23,6 +24,7 @@ from ops.demo_training.clauses import INDIRECT_QUESTIONS, NOUN_PHRASES
 from ops.demo_training.direct_questions import CHAT_PARAPHRASES, DIRECT_QUESTIONS
 from ops.demo_training.drawing import draw_clip, draw_scene
 from ops.demo_training.evaluation import check
+from ops.demo_training.mixing import WEIGHTS, mixed
 from ops.demo_training.model import chat_loss
 from ops.demo_training.paraphrases import CLAUSE_FRAMES, NOUN_FRAMES, WORDS, paraphrase
 from ops.demo_training.phrases import CHAT_CLAUSES, CHAT_FRAMES, CLAUSES, FRAMES
@@ -243,3 +245,12 @@ def test_without_tools_the_template_writes_messages_alone() -> None:
         "<|im_start|>assistant\na red star<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_mixture_lies_between_its_models(tmp_path: Path) -> None:
+    own = load_file(MODEL / WEIGHTS)
+    save_file({name: torch.zeros_like(weight) for name, weight in own.items()}, tmp_path / WEIGHTS)
+    half = mixed([(0.5, MODEL), (0.5, tmp_path)])
+    assert half.keys() == own.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(half[name], weight / 2)
