@@ -155,13 +155,14 @@ def draw_scene(rng: random.Random, kind: str, size: Size, colours: Colours | Non
 
 MOTIONS = ("left", "right", "up", "down")
 CHANGES = ("grows", "shrinks")
+CLIP_KINDS = ("motion", "motion", "motion", "change", "change", "change", "colour", "colour")
 NUMS_OF_FRAMES = (4, 4, 4, 4, 6, 6, 8)
 
 
 def draw_clip(rng: random.Random, size: Size) -> tuple[list[Image.Image], Scene]:
     """Frames of one shape that moves, changes its size, or changes its colour."""
     colour, background = two_colours(rng)
-    shape, kind = rng.choice(SHAPE_NAMES), rng.choice(("motion", "motion", "change", "colour"))
+    shape, kind = rng.choice(SHAPE_NAMES), rng.choice(CLIP_KINDS)
     frames_num = rng.choice(NUMS_OF_FRAMES)
     width, height = size
     short = min(size)
@@ -169,7 +170,7 @@ def draw_clip(rng: random.Random, size: Size) -> tuple[list[Image.Image], Scene]
     motion = change = None
     if kind == "change":
         change = rng.choice(CHANGES)
-        small, ratio = rng.uniform(0.08, 0.2) * short, rng.uniform(1.35, 2.4)
+        small, ratio = rng.uniform(0.08, 0.2) * short, rng.uniform(1.3, 2.4)
         steps = [small * (1 + (ratio - 1) * n / (frames_num - 1)) for n in range(frames_num)]
         radius = steps if change == "grows" else steps[::-1]
     most = max(radius)

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from ops.demo_training.direct_questions import CHAT_PARAPHRASES
 from ops.demo_training.drawing import draw_character, draw_clip, draw_count, draw_scene
+from ops.demo_training.paraphrases import PARAPHRASED_SHARE, WORDS, chosen, paraphrase
 from ops.demo_training.phrases import (
     CHAT_CLAUSES,
     CHAT_FRAMES,
@@ -36,6 +38,7 @@ from ops.demo_training.wordings import (
     ASKABLE,
     CHAT,
     NO_PICTURE,
+    PLAIN_WORDS,
     PREFIXES,
     SUFFIXES,
     SYSTEM_PROMPTS,
@@ -77,28 +80,29 @@ def description(scene: Scene) -> str | None:
 
 
 def worded(rng: random.Random, task: str, scene: Scene) -> str:
-    """A question of the table, or a clause of its task in a frame."""
-    thing = rng.choice(("shape", "object", "figure", "thing", scene.shape or "shape"))
-    sign = rng.choice(("character", "letter or digit", "sign", "symbol"))
+    """A question of the table, a clause of its task in a frame, or a paraphrase."""
+    if rng.random() < PARAPHRASED_SHARE:
+        pattern, words = paraphrase(rng, task), WORDS
+    else:
+        pattern, words = rng.choice(WORDINGS[task]), PLAIN_WORDS
+        if rng.random() < FRAMED_SHARE:
+            pattern = rng.choice(FRAMES).format(rng.choice(CLAUSES[task]))
+    things, signs = words["thing"], words["sign"]
+    if scene.shape is not None and task != "shape" and rng.random() < 0.2:
+        things = (scene.shape,)
     if scene.character is not None:
         sort = "digit" if scene.character.isdigit() else "letter"
-        sign = rng.choice((sign, sort, "number" if sort == "digit" else sort))
-        thing = sign
-    pattern = rng.choice(WORDINGS[task])
-    if rng.random() < FRAMED_SHARE:
-        pattern = rng.choice(FRAMES).format(rng.choice(CLAUSES[task]))
+        things = signs = (rng.choice(signs), sort, "number" if sort == "digit" else sort)
     if rng.random() < 0.08:
         pattern = f"{rng.choice(OPENINGS)} {pattern}"
     if rng.random() < 0.04:
         pattern = f"{pattern} {rng.choice(CLOSINGS)}"
-    pictures = ("image", "picture", "photo", "drawing")
-    if scene.kind == "clip":
-        pictures = ("video", "clip", "film", "animation")
+    sign = rng.choice(signs)
     return pattern.format(
-        color=rng.choice(("color", "colour")),
-        picture=rng.choice(pictures),
-        thing=thing,
-        things=rng.choice(("shapes", "shapes", "objects", "figures", "things")),
+        color=rng.choice(words["color"]),
+        picture=rng.choice(words["clip" if scene.kind == "clip" else "picture"]),
+        thing=sign if scene.character is not None else rng.choice(things),
+        things=rng.choice(words["things"]),
         sign=sign,
     )
 
@@ -202,13 +206,15 @@ def chat_sample(rng: random.Random) -> Sample:
         return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, shown)), NO_PICTURE)])
     answer = rng.choice(tuple(CHAT))
     question = rng.choice(CHAT[answer])
-    if answer in CHAT_CLAUSES and rng.random() < FRAMED_SHARE:
+    if rng.random() < PARAPHRASED_SHARE:
+        question = chosen(rng, rng.choice(CHAT_PARAPHRASES[answer]))
+    elif answer in CHAT_CLAUSES and rng.random() < FRAMED_SHARE:
         question = rng.choice(CHAT_FRAMES).format(rng.choice(CHAT_CLAUSES[answer]))
     question = dressed(rng, question, suffixes=False)
     return Sample("about itself", [], [Turn(question, answer)])
 
 
-KIND_WEIGHTS = {"plain": 8, "shape": 28, "count": 26, "where": 14, "character": 24}
+KIND_WEIGHTS = {"plain": 6, "shape": 22, "count": 32, "where": 12, "character": 28}
 QUESTIONS = 3
 
 
@@ -263,7 +269,7 @@ def tool_sample(rng: random.Random, final: Size) -> Sample:
 def training_samples(rng: random.Random, size: int) -> list[Sample]:
     """A batch in fixed proportions, with pictures mostly of one size, for speed."""
     final = common_fit(rng)
-    pairs, chats, clips, tools = size * 2 // 32, size * 2 // 32, size * 5 // 32, size * 4 // 32
+    pairs, chats, clips, tools = size * 2 // 32, size * 2 // 32, size * 7 // 32, size * 4 // 32
 
     def pair_size(kind: str) -> Size:
         return training_size(rng, kind, final if rng.random() < 0.8 else common_fit(rng))

@@ -57,10 +57,10 @@ class Settings:
 TOWER_RATE = 1.2e-3
 TEXT_RATE = 1.5e-3
 # Weights that have been trained move less.
-GO_ON_SHARE = 0.5
+GO_ON_SHARE = 0.3
 WARM_UP_STEPS = 60
 # The rate is constant up to the last part, so that a training can go on from any checkpoint.
-FALL_SHARE = 0.3
+FALL_SHARE = 0.5
 LAST_RATE = 0.02
 EMA = 0.998
 SAVE_EVERY_S = 60.0

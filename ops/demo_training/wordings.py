@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+# What the slots of these questions and of `phrases` are filled with.
+PLAIN_WORDS: dict[str, tuple[str, ...]] = {
+    "color": ("color", "colour"),
+    "picture": ("image", "picture", "photo", "drawing"),
+    "clip": ("video", "clip", "film", "animation"),
+    "thing": ("shape", "object", "figure", "thing"),
+    "things": ("shapes", "shapes", "objects", "figures", "things"),
+    "sign": ("character", "letter or digit", "sign", "symbol"),
+}
 WORDINGS: dict[str, tuple[str, ...]] = {
     "plain colour": (
         "What {color} is this {picture}?",
@@ -302,12 +311,13 @@ SYSTEM_PROMPTS = (
     "Answer in one word.", "You answer questions about pictures.",
 )  # fmt: skip
 
-# Which questions a picture can be asked; the first is the one that it was drawn for.
+# Which questions a picture can be asked; the first is the one that it was drawn for. Descriptions
+# stand twice where their answers are of many forms.
 ASKABLE: dict[str, tuple[str, ...]] = {
     "plain": ("plain colour", "describe"),
-    "shape": ("shape", "shape colour", "background colour", "count", "describe"),
-    "count": ("count", "shape colour", "background colour", "describe"),
-    "where": ("where", "shape", "shape colour", "background colour", "count"),
-    "character": ("character", "shape colour", "background colour", "describe"),
+    "shape": ("shape", "shape colour", "background colour", "count", "describe", "describe"),
+    "count": ("count", "shape colour", "background colour", "describe", "describe"),
+    "where": ("where", "shape", "shape colour", "background colour", "count", "describe"),
+    "character": ("character", "shape colour", "background colour", "describe", "describe"),
     "clip": ("motion", "change", "last colour", "shape", "shape colour", "background colour"),
 }

@@ -4,6 +4,7 @@ import ast
 import io
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from ops.demo_judge.answering import definition, parse_call, sampled_frames
 from ops.demo_judge.cases import MAKERS, asked
 from ops.demo_judge.questions import SEEN, UNSEEN
 from ops.demo_training.batches import chat_batch, encoded
+from ops.demo_training.clauses import INDIRECT_QUESTIONS, NOUN_PHRASES
+from ops.demo_training.direct_questions import CHAT_PARAPHRASES, DIRECT_QUESTIONS
 from ops.demo_training.drawing import draw_clip, draw_scene
 from ops.demo_training.evaluation import check
+from ops.demo_training.mixing import WEIGHTS, mixed
 from ops.demo_training.model import chat_loss
+from ops.demo_training.paraphrases import CLAUSE_FRAMES, NOUN_FRAMES, WORDS, paraphrase
 from ops.demo_training.phrases import CHAT_CLAUSES, CHAT_FRAMES, CLAUSES, FRAMES
 from ops.demo_training.samples import clip_sample, tool_sample, training_samples
 from ops.demo_training.scenes import SHAPE_NAMES
@@ -57,6 +63,30 @@ def questions_of_training() -> Iterator[str]:
             yield plain(frame.format(clause))
 
 
+def expression_of(pattern: str) -> str:
+    """A regular expression of all that the alternatives of a pattern make, without spaces."""
+    text = re.sub("[?.:]", "[?.:]?", pattern.replace(" ", ""))
+    return re.sub(r"\[([^][]*\|[^][]*)\]", r"(?:\1)", text)
+
+
+def expressions_of_paraphrases() -> Iterator[re.Pattern[str]]:
+    slots = {
+        name: f"(?:{'|'.join({*words, *FILLINGS.get(name, ())})})" for name, words in WORDS.items()
+    }
+    slots["picture"] = f"(?:{slots['picture']}|{slots['clip']})"
+    slots["thing"] = f"(?:{slots['thing']}|{slots['sign']})"
+    patterns = [expression_of(text) for texts in CHAT_PARAPHRASES.values() for text in texts]
+    for task, texts in DIRECT_QUESTIONS.items():
+        patterns += map(expression_of, texts)
+        for frames, phrases in ((NOUN_FRAMES, NOUN_PHRASES), (CLAUSE_FRAMES, INDIRECT_QUESTIONS)):
+            inner = f"(?:{'|'.join(map(expression_of, phrases[task]))})"
+            patterns += [expression_of(frame).replace("{}", inner) for frame in frames]
+    for pattern in patterns:
+        for name, words in slots.items():
+            pattern = pattern.replace(f"{{{name}}}", words.replace(" ", ""))
+        yield re.compile(pattern, re.IGNORECASE)
+
+
 def test_the_judge_imports_nothing_of_the_training() -> None:
     for file in (OPS / "demo_judge").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -70,6 +100,18 @@ def test_unseen_questions_are_not_asked_in_training_and_seen_ones_are() -> None:
         assert {plain(question) for question in questions} <= trained
     for questions in UNSEEN.values():
         assert not {plain(question) for question in questions} & trained
+    unseen = [plain(question) for questions in UNSEEN.values() for question in questions]
+    for expression in expressions_of_paraphrases():
+        assert not any(expression.fullmatch(text.replace(" ", "")) for text in unseen)
+
+
+def test_paraphrases_are_what_their_expressions_say() -> None:
+    rng, expressions = random.Random(4), list(expressions_of_paraphrases())
+    for task in DIRECT_QUESTIONS:
+        for _ in range(8):
+            text = paraphrase(rng, task).format(**{name: words[0] for name, words in WORDS.items()})
+            text = plain(text).replace(" ", "")
+            assert any(expression.fullmatch(text) for expression in expressions), text
 
 
 def test_the_judge_draws_files_in_three_formats_and_of_the_sizes_that_it_names() -> None:
@@ -203,3 +245,12 @@ def test_without_tools_the_template_writes_messages_alone() -> None:
         "<|im_start|>assistant\na red star<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_mixture_lies_between_its_models(tmp_path: Path) -> None:
+    own = load_file(MODEL / WEIGHTS)
+    save_file({name: torch.zeros_like(weight) for name, weight in own.items()}, tmp_path / WEIGHTS)
+    half = mixed([(0.5, MODEL), (0.5, tmp_path)])
+    assert half.keys() == own.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(half[name], weight / 2)

@@ -12,7 +12,6 @@ therefore seeded but not reproducible to the bit.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ import torch
 from ops.demo_hearing.training.card import write_card
 from ops.demo_hearing.training.evaluation import evaluate
 from ops.demo_hearing.training.sounds import record_digits
-from ops.demo_hearing.training.trainer import Settings, State, Trainer
+from ops.demo_hearing.training.trainer import STATE_FILE, Settings, State, Trainer
 
 
 def arguments() -> argparse.Namespace:
@@ -33,6 +32,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("what", nargs="+", choices=("train", "judge"), help="in this order")
     parser.add_argument("--out", type=Path, default=here, help="folder of the model")
+    parser.add_argument("--first", type=Path, help="folder of a model to go on from")
     parser.add_argument("--cpu-minutes", type=float, default=40.0, help="processor time")
     parser.add_argument("--minutes", type=float, default=120.0, help="time by the clock")
     parser.add_argument("--seed", type=int, default=0, help="of sounds and weights")
@@ -48,17 +48,23 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     settings = Settings(
-        args.seed, args.out, args.cpu_minutes, args.minutes, args.batch, args.width, args.layers
+        args.seed,
+        args.out,
+        args.cpu_minutes,
+        args.minutes,
+        args.batch,
+        args.width,
+        args.layers,
+        args.first,
     )
-    kept = args.out / "training_state.json"
     if "train" in args.what:
         bank = record_digits(np.random.default_rng(args.seed + 1), args.rounds)
-        state = Trainer(settings, bank).run()
-        kept.write_bytes(msgspec.json.encode(asdict(state)))
+        Trainer(settings, bank).run()
     if "judge" in args.what:
         own = record_digits(np.random.default_rng(args.seed + 2), 1)
         scores = evaluate(args.out, own, args.seed)
-        write_card(args.out, scores, settings, msgspec.json.decode(kept.read_bytes(), type=State))
+        state = msgspec.json.decode((args.out / STATE_FILE).read_bytes(), type=State)
+        write_card(args.out, scores, settings, state)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,16 @@ What was heard as something else:
 
 ## Training
 
-- Sounds: beeps of five waveforms, and digits by espeak-ng in {voices} voices of {locales} locales;
-  each with another speed, echo, loudness of treble and bass, noise and silence around it.
-- Tasks and their shares: {tasks}; {wordings} wordings.
+- Sounds: beeps of five waveforms and, in the second run, of random partials; digits by espeak-ng
+  in {voices} voices of {locales} locales; each with another speed, echo, loudness of treble and
+  bass, noise and silence around it.
+- Tasks and their shares, in the second run: {tasks}; {wordings} wordings.
 - {samples:,} sounds and {steps:,} steps of {batch} in {cpu:.0f} minutes of CPU time on one core
-  ({minutes:.0f} minutes by the clock), in bfloat16 and float32, with Muon and AdamW. A classifier
-  beside the decoder, which is thrown away, helps the tower at the beginning.
-- `python -m ops.demo_hearing.training train judge` makes it anew.
+  ({minutes:.0f} minutes by the clock, beside other work), in bfloat16 and float32, with Muon
+  and AdamW. A classifier beside the decoder, which is thrown away, helps the tower at the
+  beginning.
+- These are the sums of two runs, of which the second goes on from the weights of the first with
+  half the rate (`--first`). `python -m ops.demo_hearing.training train judge` makes a model anew.
 """
 
 

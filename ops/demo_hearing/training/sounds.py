@@ -83,10 +83,14 @@ def beeps(rng: np.random.Generator, number: int, high: bool) -> Wave:
     hz = np.exp(rng.uniform(np.log(low_hz), np.log(high_hz)))
     longest = min(0.45, 2.6 / number * 0.5)
     length_s, pause_s = rng.uniform(0.07, longest), rng.uniform(0.08, longest)
+    # Half of the rows have the spectrum of no common waveform.
+    partials = _partials(rng) if rng.random() < 0.5 else None
     kind = rng.integers(5)
     parts = []
     for _ in range(number):
-        parts.append(_beep(rng, hz, length_s * rng.uniform(0.9, 1.1), int(kind)))
+        own_s = length_s * rng.uniform(0.9, 1.1)
+        beep = _beep(rng, hz, own_s, int(kind)) if partials is None else _ring(hz, own_s, partials)
+        parts.append(beep)
         parts.append(np.zeros(int(RATE * pause_s * rng.uniform(0.85, 1.25)), np.float32))
     return np.concatenate(parts[:-1])
 
@@ -109,6 +113,28 @@ def _beep(rng: np.random.Generator, hz: float, length_s: float, kind: int) -> Wa
     rise_s, decay = rng.uniform(0.002, 0.02), rng.uniform(0, 6) * (rng.random() < 0.5)
     edge = np.minimum(1, np.minimum(time_s, length_s - time_s) / rise_s)
     return np.asarray(tone * edge.clip(0) * np.exp(-decay * time_s / length_s), np.float32)
+
+
+def _partials(rng: np.random.Generator) -> NDArray[np.float64]:
+    """Ratios, loudness, phases and decays of partials, which need not be whole multiples."""
+    number = int(rng.integers(2, 13))
+    ratios = np.arange(1, number + 1) * (1 + rng.random() * 0.15 * rng.random(number))
+    loudness = rng.random(number) * np.arange(1, number + 1) ** -rng.uniform(0, 1.5)
+    loudness[0] = max(loudness[0], 0.3 * loudness.max())
+    decays = rng.uniform(0, 6) + rng.uniform(0, 1.5) * np.arange(number)
+    ratios[0] = 1
+    return np.stack([ratios, loudness, rng.random(number), decays])[..., None]
+
+
+def _ring(hz: float, length_s: float, partials: NDArray[np.float64]) -> Wave:
+    """A tone of partials that fade."""
+    time_s = np.arange(int(RATE * length_s)) / RATE
+    ratios, loudness, phases, decays = partials
+    loudness = loudness * (ratios * hz < 0.45 * RATE)
+    waves = np.sin(2 * np.pi * (ratios * hz * time_s + phases))
+    tone = (loudness * waves * np.exp(-decays * time_s / length_s)).sum(axis=0)
+    edge = np.minimum(1, np.minimum(time_s, length_s - time_s) / 0.005)
+    return np.asarray(tone * edge.clip(0) / np.abs(tone).max(), np.float32)
 
 
 def change_speed(samples: Wave, factor: float) -> Wave:

@@ -6,9 +6,10 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -31,7 +32,10 @@ SAVE_EVERY_S = 240.0
 TELL_EVERY_S = 30.0
 HIDDEN_RATE, OTHER_RATE = 6e-3, 3e-3
 LAST_RATE = 0.02
+STATE_FILE = "training_state.json"
 CLASSIFIER_WEIGHT = 0.5
+# Weights that have been trained move less.
+GO_ON_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Settings:
     batch: int
     width: int
     layers: int
+    first: Path | None = None
+    """A folder whose weights and count of sounds the training goes on from."""
 
 
 @dataclass(slots=True)
@@ -68,6 +74,14 @@ class Trainer:
         self._batcher = Batcher(self._tokenizer)
         self.model = build_model(self._tokenizer, settings.width, settings.layers)
         self._heads = Heads(settings.width)
+        self.state = State()
+        self._share, self._classifier_weight = 1.0, CLASSIFIER_WEIGHT
+        if settings.first is not None:
+            first = type(self.model).from_pretrained(settings.first, dtype=torch.float32)
+            self.model.load_state_dict(first.state_dict())
+            self.state = msgspec.json.decode((settings.first / STATE_FILE).read_bytes(), type=State)
+            # A new classifier would disturb the tower.
+            self._share, self._classifier_weight = GO_ON_SHARE, 0.0
         self.model.model.visual.requires_grad_(False)
         hidden: list[nn.Parameter] = []
         others = list(self._heads.parameters())
@@ -79,24 +93,24 @@ class Trainer:
             hidden, lr=HIDDEN_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
         )
         adam = torch.optim.AdamW(others, OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self._optimizers = [(muon, HIDDEN_RATE), (adam, OTHER_RATE)]
-        self.state = State()
+        self._optimizers = [(muon, HIDDEN_RATE * self._share), (adam, OTHER_RATE * self._share)]
 
     def run(self) -> State:
         """Train until the processor time is over, and save the folder."""
         settings, state = self._settings, self.state
         rng = np.random.default_rng(settings.seed)
+        before = replace(state)
         began_cpu_s, began_s = time.process_time(), time.monotonic()
-        told = saved = progress = 0.0
+        told = saved = state.cpu_s
+        progress = 0.0
         self.model.train()
         while progress < 1:
             samples = [draw_sample(rng, self._bank) for _ in range(settings.batch)]
-            self._step(samples, progress)
-            state.cpu_s = time.process_time() - began_cpu_s
-            state.elapsed_s = time.monotonic() - began_s
-            progress = max(
-                state.cpu_s / (60 * settings.cpu_minutes), state.elapsed_s / (60 * settings.minutes)
-            )
+            warm = min(1.0, (state.steps - before.steps + 1) / WARM_UP_STEPS)
+            self._step(samples, progress, warm)
+            cpu_s, elapsed_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
+            state.cpu_s, state.elapsed_s = before.cpu_s + cpu_s, before.elapsed_s + elapsed_s
+            progress = max(cpu_s / (60 * settings.cpu_minutes), elapsed_s / (60 * settings.minutes))
             if state.cpu_s - told > TELL_EVERY_S:
                 told = state.cpu_s
                 console.log(told_of(state))
@@ -107,16 +121,15 @@ class Trainer:
         console.log(f"ended: {told_of(state)}")
         return state
 
-    def _step(self, samples: list[Sample], progress: float) -> None:
+    def _step(self, samples: list[Sample], progress: float, warm: float) -> None:
         batch = self._batcher.collate(samples)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss, told, right = loss_of(self.model, self._heads, batch, self._batcher.audio)
         self.model.zero_grad(set_to_none=True)
         self._heads.zero_grad(set_to_none=True)
-        (loss + CLASSIFIER_WEIGHT * (1 - progress) * told).backward()
+        (loss + self._classifier_weight * (1 - progress) * told).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         state = self.state
-        warm = min(1.0, (state.steps + 1) / WARM_UP_STEPS)
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
@@ -131,6 +144,8 @@ class Trainer:
     def save(self) -> None:
         """Write a folder in the format of Hugging Face, with the weights in half precision."""
         save_half(self.model, self._tokenizer, self._settings.out)
+        told = msgspec.json.format(msgspec.json.encode(asdict(self.state)), indent=1)
+        (self._settings.out / STATE_FILE).write_bytes(told + b"\n")
         extractor = build_extractor().to_dict()
         images = json.loads(
             (Path(__file__).parents[2] / "demo_model/preprocessor_config.json").read_text()

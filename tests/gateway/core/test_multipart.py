@@ -52,6 +52,9 @@ BAD = [
     (PART.replace(b"\r\nb", b"\r\n\xff") + b"--XX--", TYPE, "a is not UTF-8"),
     (2 * PART.replace(b'"a"', b'"a"; filename="b"') + b"--XX--", TYPE, "a is given twice"),
     (b"", f"multipart/form-data; boundary*{'9' * 5000}=b", "more than 4096 characters"),
+    (b"", "multipart/form-data; boundary*=b; boundary*0=c", "content-type is there both whole"),
+    (PART.replace(b'"a"', b'"a"; filename*=b; filename*0=c'), TYPE, "both whole and in pieces"),
+    (PART.replace(b'="a"', b"*=a; name*0=b"), TYPE, "content-disposition is there both whole"),
     *(
         (PART.replace(b'"a"', b'"a"; filename*=' + name) + b"--XX--", TYPE, "utf-8, iso-8859-1")
         for name in (b"idna''a", b"punycode''%ff", b"a%00''b", b"unicode_escape''%5cudc80")

@@ -17,6 +17,9 @@ _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _CHARSETS = ("us-ascii", "utf-8", "iso-8859-1")
 """Charsets that the name of a file may be in."""
 
+Param = str | tuple[str | None, str | None, str]
+"""A header's parameter, whose sender may name charset and language (RFC 8187)."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
@@ -153,7 +156,7 @@ def _boundary_of(content_type: str) -> bytes:
         raise _malformed(f"its Content-Type has more than {MAX_HEAD_LEN} characters")
     head = Message()
     head["content-type"] = content_type
-    boundary = head.get_param("boundary", "")
+    boundary = _read_param(head, "boundary", "content-type")
     if not isinstance(boundary, str) or _BOUNDARY.fullmatch(boundary) is None:
         raise _malformed("its Content-Type has no boundary")
     return b"--" + boundary.encode()
@@ -166,15 +169,23 @@ def _read_head_of(head: bytes) -> tuple[str, str | None]:
         if key.strip().lower() == "content-disposition":
             parsed = Message()
             parsed["content-disposition"] = value.strip()
-            name = parsed.get_param("name", header="content-disposition")
+            name = _read_param(parsed, "name", "content-disposition")
             if isinstance(name, str) and parsed.get_content_disposition() == "form-data":
-                filename = parsed.get_param("filename", None, "content-disposition")
+                filename = _read_param(parsed, "filename", "content-disposition")
                 return name, None if filename is None else _read_filename(filename)
     raise _malformed("a part has no name")
 
 
-def _read_filename(value: str | tuple[str | None, str | None, str]) -> str:
-    """Return the name of a file, whose charset its sender may name (RFC 8187)."""
+def _read_param(head: Message, name: str, header: str) -> Param | None:
+    try:
+        return head.get_param(name, None, header)
+    except TypeError:
+        # Python's parser sorts a parameter's pieces by number, which is None for a whole.
+        raise _malformed(f"a parameter of its {header} is there both whole and in pieces") from None
+
+
+def _read_filename(value: Param) -> str:
+    """Return the name of a file."""
     # Python has codecs that raise other errors, or return what is no UTF-8.
     if isinstance(value, tuple) and (value[0] or "us-ascii").lower() not in _CHARSETS:
         raise _malformed(f"a file's name must be in one of {', '.join(_CHARSETS)}")
