@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from shared.bus.bus import Bus
 from shared.errors import TokenRateExceeded, Unavailable
 from shared.protocol.records import Failure, Finish, LogRecord
-from shared.state.log_records import is_final, last_record
+from shared.state.log_records import is_final
+from shared.state.token_log import last_record
 from workers.coordinator.token_rates import TokenRates
 
 # Each admission adds one request, so two are enough to keep up with those that have ended.
