@@ -121,14 +121,7 @@ class Coordinator:
         request = admitted.request
         if delivery.attempt == 1:
             # Later the request may have been admitted before.
-            streams = MEDIA_STREAMS if admitted.image is not None else ()
-            await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
-            written = (pipelines[request.model].outputs[name] for name in admitted.outputs)
-            beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
-            await self._waits.check(request.model, beside, request.lane)
-            await self._tokens.check(
-                tenant_of(delivery.tenant), job.request_id, most_tokens(admitted)
-            )
+            await self._check_limits(job, job.request_id, admitted)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
@@ -164,6 +157,16 @@ class Coordinator:
                 return
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _check_limits(self, job: Job, request_id: str, admitted: Admitted) -> None:
+        request = admitted.request
+        streams = MEDIA_STREAMS if admitted.image is not None else ()
+        await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
+        pipeline = self._context.pipelines[request.model]
+        written = (pipeline.outputs[name] for name in admitted.outputs)
+        beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
+        await self._waits.check(request.model, beside, request.lane)
+        await self._tokens.check(tenant_of(job.delivery.tenant), request_id, most_tokens(admitted))
 
     async def _has_expired_unread(self, job: Job) -> bool:
         """Whether the request is of a newer version, and is ended because its time is over.
