@@ -238,8 +238,10 @@ class FakeProcessor:
     def accepts(self, modality: Modality) -> bool:
         return False
 
-    def metadata(self, modality: Modality) -> tuple[str, ...]:
-        return ()
+    def metadata(
+        self, modality: Modality, fields: Mapping[str, TensorData]
+    ) -> dict[str, TensorData]:
+        return {}
 
     def check(self, messages: Sequence[Message]) -> None:
         pass

@@ -97,7 +97,7 @@ def others_sent(state: ResponseState) -> list[Sending]:
     """Steps of calls that are about to be made."""
     found = [_next_of_call(state, call) for call in state.calls.values() if call.is_pending]
     return [
-        Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b")
+        Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b", one.call.paints)
         for one in found
         if isinstance(one, plan.CallTool) and not (one.call.paints and one.call.sent)
     ]
