@@ -162,6 +162,24 @@ DIRECT_QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+# Questions about several things, which are not all counts.
+PLURAL_QUESTIONS: dict[str, tuple[str, ...]] = {
+    "shape colour": (
+        "[What|Which] {color} [are|do you see on|fills|is used for|have] [the|these|all|all the] "
+        "{things}?",
+        "[What|Which] {color} do [the|these|all the] {things} [have|show|share]?",
+        "[What is|Name|Tell me|Give|Say|Identify] the {color} of [the|these|all|all the] {things}.",
+        "The {things} [are|have] [what|which] {color}?", "How are the {things} colored?",
+        "[Tell me|Say|I wonder] [what|which] {color} the {things} [are|have].",
+        "In [what|which] {color} are the {things} [drawn|painted|filled]?",
+    ),
+    "background colour": (
+        "[What|Which] {color} is [behind|around] [the|these|all] {things}?",
+        "On [what|which] {color} are the {things}?",
+        "[Name|Tell me|Give|Say] the {color} [behind|around] the {things}.",
+    ),
+}  # fmt: skip
+
 # Messages without a picture, by their answers.
 CHAT_PARAPHRASES: dict[str, tuple[str, ...]] = {
     HELLO: (

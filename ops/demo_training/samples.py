@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from ops.demo_training.direct_questions import CHAT_PARAPHRASES
+from ops.demo_training.direct_questions import CHAT_PARAPHRASES, PLURAL_QUESTIONS
 from ops.demo_training.drawing import draw_character, draw_clip, draw_count, draw_scene
 from ops.demo_training.paraphrases import PARAPHRASED_SHARE, WORDS, chosen, paraphrase
 from ops.demo_training.phrases import (
@@ -87,6 +87,8 @@ def worded(rng: random.Random, task: str, scene: Scene) -> str:
         pattern, words = rng.choice(WORDINGS[task]), PLAIN_WORDS
         if rng.random() < FRAMED_SHARE:
             pattern = rng.choice(FRAMES).format(rng.choice(CLAUSES[task]))
+    if (scene.count or 0) > 1 and task in PLURAL_QUESTIONS and rng.random() < 0.6:
+        pattern = chosen(rng, rng.choice(PLURAL_QUESTIONS[task]))
     things, signs = words["thing"], words["sign"]
     if scene.shape is not None and task != "shape" and rng.random() < 0.2:
         things = (scene.shape,)

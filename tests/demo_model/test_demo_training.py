@@ -21,7 +21,7 @@ from ops.demo_judge.cases import MAKERS, asked
 from ops.demo_judge.questions import SEEN, UNSEEN
 from ops.demo_training.batches import chat_batch, encoded
 from ops.demo_training.clauses import INDIRECT_QUESTIONS, NOUN_PHRASES
-from ops.demo_training.direct_questions import CHAT_PARAPHRASES, DIRECT_QUESTIONS
+from ops.demo_training.direct_questions import CHAT_PARAPHRASES, DIRECT_QUESTIONS, PLURAL_QUESTIONS
 from ops.demo_training.drawing import draw_clip, draw_scene
 from ops.demo_training.evaluation import check
 from ops.demo_training.mixing import WEIGHTS, mixed
@@ -75,7 +75,8 @@ def expressions_of_paraphrases() -> Iterator[re.Pattern[str]]:
     }
     slots["picture"] = f"(?:{slots['picture']}|{slots['clip']})"
     slots["thing"] = f"(?:{slots['thing']}|{slots['sign']})"
-    patterns = [expression_of(text) for texts in CHAT_PARAPHRASES.values() for text in texts]
+    tables = (*CHAT_PARAPHRASES.values(), *PLURAL_QUESTIONS.values())
+    patterns = [expression_of(text) for texts in tables for text in texts]
     for task, texts in DIRECT_QUESTIONS.items():
         patterns += map(expression_of, texts)
         for frames, phrases in ((NOUN_FRAMES, NOUN_PHRASES), (CLAUSE_FRAMES, INDIRECT_QUESTIONS)):
