@@ -42,6 +42,7 @@ from workers.coordinator.admission import (
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.token_limits import TokenLimits
+from workers.coordinator.turns import Turns
 from workers.coordinator.unread_tasks import why_unread
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
@@ -63,6 +64,7 @@ class Coordinator:
         self._delivery = context.config.delivery
         self._waits = StageWaits(context.bus)
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
+        self._turns = Turns(context.bus, self._delivery.tenant_weights)
 
     async def serve(self) -> None:
         await create_queues(self._context)
@@ -118,16 +120,17 @@ class Coordinator:
             return
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
-        request = admitted.request
+        request, tenant = admitted.request, tenant_of(delivery.tenant)
+        lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
         if delivery.attempt == 1:
             # Later the request may have been admitted before.
-            await self._check_limits(job, job.request_id, admitted)
+            await self._check_limits(job, job.request_id, admitted, lane)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
             sequence=delivery.sequence,
             receipt=delivery.receipt,
-            tenant=tenant_of(delivery.tenant),
+            tenant=tenant,
             cache_salt=request.cache_salt or "",
             prompt_cache_key=request.prompt_cache_key or "",
         )
@@ -138,7 +141,7 @@ class Coordinator:
         job.header = TaskHeader(
             request_id=job.request_id,
             model=request.model,
-            lane=request.lane,
+            lane=lane,
             ticket=ticket,
             sampling=admitted.sampling,
             path=[self._stage.span(job)],
@@ -158,14 +161,14 @@ class Coordinator:
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 
-    async def _check_limits(self, job: Job, request_id: str, admitted: Admitted) -> None:
+    async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
         streams = MEDIA_STREAMS if admitted.image is not None else ()
         await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
         pipeline = self._context.pipelines[request.model]
         written = (pipeline.outputs[name] for name in admitted.outputs)
         beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
-        await self._waits.check(request.model, beside, request.lane)
+        await self._waits.check(request.model, beside, lane)
         await self._tokens.check(tenant_of(job.delivery.tenant), request_id, most_tokens(admitted))
 
     async def _has_expired_unread(self, job: Job) -> bool:

@@ -250,7 +250,8 @@ class EngineWorker:
             )
         assert header.ticket is not None
         try:
-            return await self._grammars.compile(wanted, header.ticket.tenant, progress)
+            tenant = header.ticket.tenant
+            return await self._grammars.compile(wanted, tenant, progress, header.lane)
         except Overloaded as full:
             # While it pauses in its queue, this worker has room for requests of other tenants.
             raise NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full

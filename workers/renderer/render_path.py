@@ -26,11 +26,17 @@ async def _nothing() -> None:
 
 class RenderPath:
     def __init__(
-        self, bus: Bus, blobs: Blobs, config: Config, decoders: MediaDecoders, in_thread: InThread
+        self,
+        bus: Bus,
+        blobs: Blobs,
+        config: Config,
+        decoders: MediaDecoders,
+        in_thread: InThread,
+        in_text_thread: InThread,
     ) -> None:
         self.images = ImageCache(blobs, decoders, in_thread)
         self._packer = Packer(bus, blobs, config)
-        self._in_thread = in_thread
+        self._in_text_thread = in_text_thread
 
     async def render(
         self,
@@ -60,9 +66,9 @@ class RenderPath:
         ticket = None if header is None else header.ticket
         embeds = header is not None and header.embedding is not None
         scope = "" if ticket is None else ticket.cache_scope
-        token_ids = await self._in_thread(begin)
+        token_ids = await self._in_text_thread(begin)
         if asked.token_ids is not None:
-            ranges = await self._in_thread(processor.check_features, asked, embeds)
+            ranges = await self._in_text_thread(processor.check_features, asked, embeds)
         is_item = asked.token_ids is not None
         # The tokens that the next medium may have, one of them in place of its placeholder.
         room = processor.max_model_len - (not embeds) - len(token_ids) + 1
@@ -82,7 +88,7 @@ class RenderPath:
         if asked.token_ids is None:
             await media.pin()
             field = prompt.field_of(asked)
-            token_ids, ranges = await self._in_thread(
+            token_ids, ranges = await self._in_text_thread(
                 processor.expand, token_ids, prepared, field, embeds
             )
         else:

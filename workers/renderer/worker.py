@@ -53,10 +53,16 @@ class RendererWorker:
         """Requests in flight here that were ended elsewhere."""
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
+        self._text_threads = ThreadPoolExecutor(limits.threads, "text")
         self._loader = MediaLoader(limits, self._in_thread)
         self._decoders = MediaDecoders(limits, self._in_thread)
         self._render_path = RenderPath(
-            context.bus, blobs, self._config, self._decoders, self._in_thread
+            context.bus,
+            blobs,
+            self._config,
+            self._decoders,
+            self._in_thread,
+            self._in_text_thread,
         )
         models = models_of(context.pipelines, context.stage.name)
         self._detours = Detours(context, models)
@@ -127,6 +133,7 @@ class RendererWorker:
             group.create_task(rpc.run(context.shutdown.asked, config.delivery.drain_s))
             group.create_task(loop.run())
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
         self._decoders.close()
         await self._loader.close()
 
@@ -202,3 +209,8 @@ class RendererWorker:
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *args)
+
+    async def _in_text_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
+        """Run short work on text, which does not wait for the media of others."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._text_threads, function, *args)

@@ -3,15 +3,24 @@
 import random
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner, ShakyDrafter
+from workers.engine.core import step_cost
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.scheduler import LANE_DELAY_STEPS, Scheduler
 from workers.engine.core.sequence import EngineRequest, Sequence, Status
+from workers.engine.core.step_cost import MIN_CHUNK
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2
@@ -25,6 +34,8 @@ def full_len(sequence: Sequence) -> int:
 class LaneOrderMachine(RuleBasedStateMachine):
     """Random requests in both lanes, with preemption, shared blocks, copies and drafts.
 
+    Steps cost time, so those with interactive sequences have few tokens of the batch lane.
+
     The fake runner verifies all blocks before it samples, so each output is what it would be alone.
     """
 
@@ -35,6 +46,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         drafting=st.integers(0, 14),
         seed=st.integers(0, 99),
+        base_s=st.floats(0, 1),
     )
     def begin(
         self,
@@ -44,12 +56,15 @@ class LaneOrderMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         drafting: int,
         seed: int,
+        base_s: float,
     ) -> None:
         self.runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching, drafting
         )
+        # The second is that of a token.
+        self.base_s = base_s
         self.rng = random.Random(seed)
         self.max_seqs, self.budget = max_seqs, budget
         self.alive: list[Sequence] = []
@@ -111,6 +126,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         for s, sampled in zip(batch.scheduled, tokens, strict=True):
             s.sequence.token_ids += [token.token_id for token in sampled]
         self.scheduler.update_after_step(batch)
+        self.scheduler.step_cost.observe(batch.num_tokens, self.base_s + batch.num_tokens)
         for sequence in self.alive:
             num_held = len(sequence.block_table)
             assert num_held == -(-sequence.num_computed_tokens // BLOCK_SIZE)
@@ -152,8 +168,10 @@ class LaneOrderMachine(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_blocks
 
 
-TestLaneOrder = LaneOrderMachine.TestCase
-TestLaneOrder.settings = settings(deadline=None, max_examples=50)
+@pytest.mark.parametrize("min_chunk", [1, MIN_CHUNK])
+def test_everybody_comes_to_an_end(min_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost, "MIN_CHUNK", min_chunk)
+    run_state_machine_as_test(LaneOrderMachine, settings=settings(deadline=None, max_examples=25))
 
 
 def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
@@ -197,3 +215,45 @@ def test_the_last_batch_sequence_is_preempted() -> None:
     # The fifth token of each would have needed a ninth block.
     assert [s.status for s in sequences] == [Status.RUNNING, Status.WAITING, Status.RUNNING]
     assert scheduler.num_preemptions == 1
+
+
+def of_lane(name: str, lane: str, num_tokens: int, max_tokens: int = 9) -> Sequence:
+    prompt = [1000 * int(name[1:]) + i for i in range(num_tokens)]
+    request = EngineRequest(name, prompt, [], SamplingParams(), lane=lane)
+    return Sequence(request, 0, 0, list(prompt), max_tokens)
+
+
+def run_step(scheduler: Scheduler, token_s: float) -> dict[str, int]:
+    """Run a step; return the number of tokens of each request."""
+    batch = scheduler.schedule()
+    for s in batch.scheduled:
+        if s.samples:
+            s.sequence.token_ids.append(0)
+    scheduler.update_after_step(batch)
+    scheduler.step_cost.observe(batch.num_tokens, batch.num_tokens * token_s)
+    return {s.sequence.request_id: s.num_new_tokens for s in batch.scheduled}
+
+
+def test_steps_with_interactive_sequences_have_few_tokens_of_the_batch_lane() -> None:
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
+    for number in range(40):
+        scheduler.add(of_lane(f"b{number}", "batch", 4))
+    assert sum(run_step(scheduler, 0.01).values()) == 160
+    scheduler.add(of_lane("i9", "interactive", 4, max_tokens=2))
+    # Nobody knows before the step that it will have an interactive sequence.
+    assert run_step(scheduler, 0.01).pop("i9") == 4
+    step = run_step(scheduler, 0.01)
+    assert step.pop("i9") == 1
+    assert list(step) == [f"b{number}" for number in range(MIN_CHUNK)], "the first of them"
+
+
+def test_an_interactive_sequence_takes_the_place_of_one_of_the_batch_lane() -> None:
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 2, 256, MAX_MODEL_LEN)
+    for name in ("b0", "b1"):
+        scheduler.add(of_lane(name, "batch", 4))
+    run_step(scheduler, 0.01)
+    for name in ("i0", "i1", "i2"):
+        scheduler.add(of_lane(name, "interactive", 4))
+    assert set(run_step(scheduler, 0.01)) == {"i0", "i1"}
+    assert [s.request_id for s in scheduler.waiting] == ["i2", "b0", "b1"]
+    assert scheduler.num_preemptions == 2

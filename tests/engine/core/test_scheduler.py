@@ -5,8 +5,9 @@ import pytest
 
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.scheduler import MAX_PROMPT_LOGITS, Scheduler
+from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import Batch, EngineRequest, Sequence, Status
+from workers.engine.core.step_budget import MAX_PROMPT_LOGITS
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2

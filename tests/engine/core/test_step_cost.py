@@ -11,7 +11,14 @@ from tests.engine.core.test_scheduler import BLOCK_SIZE, advance, make_sequence
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import Sequence
-from workers.engine.core.step_cost import DECAY, MIN_CHUNK, PrefillLimit, StepCost
+from workers.engine.core.step_cost import (
+    BATCH_SHARE,
+    DECAY,
+    MIN_CHUNK,
+    PrefillLimit,
+    StepCost,
+    max_batch_tokens,
+)
 
 counts = st.integers(1, 4096)
 seconds = st.floats(1e-5, 10)
@@ -145,3 +152,21 @@ def test_all_sequences_end_under_any_limit(seed: int, max_step_s: float, min_sha
         advance(scheduler, batch)
         num_steps += 1
         assert num_steps < 5000
+
+
+@given(st.floats(0, 0.05), st.floats(1e-5, 1e-2), st.integers(1, 512))
+def test_the_batch_lane_makes_a_step_half_as_long_again_at_most(
+    base_s: float, token_s: float, num_interactive: int
+) -> None:
+    cost = cost_of(base_s, token_s, [1, 64] * 20)
+    limit = max_batch_tokens(cost, num_interactive)
+    assert limit is not None
+    assert limit >= MIN_CHUNK
+    step_s = base_s + num_interactive * token_s
+    if limit > MIN_CHUNK:
+        assert limit * token_s <= BATCH_SHARE * step_s * 1.01 + 1e-6
+
+
+def test_the_batch_lane_has_no_limit_by_itself_or_before_a_step_was_measured() -> None:
+    assert max_batch_tokens(cost_of(0.01, 1e-3, [1, 64]), 0) is None
+    assert max_batch_tokens(StepCost(), 8) is None

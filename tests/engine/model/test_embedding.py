@@ -18,7 +18,6 @@ from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
 from tests.fakes import ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.scheduler import MAX_PROMPT_LOGITS
 from workers.engine.core.sequence import (
     LAST_TOKEN,
     Batch,
@@ -29,6 +28,7 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
 )
+from workers.engine.core.step_budget import MAX_PROMPT_LOGITS
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import DecoderModel, FlatModel, StepInputs
 from workers.engine.pooling import pool

@@ -416,7 +416,7 @@ class Counting:
         self.go_on.set()
         self._outcome = outcome
 
-    async def __call__(self, definition: str, _: Callable[[], bool]) -> str:
+    async def __call__(self, definition: str, _: Callable[[], bool], __: int) -> str:
         self.tried.append(definition)
         await self.go_on.wait()
         if isinstance(self._outcome, Exception):

@@ -124,7 +124,7 @@ async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
 async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    async def refuse(definition: str, _: Callable[[], bool]) -> str:
+    async def refuse(definition: str, _: Callable[[], bool], __: int) -> str:
         tried.append(definition)
         return "x" * 300
 
@@ -150,7 +150,7 @@ class HeldTrials:
         self._ends: list[asyncio.Event] = []
         monkeypatch.setattr(grammars_module, "check_grammar", self._try)
 
-    async def _try(self, definition: str, _: Callable[[], bool]) -> str:
+    async def _try(self, definition: str, _: Callable[[], bool], __: int) -> str:
         self.begun.append(definition)
         self._ends.append(asyncio.Event())
         await self._ends[-1].wait()

@@ -13,6 +13,10 @@ can hold a sequence of `max_model_len` tokens, and no more sequences run than th
 so that decodes leave at least one token for it. A sequence that needs prompt logits may also wait
 for running ones that need them; none behind it is started before it.
 
+While interactive sequences run, those of the batch lane have only so many tokens in a step as make
+it half as long again, and always some, which go to the first of them. A sequence of the batch lane
+also gives up its place for a waiting interactive one of a better priority.
+
 A running sequence may wait for input: the row of its next token is made of something that another
 worker has not written yet. It keeps its place and its blocks, and steps pass over it. It is
 preempted like any other one, and also for a waiting sequence of a better priority. Those of a lower
@@ -20,61 +24,16 @@ one wait as long as it does.
 """
 
 from bisect import insort
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
-from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost
+from workers.engine.core.step_budget import StepBudget
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost, max_batch_tokens
 
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
-MAX_PROMPT_LOGITS = 256
-"""Prompt tokens of a step that may have logits, beside the sampled ones: a row of 152,000 logits
-in float32 has 0.6 MB and takes a millisecond to process."""
-
-
-@dataclass(slots=True)
-class _StepBudget:
-    """Sequences scheduled in the current step, and the tokens left of its budget."""
-
-    budget: int
-    prompt_tokens: int
-    """Tokens that prefills may still have in this step, out of the budget."""
-    prompt_logits: int = MAX_PROMPT_LOGITS
-    """Prompt tokens that may still have logits in this step."""
-    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
-
-    def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget for a sequence, limited by the logits if all its tokens need them."""
-        budget = self.budget
-        if sequence.num_uncomputed_tokens > 1:
-            budget = min(budget, self.prompt_tokens)
-        if sequence.prompt_logprobs is not None:
-            budget = min(budget, self.prompt_logits)
-        return budget
-
-    def add(self, s: ScheduledSequence) -> None:
-        self.scheduled[s.sequence] = s
-        self._spend(s.sequence, s.num_new_tokens)
-
-    def remove_sequence(self, sequence: Sequence) -> None:
-        if (s := self.scheduled.pop(sequence, None)) is not None:
-            self._spend(sequence, -s.num_new_tokens)
-
-    def _spend(self, sequence: Sequence, num_tokens: int) -> None:
-        self.budget -= num_tokens
-        if sequence.num_uncomputed_tokens > 1:
-            self.prompt_tokens -= num_tokens
-        if sequence.prompt_logprobs is not None:
-            self.prompt_logits -= num_tokens
-
-    def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
-        s = self.scheduled[sequence]
-        num_new_tokens = s.num_new_tokens + len(draft_token_ids)
-        drafts = tuple(draft_token_ids)
-        self.scheduled[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
-        self.budget -= len(drafts)
 
 
 @dataclass(eq=False)
@@ -166,7 +125,8 @@ class Scheduler:
         prefill limit lets them.
         """
         self._num_steps += 1
-        step = _StepBudget(self.max_num_batched_tokens, self.max_num_batched_tokens)
+        most = self.max_num_batched_tokens
+        step = StepBudget(most, most, self._max_batch_tokens())
         # A copy, because preemption removes sequences from the list.
         running = self._running[:]
         prefills = []
@@ -188,6 +148,14 @@ class Scheduler:
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
+
+    def _max_batch_tokens(self) -> int:
+        """Return how many tokens the next step may have of the batch lane."""
+        interactive = (s for s in self._running if s.request.lane != "batch")
+        num_interactive = sum(sequence.num_computable_tokens for sequence in interactive)
+        most = self.max_num_batched_tokens
+        limit = max_batch_tokens(self.step_cost, min(most, num_interactive))
+        return most if limit is None else min(most, limit)
 
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
@@ -224,34 +192,34 @@ class Scheduler:
             num_slots = len(sequence.block_table) * self._pool.block_size
             self.num_unused_slots += num_slots - sequence.num_computed_tokens
 
-    def _admit_waiting(self, step: _StepBudget) -> None:
+    def _admit_waiting(self, step: StepBudget) -> None:
         """Admit waiting sequences in order of priority.
 
         A sequence that lacks blocks blocks all behind it. A sequence whose prefix is being computed
         is skipped, or two requests with the same prefix would keep all others out of a step; its
         slot and blocks stay reserved. It waits only for sequences with a better priority, or for
         blocks that are restored before each step, so it is not skipped for ever. A sequence for
-        which no prompt logits are left is passed over, and nothing is reserved for it: any number
-        of them may wait for a long prompt.
+        which no prompt logits or tokens of its lane are left is passed over, and nothing is
+        reserved for it: any number of them may wait for a long prompt.
         """
         num_skipped = reserved_blocks = 0
-        without_logits: set[str] = set()
+        passed_over: set[str] = set()
         for sequence in self._waiting[:]:
             if min(step.budget, step.prompt_tokens) <= 0:
                 return
             is_full = len(self._running) + num_skipped == self._max_num_seqs
-            if is_full and not self._preempt_idle(sequence, step):
+            if is_full and not self._preempt_for(sequence, step):
                 return
-            if step.max_new_tokens(sequence) == 0 or sequence.request_id in without_logits:
+            if step.max_new_tokens(sequence) == 0 or sequence.request_id in passed_over:
                 # Later choices wait for the first one, whose log probabilities are logged first.
-                without_logits.add(sequence.request_id)
+                passed_over.add(sequence.request_id)
                 continue
             match = self.prefix_cache.match_prefix(sequence)
             # All known tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
             num_needed = reserved_blocks + num_missing
             while not self._pool.can_allocate(num_needed, also_held=match.blocks):
-                if not self._preempt_idle(sequence, step):
+                if not self._preempt_for(sequence, step):
                     return
             if self.prefix_cache.is_being_computed(sequence, match):
                 num_skipped += 1
@@ -259,7 +227,7 @@ class Scheduler:
             else:
                 self._start(sequence, match, step)
 
-    def _start(self, sequence: Sequence, match: PrefixMatch, step: _StepBudget) -> None:
+    def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBudget) -> None:
         self._waiting.remove(sequence)
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=_priority)
@@ -267,7 +235,7 @@ class Scheduler:
         self._schedule_tokens(sequence, step, copy)
 
     def _schedule_tokens(
-        self, sequence: Sequence, step: _StepBudget, copy: tuple[int, int] | None = None
+        self, sequence: Sequence, step: StepBudget, copy: tuple[int, int] | None = None
     ) -> None:
         """Allocate blocks for the next tokens, preempting the last sequence while they lack.
 
@@ -288,7 +256,7 @@ class Scheduler:
         samples = num_new_tokens == sequence.num_uncomputed_tokens
         step.add(ScheduledSequence(sequence, num_new_tokens, samples, copy))
 
-    def _add_drafts(self, step: _StepBudget) -> None:
+    def _add_drafts(self, step: StepBudget) -> None:
         """Add drafts to decodes from the remaining budget and the free blocks, in equal shares.
 
         Shares are equal because later drafts of a sequence are less likely to be accepted.
@@ -314,20 +282,21 @@ class Scheduler:
             step.add_drafts(sequence, draft_token_ids)
             budget -= len(draft_token_ids)
 
-    def _preempt_idle(self, candidate: Sequence, step: _StepBudget) -> bool:
-        """Preempt a sequence that waits for input, of lower priority than the candidate.
+    def _preempt_for(self, candidate: Sequence, step: StepBudget) -> bool:
+        """Preempt a sequence of lower priority than the candidate, and return whether there is one.
 
-        Returns whether there is one.
+        It waits for input, or is of the batch lane and the candidate is not.
         """
         for sequence in reversed(self._running):
             if sequence.priority < candidate.priority:
                 return False
-            if sequence.num_computable_tokens == 0:
+            is_slower = sequence.request.lane == "batch" and candidate.request.lane != "batch"
+            if is_slower or sequence.num_computable_tokens == 0:
                 self._preempt(sequence, step)
                 return True
         return False
 
-    def _preempt(self, sequence: Sequence, step: _StepBudget) -> None:
+    def _preempt(self, sequence: Sequence, step: StepBudget) -> None:
         """Return a running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
         self._running.remove(sequence)

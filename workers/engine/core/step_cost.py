@@ -1,4 +1,4 @@
-"""How long a step takes by its tokens, and how many prompt tokens one may have. Pure."""
+"""How long a step takes by its tokens, and how many of some kinds one may have. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 DECAY = 0.95
 """Weight of a measured step after each further one: some twenty steps count."""
 MIN_CHUNK = 16
-"""Prompt tokens that a step may have in any case."""
+"""Prompt tokens that a step may have in any case, and tokens of the batch lane."""
+BATCH_SHARE = 0.5
+"""Sequences of the batch lane may make a step with interactive ones longer by this part."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +67,21 @@ class PrefillLimit:
         left_s = self.max_step_s - base_s - num_decode_tokens * token_s
         guaranteed_s = self.min_share * self.max_step_s
         return max(MIN_CHUNK, math.floor(max(left_s, guaranteed_s) / token_s))
+
+
+def max_batch_tokens(cost: StepCost, num_interactive_tokens: int) -> int | None:
+    """Return how many tokens of the batch lane a step may have; None for any number.
+
+    Where weights are read once for all tokens of a step, as on a GPU, those of the batch lane cost
+    little, and many are allowed. A step without interactive tokens has no limit.
+    """
+    if num_interactive_tokens == 0 or not cost.is_known:
+        return None
+    base_s, token_s = cost.line()
+    if token_s <= 0:
+        return None
+    step_s = base_s + num_interactive_tokens * token_s
+    return max(MIN_CHUNK, math.floor(BATCH_SHARE * step_s / token_s))
 
 
 UNLIMITED = PrefillLimit()

@@ -7,10 +7,12 @@ the tokens so far, so a resumed request continues with the mask that the previou
 
 import asyncio
 import json
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -28,6 +30,8 @@ from workers.engine.sampling.grammar_trial import FIELD, check_grammar
 MAX_GRAMMARS = 64
 MAX_REFUSAL_BYTES = 256 << 10
 MAX_COMPILING = 2
+BATCH_NICENESS = 15
+"""Niceness of compilations for requests of the batch lane."""
 PROGRESS_S = 0.5
 # More than the stack of the sandbox process, so a grammar that passed there also passes here.
 STACK_BYTES = 64 << 20
@@ -95,9 +99,15 @@ class GrammarCompiler:
         """The reasons by the hash of the definition: a definition may have 128 KiB."""
 
     async def compile(
-        self, outputs: StructuredOutputs, tenant: str, progress: Callable[[], Awaitable[None]]
+        self,
+        outputs: StructuredOutputs,
+        tenant: str,
+        progress: Callable[[], Awaitable[None]],
+        lane: str = "interactive",
     ) -> Grammar:
         """Return the compiled grammar. `progress` is called repeatedly while the caller waits.
+
+        Of those that ask for the same grammar at the same time, the first one's lane counts.
 
         Raises InvalidGrammar, also if compiling takes too much CPU time or memory, GrammarNotTried
         if the machine is too busy to tell, Overloaded if too many grammars wait, and whatever
@@ -109,7 +119,8 @@ class GrammarCompiler:
         key = (tenant, definition)
         task = self._pending.get(key)
         if task is None or task.cancelling():
-            task = asyncio.create_task(self._compile(tenant, definition))
+            niceness = BATCH_NICENESS if lane == "batch" else 0
+            task = asyncio.create_task(self._compile(tenant, definition, niceness))
             self._pending[key] = task
             task.add_done_callback(lambda task: self._forget(key, task))
         self._waiting[key] += 1
@@ -139,14 +150,15 @@ class GrammarCompiler:
             # All that waited for it may have left before they saw the error.
             task.exception()
 
-    async def _compile(self, tenant: str, definition: str) -> Grammar:
+    async def _compile(self, tenant: str, definition: str, niceness: int) -> Grammar:
         async with self._slots.turn(tenant, self._max_held):
             # Another tenant may have had the same definition compiled meanwhile.
             if (known := self._find(definition)) is not None:
                 return known
-            reason = await check_grammar(definition, lambda: self._slots.is_wanted(tenant))
+            is_wanted = partial(self._slots.is_wanted, tenant)
+            reason = await check_grammar(definition, is_wanted, niceness)
             if not reason:
-                matcher = await _run_in_thread(lambda: self._warm(definition))
+                matcher = await _run_in_thread(partial(self._warm, definition), niceness)
                 reason = error_of(matcher)
         if reason:
             key = content_hash(definition)
@@ -190,12 +202,16 @@ def _invalid_grammar(reason: str) -> InvalidGrammar:
     return InvalidGrammar(f"this grammar cannot be used: {reason}", field=FIELD)
 
 
-async def _run_in_thread(work: Callable[[], LLMatcher]) -> LLMatcher:
-    """Run `work` in a thread with a stack of `STACK_BYTES`, which thread pools do not offer."""
+async def _run_in_thread(work: Callable[[], LLMatcher], niceness: int) -> LLMatcher:
+    """Run `work` in a thread with a stack of `STACK_BYTES`, which thread pools do not offer.
+
+    On Linux the niceness is that of the thread alone.
+    """
     done: Future[LLMatcher] = Future()
     done.set_running_or_notify_cancel()  # A caller that leaves does not stop the thread.
 
     def run() -> None:
+        os.nice(niceness)
         try:
             done.set_result(work())
         except BaseException:  # A panic in Rust is no Exception.

@@ -27,15 +27,17 @@ NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 """Signals from outside of the sandbox, such as the kernel's when the machine is out of memory."""
 
 
-async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool]) -> str:
+async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], niceness: int) -> str:
     """Return the reason for which the grammar cannot be used; empty if it can.
 
-    `is_slot_wanted` returns whether another tenant waits. Raises GrammarNotTried if the machine has
+    `is_slot_wanted` returns whether another tenant waits, and `niceness` is that of the sandbox
+    process, as nice(2) has it. Raises GrammarNotTried if the machine has
     no time or no process for the trial, or ends it.
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)),
+            *(sys.executable, "-P", grammar_sandbox.__file__),
+            *(str(MAX_CPU_S), str(niceness)),
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,

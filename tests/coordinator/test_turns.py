@@ -1,0 +1,132 @@
+"""Tenants that use too much of a busy model: what counts as too much, and where they go."""
+
+import secrets
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.bus.bus import Bus
+from shared.config import ModelConfig
+from shared.protocol import subjects
+from shared.protocol.requests import GenerateRequest, encode_request
+from shared.protocol.sampling import SamplingParams
+from shared.stage.pipelines import pipeline_of
+from workers.coordinator import turns as turns_module
+from workers.coordinator.admission import Admitted, admit
+from workers.coordinator.tenant_use import FACTOR, HALF_LIFE_S, TenantUse
+from workers.coordinator.turns import MANY_CLAIMED, Turns
+
+USES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.floats(1, 100), st.floats(0, 20)), min_size=1, max_size=40
+)
+
+
+@given(USES)
+def test_a_tenant_that_is_alone_never_uses_too_much(uses: list[tuple[str, float, float]]) -> None:
+    use, now_s = TenantUse({"a": 0.1}), 0.0
+    for _, cost, pause_s in uses:
+        now_s += pause_s
+        use.add("a", cost, now_s)
+        assert not use.exceeds_share("a")
+
+
+@given(st.integers(2, 6), st.floats(0.01, 2), st.integers(1, 20))
+def test_tenants_that_use_alike_never_use_too_much(num: int, pause_s: float, turns: int) -> None:
+    use, now_s = TenantUse({}), 0.0
+    tenants = [f"t{i}" for i in range(num)]
+    for _ in range(turns):
+        for tenant in tenants:
+            use.add(tenant, 1.0, now_s)
+        now_s += pause_s
+    assert not any(map(use.exceeds_share, tenants))
+
+
+@given(USES, st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10)))
+def test_somebody_is_always_within_its_share(
+    uses: list[tuple[str, float, float]], weights: dict[str, float]
+) -> None:
+    use, now_s = TenantUse(weights), 0.0
+    for tenant, cost, pause_s in uses:
+        now_s += pause_s
+        use.add(tenant, cost, now_s)
+        assert not all(map(use.exceeds_share, use._used))
+
+
+def test_a_flood_uses_too_much_until_it_has_faded_or_its_weight_allows_it() -> None:
+    light, heavy = TenantUse({}), TenantUse({"flood": 10.0})
+    for use in (light, heavy):
+        use.add("steady", 1.0, 0.0)
+        use.add("flood", 10.0, 0.0)
+    assert light.exceeds_share("flood")
+    assert not light.exceeds_share("steady")
+    assert not heavy.exceeds_share("flood")
+    light.add("steady", 4.0, 2 * HALF_LIFE_S)
+    assert not light.exceeds_share("flood"), "2.5 of 6.75"
+    assert light.exceeds_share("steady"), f"4.25 is more than {FACTOR} times the mean"
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+def admitted(model: str, tenant: str = "", **fields: Any) -> Admitted:
+    config = ModelConfig(path="/nowhere")
+    request = GenerateRequest(model, prompt="x", **fields)
+    data, models = encode_request(request), {model: config}
+    subject = subjects.request(model, tenant)
+    return admit(subject, "r", data, models, {model: pipeline_of(config)})
+
+
+async def fill(bus: Bus, model: str, num_tasks: int) -> None:
+    durable = subjects.stage_consumer("engine", model, "batch")
+    where = subjects.stage_filter("engine", model, "batch")
+    consumer = await bus.consume(subjects.STAGES_STREAM, durable, where, MANY_CLAIMED, 60.0)
+    for number in range(num_tasks):
+        name = f"{model}-{number}"
+        await bus.publish(subjects.stage("engine", model, "batch", name), b"x", name)
+    for _ in range(min(num_tasks, MANY_CLAIMED)):
+        await consumer.next()
+    await consumer.stop()
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "expected"),
+    [(MANY_CLAIMED - 1, "interactive"), (MANY_CLAIMED, "batch"), (MANY_CLAIMED + 1, "batch")],
+)
+async def test_who_uses_too_much_of_a_busy_model_goes_behind_the_others(
+    bus: Bus, num_tasks: int, expected: str
+) -> None:
+    model = f"m-{secrets.token_hex(4)}"
+    await fill(bus, model, num_tasks)
+    turns = Turns(bus, {})
+    short, long = admitted(model), admitted(model, sampling_params=SamplingParams(max_tokens=1000))
+    assert await turns.lane_of(short, "steady", 100) == "interactive"
+    assert await turns.lane_of(long, "flood", 100) == expected
+    assert await turns.lane_of(short, "steady", 100) == "interactive"
+    # The same tenant does nothing to another model.
+    other = admitted(f"{model}-other", sampling_params=SamplingParams(max_tokens=1000))
+    assert await turns.lane_of(other, "flood", 100) == "interactive"
+
+
+async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:
+    assert await Turns(bus, {}).lane_of(admitted("m", lane="batch"), "a", 100) == "batch"
+
+
+async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module.subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
+    turns = Turns(bus, {})
+    asked = []
+    depths = bus.queue_depths
+
+    async def counted(stream: str) -> Any:
+        asked.append(stream)
+        return await depths(stream)
+
+    monkeypatch.setattr(bus, "queue_depths", counted)
+    await turns.lane_of(admitted("m"), "steady", 100)
+    for _ in range(3):
+        assert await turns.lane_of(admitted("m"), "flood", 10**7) == "interactive"
+    assert len(asked) == 1

@@ -1,0 +1,77 @@
+"""Turns of tenants: one that uses too much of a busy model is served behind the others."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import structlog
+
+from shared.bus.bus import Bus
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.requests import GenerateRequest, TextPart
+from workers.coordinator.admission import Admitted, most_tokens
+from workers.coordinator.tenant_use import TenantUse
+
+READ_S = 0.25
+"""Requests within this time share what was read of the queues."""
+RETRY_S = 30.0
+"""Time until the next reading behind one that failed, as with keys that do not permit it."""
+MANY_CLAIMED = 8
+"""With so many tasks of a queue in its workers, one more has to share their time."""
+BYTES, TOKENS, MEDIA = 2**16, 64, 8
+"""So many bytes of a request, and tokens that it may write, cost as much as a request by itself; a
+medium costs as much as `MEDIA` requests."""
+
+_log = structlog.get_logger()
+
+
+class Turns:
+    """The lanes of requests, as one coordinator chooses them by the requests that it has seen."""
+
+    def __init__(self, bus: Bus, weights: Mapping[str, float]) -> None:
+        self._bus = bus
+        self._use: defaultdict[str, TenantUse] = defaultdict(lambda: TenantUse(weights))
+        self._busy: set[str] = set()
+        """Models with stages whose tasks wait, or are many."""
+        self._read_s = float("-inf")
+
+    async def lane_of(self, admitted: Admitted, tenant: str, num_bytes: int) -> str:
+        """Return the lane for the tasks of a request of a tenant.
+
+        It is the request's own, but the slower one for a tenant that uses more than its share of
+        the model while one of the model's stages is busy.
+        """
+        request = admitted.request
+        use = self._use[request.model]
+        use.add(tenant, _cost(admitted, num_bytes), time.monotonic())
+        if use.exceeds_share(tenant) and request.model in await self._busy_models():
+            return subjects.LANES[-1]
+        return request.lane
+
+    async def _busy_models(self) -> set[str]:
+        if time.monotonic() - self._read_s >= READ_S:
+            self._read_s = time.monotonic()
+            try:
+                depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
+            except Unavailable as error:
+                self._read_s += RETRY_S
+                _log.warning("queues_not_read", reason=error.message)
+                return self._busy
+            self._busy = {
+                subjects.model_of_stage(depth.subject)
+                for depth in depths
+                if depth.num_pending or depth.num_in_flight >= MANY_CLAIMED
+            }
+        return self._busy
+
+
+def _cost(admitted: Admitted, num_bytes: int) -> float:
+    tokens = most_tokens(admitted)
+    return 1 + num_bytes / BYTES + tokens / TOKENS + MEDIA * _num_media(admitted.request)
+
+
+def _num_media(request: GenerateRequest) -> int:
+    contents = (message.content for message in request.messages or [])
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sum(not isinstance(part, TextPart) for part in parts) + len(request.features)
