@@ -1,22 +1,27 @@
 """Tenants that use too much of a busy model: what counts as too much, and where they go."""
 
 import secrets
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
-from shared.config import ModelConfig
+from shared.config import Config, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams
+from shared.stage.job import Job
 from shared.stage.pipelines import pipeline_of
+from shared.stage.runtime import Context
 from workers.coordinator import turns as turns_module
 from workers.coordinator.admission import Admitted, admit
 from workers.coordinator.tenant_use import FACTOR, HALF_LIFE_S, TenantUse
 from workers.coordinator.turns import MANY_CLAIMED, Turns
+from workers.coordinator.worker import Coordinator
 
 USES = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(1, 100), st.floats(0, 20)), min_size=1, max_size=40
@@ -130,3 +135,36 @@ async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
     for _ in range(3):
         assert await turns.lane_of(admitted("m"), "flood", 10**7) == "interactive"
     assert len(asked) == 1
+
+
+async def test_the_tasks_of_a_tenant_that_uses_too_much_are_in_the_batch_lane(bus: Bus) -> None:
+    model = f"m-{secrets.token_hex(4)}"
+    await fill(bus, model, MANY_CLAIMED)
+    config = Config(models={model: ModelConfig(path="/nowhere")})
+    context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
+    coordinator = Coordinator(context)
+    long = SamplingParams(max_tokens=1000)
+    for tenant, params in (("steady", SamplingParams()), ("flood", long)):
+        request_id = f"{model}-{tenant}"
+        delivery: Any = delivery_of(bus, GenerateRequest(model, prompt="x", sampling_params=params))
+        delivery.tenant, delivery.msg_id = tenant, request_id
+        await coordinator._admit_or_end(Job(delivery, bus.now_ms(), request_id))
+        lane = {"steady": "interactive", "flood": "batch"}[tenant]
+        subject = subjects.stage("renderer", model, lane, request_id)
+        assert await bus.read_last(subjects.STAGES_STREAM, subject) is not None
+
+
+def delivery_of(bus: Bus, request: GenerateRequest) -> SimpleNamespace:
+    async def retry(after_s: float) -> None:
+        pass
+
+    return SimpleNamespace(
+        subject=subjects.request(request.model),
+        data=encode_request(request),
+        stored_ms=bus.now_ms(),
+        attempt=1,
+        sequence=10**9,
+        receipt="r",
+        headers={},
+        retry=retry,
+    )
