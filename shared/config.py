@@ -144,9 +144,9 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits on the tokens of tenants, prompts included, by the tenant's name; by default none.
     Each coordinator counts those of the requests that it admits."""
     tenant_weights: dict[TenantName, Weight] = {}
-    """How much of the limits on token logs, media, request records and dead letters a tenant may
-    fill, by its name: at most so many times what the others and a reserve of a tenth leave free; by
-    default 1. A tenant above that is refused until older data has expired; one alone is not."""
+    """Weights of the shares of tenants, by default 1: a tenant may fill so many times what others
+    and a reserve of a tenth leave free of token logs, media, request records and dead letters, and
+    use a busy model so many times as much as others before its requests go to the batch lane."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"

@@ -1,9 +1,11 @@
 """The trial of a grammar: CPU time and memory are the client's fault, a busy machine never is."""
 
 import asyncio
+import os
 import resource
 import signal
-from asyncio.subprocess import Process
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from llguidance import LLTokenizer
 from shared.errors import GrammarNotTried, InvalidGrammar, Overloaded
 from shared.protocol.sampling import StructuredOutputs
 from workers.engine.sampling import grammar as grammars_module
-from workers.engine.sampling import grammar_trial
+from workers.engine.sampling import grammar_sandbox, grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 
 YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
@@ -28,13 +30,16 @@ def new_compiler(max_held: int = 64) -> GrammarCompiler:
 
 
 async def compile_with(
-    compiler: GrammarCompiler, wanted: StructuredOutputs, tenant: str = ""
+    compiler: GrammarCompiler,
+    wanted: StructuredOutputs,
+    tenant: str = "",
+    lane: str = "interactive",
 ) -> Grammar:
     async def no_progress() -> None:
         pass
 
     async with asyncio.timeout(60):
-        return await compiler.compile(wanted, tenant, no_progress)
+        return await compiler.compile(wanted, tenant, no_progress, lane)
 
 
 def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[Process], None]) -> None:
@@ -119,6 +124,38 @@ async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
     monkeypatch.setattr("sys.executable", executable)
     with pytest.raises(GrammarNotTried, match="could not be started"):
         await compile_with(new_compiler(), YES_OR_NO)
+
+
+async def test_grammars_of_the_batch_lane_are_tried_at_a_lower_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    levels = []
+
+    async def trial(_: str, __: Callable[[], bool], niceness: int) -> str:
+        levels.append(niceness)
+        return ""
+
+    monkeypatch.setattr(grammars_module, "check_grammar", trial)
+    compiler = new_compiler()
+    for lane in ("interactive", "batch"):
+        await compile_with(compiler, StructuredOutputs(choice=[lane]), lane=lane)
+    assert levels == [0, grammars_module.BATCH_NICENESS]
+
+
+async def test_the_sandbox_takes_its_priority() -> None:
+    sandbox = (sys.executable, "-P", grammar_sandbox.__file__)
+    process = await asyncio.create_subprocess_exec(*sandbox, "5", "7", stdin=PIPE, stdout=PIPE)
+    try:
+        expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)
+        async with asyncio.timeout(60):
+            # It has set its priority before it waits for the definition.
+            while os.getpriority(os.PRIO_PROCESS, process.pid) != expected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await process.communicate(b'start: "a"'))[0].startswith(b"begun")
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
