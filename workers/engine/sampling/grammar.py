@@ -107,7 +107,7 @@ class GrammarCompiler:
     ) -> Grammar:
         """Return the compiled grammar. `progress` is called repeatedly while the caller waits.
 
-        Of those that ask for the same grammar at the same time, the first one's lane counts.
+        Where several ask for the same grammar at the same time, the first one's lane counts.
 
         Raises InvalidGrammar, also if compiling takes too much CPU time or memory, GrammarNotTried
         if the machine is too busy to tell, Overloaded if too many grammars wait, and whatever
