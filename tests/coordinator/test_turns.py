@@ -17,7 +17,6 @@ from shared.protocol.sampling import SamplingParams
 from shared.stage.job import Job
 from shared.stage.pipelines import pipeline_of
 from shared.stage.runtime import Context
-from workers.coordinator import turns as turns_module
 from workers.coordinator.admission import Admitted, admit
 from workers.coordinator.tenant_use import FACTOR, HALF_LIFE_S, TenantUse
 from workers.coordinator.turns import MANY_CLAIMED, Turns
@@ -121,7 +120,7 @@ async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:
 async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns_module.subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
+    monkeypatch.setattr(subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
     turns = Turns(bus, {})
     asked = []
     depths = bus.queue_depths
