@@ -214,7 +214,7 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_grammar(bus: Bus) -
 
     class SlowCompiler:
         async def compile(
-            self, _: StructuredOutputs, tenant: str, progress: Callable[[], Any]
+            self, _: StructuredOutputs, tenant: str, progress: Callable[[], Any], lane: str
         ) -> None:
             while True:
                 await progress()
