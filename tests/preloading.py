@@ -25,9 +25,12 @@ from typing import Any, NoReturn
 import msgspec
 from huggingface_hub import constants
 from huggingface_hub.utils import _cache_manager
+from PIL import Image
 from rich.console import Console
+from transformers import conversion_mapping
 
 from shared.bus.embedded_server import end_with_parent
+from shared.models import registry
 from tests.preloaded import PYTHON_OF, ROLES_OF
 from workers import __main__ as pagemill
 from workers import roles
@@ -41,16 +44,16 @@ from workers.engine.model.check_folders import PoolingMode
 MODULES = [
     *(spec.module for spec in roles.all_roles()),
     *sorted({command.partition(":")[0] for command in pagemill.COMMANDS}),
-    "shared.models.families.llava",
-    "shared.models.families.qwen_vl",
-    "shared.models.families.text",
     "shared.vision.layers",
     "transformers.models.auto.processing_auto",
     "transformers.models.clip.modeling_clip",
     "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "anyio._backends._asyncio",
+    "encodings.idna",
     "openai",
     "peft",
+    "uvicorn.lifespan.off",
 ]
 
 
@@ -161,6 +164,7 @@ def _serve(listener: socket.socket, collecting: socket.socket | None = None) -> 
     gc.disable()
     for module in MODULES:
         importlib.import_module(module)
+    _fill_caches()
     gc.collect()
     gc.freeze()
     _forget_exit_functions()
@@ -185,6 +189,13 @@ def _serve(listener: socket.socket, collecting: socket.socket | None = None) -> 
             preloader.serve(channel, (), _run_program)
             os._exit(0)
         channel.close()
+
+
+def _fill_caches() -> None:
+    """Fill what libraries make once in a process, which would take each engine 0.1 s."""
+    registry.list_text_model_types()
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen2_vl")
+    Image.init()
 
 
 def _collect(arguments: Sequence[str]) -> None:

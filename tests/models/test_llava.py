@@ -1,5 +1,6 @@
 """LLaVA from messages and images to tokens, against transformers' own processor and generate."""
 
+import functools
 import json
 import random
 from dataclasses import replace
@@ -70,6 +71,7 @@ class Road:
         told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
         return told
 
+    @functools.cache  # noqa: B019
     def cases(self) -> tuple[list[Case], dict[str, list[int]]]:
         """At most 64 tokens each, and what transformers answers."""
         asked = {
@@ -105,7 +107,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Road:
     return Road(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("budget", [7, 13, 512])
+@pytest.mark.parametrize("budget", [7, pytest.param(13, marks=pytest.mark.long), 512])
 def test_core_yields_the_tokens_of_generate(road: Road, budget: int) -> None:
     cases, expected = road.cases()
     answers, runner = run_core(road.twins, cases, num_blocks=64, budget=budget, steps_between=3)

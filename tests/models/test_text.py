@@ -95,6 +95,18 @@ def twins(request: pytest.FixtureRequest) -> Twins:
     return Twins(model, FlatModel(adapt(copy.deepcopy(model))), None)
 
 
+# One of each kind of attention and of layers; `test_core_yields_the_tokens_of_generate` has all.
+SCHEDULED = ("gemma2", "gemma3_text", "mistral with a window", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "twins",
+    [
+        pytest.param(settings, id=name, marks=() if name in SCHEDULED else pytest.mark.long)
+        for name, settings in SETTINGS.items()
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
     [

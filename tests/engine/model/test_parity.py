@@ -466,7 +466,7 @@ def run_core(
 
 
 @pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
-@pytest.mark.parametrize("budget", [7, 13, 512])
+@pytest.mark.parametrize("budget", [7, pytest.param(13, marks=pytest.mark.long), 512])
 def test_core_yields_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int) -> None:
     cases = make_cases(twins.sees)
     answers, runner = run_core(

@@ -120,8 +120,17 @@ OVERLAPPING = [
 ]
 
 
-@pytest.mark.parametrize("budget", [7, 512])
-@pytest.mark.parametrize("steps_between", [0, 3, 20], ids=["at once", "joining", "in turn"])
+@pytest.mark.parametrize(
+    ("steps_between", "budget"),
+    [
+        pytest.param(0, 7, id="at once-7"),
+        pytest.param(0, 512, id="at once-512", marks=pytest.mark.long),
+        pytest.param(3, 7, id="joining-7", marks=pytest.mark.long),
+        pytest.param(3, 512, id="joining-512"),
+        pytest.param(20, 7, id="in turn-7"),
+        pytest.param(20, 512, id="in turn-512", marks=pytest.mark.long),
+    ],
+)
 def test_repeated_and_overlapping_prompts_yield_the_tokens_of_generate(
     twins: Twins, budget: int, steps_between: int
 ) -> None:

@@ -238,10 +238,11 @@ async def test_a_reader_who_scrolls_up_stays_there(
     page: Browser, cluster: Cluster, bus: Bus
 ) -> None:
     engine = await cluster.pid(bus, "engine")
-    page.emulate_screen(390, 844, "light")
+    # So low that it scrolls when hundreds of tokens are still to come.
+    page.emulate_screen(390, 480, "light")
     log = "document.querySelector('#log')"
     ask(page, "What can you do?", LONG)
-    page.wait(f"{log}.scrollTop > 200")
+    page.wait(f"{log}.scrollTop > 100")
     with stopped(engine):
         assert page.run("return document.querySelector('#to-end').hidden")
         page.run(f"{log}.scrollTop = 10")
