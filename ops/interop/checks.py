@@ -1,7 +1,7 @@
 """Checks that both servers give equal answers, in either role of renderer and engine."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,13 @@ import httpx
 
 from ops.bench.servers import MODEL
 from ops.interop.cases import Case, cases
-from ops.interop.renderings import equal_pixels, perturbed, steps, tensors, with_own_hashes
+from ops.interop.renderings import (
+    FieldValue,
+    equal_values,
+    pairs_of_values,
+    perturbed,
+    with_own_hashes,
+)
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
@@ -41,10 +47,14 @@ class Finding:
 
 def check_all(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
     """Run all checks; yield each finding as soon as it is known."""
-    for case in cases():
-        yield from _check_case(case, us, them)
+    yield from check_cases(cases(), us, them)
     for check in (_check_prompts, _check_tokens, _check_refusals):
         yield from check(us, them)
+
+
+def check_cases(given: Iterable[Case], us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
+    for case in given:
+        yield from _check_case(case, us, them)
 
 
 def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
@@ -52,7 +62,7 @@ def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Fi
     yield _compare(f"{case.name}: rendered to the byte", *map(_without_items, (ours, theirs)))
     yield from _check_items(case, ours, theirs)
     right = _post(them, GENERATE, theirs)
-    if equal_pixels(ours, theirs):
+    if equal_values(ours, theirs):
         answers = {
             "ours → ours": _post(us, GENERATE, ours),
             "ours → theirs": _post(them, GENERATE, ours),
@@ -111,21 +121,26 @@ def _without_items(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_items(case: Case, ours: Any, theirs: Any) -> Iterator[Finding]:
-    """Compare the rendered images, except for the order of fields and the slices of batches.
+    """Compare the rendered media, except for the order of fields and the slices of batches.
 
     Servers may choose the order, and vLLM's engine does not read the slices.
     """
-    if ours["features"] is None:
-        return
-    for i, pair in enumerate(
-        zip(*(body["features"]["kwargs_data"]["image"] for body in (ours, theirs)), strict=True)
-    ):
-        mine, other = (tensors(item) for item in pair)
-        shapes = [{name: tensor[:2] for name, tensor in sorted(t.items())} for t in (mine, other)]
-        yield _compare(f"{case.name}: image {i}, fields, types and shapes", *shapes)
-        apart = max(steps(mine[name][2], other[name][2]) for name in mine)
-        what = f"{case.name}: image {i}, bytes, {apart} of {PIXEL_STEPS} steps apart"
-        yield Finding(what, apart <= PIXEL_STEPS)
+    for what, mine, other in pairs_of_values(ours, theirs):
+        shapes = [
+            {name: (value.dtype, value.shape, _batching(value)) for name, value in values.items()}
+            for values in (mine, other)
+        ]
+        finding = _compare(f"{case.name}: {what}, fields, types and shapes", *shapes)
+        yield finding
+        if finding.equal:
+            apart = max(mine[name].steps(other[name]) for name in mine)
+            most = PIXEL_STEPS if what.startswith("image") else 0
+            yield Finding(f"{case.name}: {what}, values, {apart:g} of {most} apart", apart <= most)
+
+
+def _batching(value: FieldValue) -> list[Any]:
+    name, arguments = value.kind
+    return [name, {key: given for key, given in arguments.items() if key != "slices"}]
 
 
 def _check_modes(
