@@ -41,6 +41,13 @@ def to_numpy(tensor: TensorData) -> NDArray[Any]:
     return np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
 
 
+def to_values(pixels: NDArray[np.uint8], table: TensorData) -> NDArray[np.float32]:
+    """Return the normalised values of `pixels` [rows, channels, ...] by a table [channels, 256]."""
+    channels = np.arange(pixels.shape[1]).reshape(-1, *[1] * (pixels.ndim - 2))
+    values: NDArray[np.float32] = to_numpy(table)[channels, pixels]
+    return values
+
+
 def to_pixels(
     values: NDArray[Any], table: TensorData, field: str
 ) -> tuple[NDArray[np.uint8], TensorData]:
