@@ -28,6 +28,11 @@ class FieldValue:
         mine, others = (np.frombuffer(one.data, one.dtype) for one in (self, other))
         return float(np.abs(mine.astype(float) - others.astype(float)).max(initial=0))
 
+    def summary(self) -> dict[str, Any]:
+        """Return type, shape, kind and a hash, in the words of JSON."""
+        digest = hashlib.sha256(self.data).hexdigest()
+        return {"dtype": self.dtype, "shape": [*self.shape], "kind": self.kind, "sha256": digest}
+
 
 def values_of(item: str) -> dict[str, FieldValue]:
     """Return the fields of an item by their names, in the order of the names."""
@@ -68,10 +73,10 @@ def equal_values(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 def pairs_of_values(
-    ours: dict[str, Any], theirs: dict[str, Any]
+    ours: dict[str, Any], theirs: dict[str, Any], column: str = "kwargs_data"
 ) -> Iterator[tuple[str, dict[str, FieldValue], dict[str, FieldValue]]]:
-    """Yield the items of two bodies with what each is, as "video 0"."""
-    for what, mine, other in _pairs(ours, theirs):
+    """Yield the items of two bodies, or their metadata, with what each is, as "video 0"."""
+    for what, mine, other in _pairs(ours, theirs, column):
         yield what, values_of(mine), values_of(other)
 
 
@@ -87,10 +92,12 @@ def perturbed(body: dict[str, Any], other: dict[str, Any], seed: int) -> dict[st
     return with_own_hashes(body | {"features": features}, f"perturbed {seed}")
 
 
-def _pairs(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    if one["features"] is None:
+def _pairs(
+    one: dict[str, Any], other: dict[str, Any], column: str = "kwargs_data"
+) -> Iterator[tuple[str, str, str]]:
+    if one["features"] is None or one["features"][column] is None:
         return
-    data, far = (body["features"]["kwargs_data"] for body in (one, other))
+    data, far = (body["features"][column] for body in (one, other))
     for modality in data:
         for i, pair in enumerate(zip(data[modality], far[modality], strict=True)):
             yield f"{modality} {i}", *pair

@@ -76,7 +76,7 @@ class PreviewPath:
             kwargs_data = mm_metadata = None
             if with_data:
                 kwargs_data, mm_metadata = await self._in_thread(processor.encode_item, image)
-                budget.spend(len(kwargs_data) + len(mm_metadata), part.field)
+                budget.spend(len(kwargs_data) + len(mm_metadata or b""), part.field)
             encoded.append((mm_hash, kwargs_data, mm_metadata))
             images.append(replace(image, fields={}))
         token_ids, ranges = await self._expand(processor, asked, token_ids, images)

@@ -131,7 +131,7 @@ class OmniVideoLayout(Qwen25VideoLayout):
         flag = USE_AUDIO in wire and bool(to_numpy(wire[USE_AUDIO].tensor).any())
         if flag != bool(heard):
             raise InvalidRequest(
-                f"{USE_AUDIO} is {str(flag).lower()}, for an item with the fields {', '.join(wire)}",
+                f"{USE_AUDIO} is {str(flag).lower()} for the fields {', '.join(wire)}",
                 field=field,
             )
         if not heard:
