@@ -103,7 +103,10 @@ def _check_own_pixels(
 
 
 def _with_prompt_logprobs(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"sampling_params": body["sampling_params"] | {"prompt_logprobs": 0}}
+    # vLLM leaves this out for such requests by itself, but rendered bodies say false. Then it reads
+    # its cache, has no log probabilities for what is in it, and its server ends.
+    sampling = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+    return body | {"sampling_params": body["sampling_params"] | sampling}
 
 
 def _logprobs_apart(server: httpx.Client, body: Any, other: Any) -> float:
