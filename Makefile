@@ -148,8 +148,9 @@ simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engin
 	$(BIN)/python -m ops.simulate report
 	$(BIN)/python -m ops.simulate big
 
-interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 5 minutes
+interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
+	$(BIN)/python -m ops.interop.media --peers $(PEERS)
 	$(BIN)/python -m ops.interop.responses
 
 leaks: .venv/dev  ## 10,000 requests of all kinds, after which each role has the memory of before; 5 minutes

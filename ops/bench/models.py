@@ -76,7 +76,7 @@ def write_random_qwen2vl(folder: Path, demo: Path) -> None:
     }
     tree["vision_config"]["hidden_size"] = 576
     model: Any = Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_dict(tree))
-    _randomize(model)
+    randomize(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     images = json.loads((demo / "preprocessor_config.json").read_text())
     limits = {"shortest_edge": 28 * 28 * 200, "longest_edge": 28 * 28 * 400}
@@ -225,7 +225,7 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
         tie_word_embeddings=True,
     )
     model: Any = Qwen2VLForConditionalGeneration(config)
-    _randomize(model)
+    randomize(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     _write_json(folder / "generation_config.json", ends)
     image = IMAGES | {"image_processor_type": "Qwen2VLImageProcessor"}
@@ -239,7 +239,7 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
 
 
 @torch.no_grad()
-def _randomize(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Draw weights at a scale at which activations neither vanish nor explode over the layers."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -8,19 +8,12 @@ one server to the other, except for the hashes of images with other pixels. Exit
 everything that must be equal is.
 """
 
-import tempfile
-import time
-from pathlib import Path
-
-import httpx
 from rich.console import Console
 
 from ops.bench.models import write_tiny
-from ops.bench.servers import pagemill, vllm, vllm_of_command_line
-from ops.interop.checks import Finding, check_all
-
-MODEL_PATH = "models/tiny-qwen2vl"
-TIMEOUT_S = 120.0
+from ops.bench.servers import vllm_of_command_line
+from ops.interop.checks import check_all
+from ops.interop.pairs import report, serve_both
 
 
 def main() -> None:
@@ -28,28 +21,8 @@ def main() -> None:
     binary = vllm_of_command_line(__doc__, console)
     if binary is None:
         return
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="pagemill-interop-") as name:
-        folder = Path(name)
-        write_tiny(folder / MODEL_PATH)
-        with vllm(binary, folder, MODEL_PATH) as theirs, pagemill(folder, MODEL_PATH) as ours:
-            console.print(f"{time.monotonic() - began_s:.0f} s  both are ready")
-            with (
-                httpx.Client(base_url=ours, timeout=TIMEOUT_S, trust_env=False) as us,
-                httpx.Client(base_url=theirs, timeout=TIMEOUT_S, trust_env=False) as them,
-            ):
-                findings = [_print(console, finding) for finding in check_all(us, them)]
-    differing = sum(not finding.equal for finding in findings)
-    console.print(f"{len(findings)} compared, {differing} differ")
-    raise SystemExit(min(differing, 1))
-
-
-def _print(console: Console, finding: Finding) -> Finding:
-    mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
-    console.print(f"{mark}  {finding.what}", highlight=False)
-    if finding.detail:
-        console.print(f"         {finding.detail}", markup=False, highlight=False)
-    return finding
+    with serve_both(console, binary, "tiny-qwen2vl", write_tiny) as (us, them):
+        report(console, check_all(us, them))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Rendered images in the bodies of requests: their pixels, hashes and perturbations."""
+"""Rendered media in the bodies of requests: their values, hashes and perturbations."""
 
 import base64
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,17 +13,39 @@ import numpy.typing as npt
 Pixels = npt.NDArray[np.int16]
 
 
-def tensors(item: str) -> dict[str, Any]:
-    """Return the tensors of an item: name to type, shape and bytes."""
+@dataclass(frozen=True, slots=True)
+class FieldValue:
+    """The value of a field of an item: a tensor, or a list of numbers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    kind: list[Any]
+    """How a server batches the field."""
+
+    def steps(self, other: "FieldValue") -> float:
+        """Return by how much two values of one type and shape are apart at most."""
+        mine, others = (np.frombuffer(one.data, one.dtype) for one in (self, other))
+        return float(np.abs(mine.astype(float) - others.astype(float)).max(initial=0))
+
+    def summary(self) -> dict[str, Any]:
+        """Return type, shape, kind and a hash, in the words of JSON."""
+        digest = hashlib.sha256(self.data).hexdigest()
+        return {"dtype": self.dtype, "shape": [*self.shape], "kind": self.kind, "sha256": digest}
+
+
+def values_of(item: str) -> dict[str, FieldValue]:
+    """Return the fields of an item by their names, in the order of the names."""
     fields = msgspec.msgpack.decode(base64.b64decode(item))
-    return {name: field["data"] for name, field in fields.items()}
+    return {name: _value(**field) for name, field in sorted(fields.items())}
 
 
-def steps(ours: msgspec.msgpack.Ext, theirs: msgspec.msgpack.Ext) -> int:
-    """Return by how much two tensors of bytes are apart at most."""
-    pixels = (np.frombuffer(bytes(raw.data), np.uint8).astype(int) for raw in (ours, theirs))
-    mine, other = pixels
-    return int(np.abs(mine - other).max())
+def _value(data: list[Any], field: list[Any]) -> FieldValue:
+    if data and isinstance(data[-1], msgspec.msgpack.Ext):
+        dtype, shape, raw = data
+        return FieldValue(dtype, tuple(shape), bytes(raw.data), field)
+    numbers = np.array(data, np.float64)
+    return FieldValue("float64", numbers.shape, numbers.tobytes(), field)
 
 
 def with_own_hashes(body: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -40,8 +63,21 @@ def with_own_hashes(body: dict[str, Any], owner: str) -> dict[str, Any]:
     return body | {"features": body["features"] | {"mm_hashes": hashes}}
 
 
-def equal_pixels(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return all(tensors(mine) == tensors(other) for mine, other in _pairs(ours, theirs))
+def equal_values(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return whether all items of two bodies have the same values."""
+    return all(
+        mine[name].data == other[name].data
+        for _, mine, other in pairs_of_values(ours, theirs)
+        for name in mine
+    )
+
+
+def pairs_of_values(
+    ours: dict[str, Any], theirs: dict[str, Any], column: str = "kwargs_data"
+) -> Iterator[tuple[str, dict[str, FieldValue], dict[str, FieldValue]]]:
+    """Yield the items of two bodies, or their metadata, with what each is, as "video 0"."""
+    for what, mine, other in _pairs(ours, theirs, column):
+        yield what, values_of(mine), values_of(other)
 
 
 def perturbed(body: dict[str, Any], other: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -51,24 +87,29 @@ def perturbed(body: dict[str, Any], other: dict[str, Any], seed: int) -> dict[st
     over the patch and its frames as those of the other rendering.
     """
     generator = np.random.default_rng(seed)
-    items = [_perturbed_item(item, far, generator) for item, far in _pairs(body, other)]
+    items = [_perturbed_item(item, far, generator) for _, item, far in _pairs(body, other)]
     features = body["features"] | {"kwargs_data": {"image": items}}
     return with_own_hashes(body | {"features": features}, f"perturbed {seed}")
 
 
-def _pairs(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if one["features"] is None:
-        return iter(())
-    return zip(*(body["features"]["kwargs_data"]["image"] for body in (one, other)), strict=True)
+def _pairs(
+    one: dict[str, Any], other: dict[str, Any], column: str = "kwargs_data"
+) -> Iterator[tuple[str, str, str]]:
+    if one["features"] is None or one["features"][column] is None:
+        return
+    data, far = (body["features"][column] for body in (one, other))
+    for modality in data:
+        for i, pair in enumerate(zip(data[modality], far[modality], strict=True)):
+            yield f"{modality} {i}", *pair
 
 
 def _perturbed_item(item: str, other: str, generator: np.random.Generator) -> str:
-    fields, far = msgspec.msgpack.decode(base64.b64decode(item)), tensors(other)
+    fields, far = msgspec.msgpack.decode(base64.b64decode(item)), values_of(other)
     for name, field in fields.items():
         dtype, shape, raw = field["data"]
         if dtype != "uint8":
             continue
-        pixels, differences = _pixels(raw, shape), _pixels(far[name][2], shape)
+        pixels, differences = _pixels(raw.data, shape), _pixels(far[name].data, shape)
         differences -= pixels
         signs = generator.choice(np.array([-1, 1], np.int16), (len(pixels), 1))
         moved = pixels + generator.permutation(differences) * signs
@@ -77,5 +118,5 @@ def _perturbed_item(item: str, other: str, generator: np.random.Generator) -> st
     return base64.b64encode(msgspec.msgpack.encode(fields)).decode()
 
 
-def _pixels(raw: msgspec.msgpack.Ext, shape: list[int]) -> Pixels:
-    return np.frombuffer(bytes(raw.data), np.uint8).astype(np.int16).reshape(shape)
+def _pixels(raw: bytes | memoryview, shape: list[int]) -> Pixels:
+    return np.frombuffer(raw, np.uint8).astype(np.int16).reshape(shape)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from shared.codec.envelope import ITEM_BYTES, MAX_DIMS, DType, TensorData
 from shared.errors import InvalidRequest
@@ -25,6 +27,9 @@ MAX_NUMBERS = 4096
 _RAW_VIEW = 3
 
 _Size = Annotated[int, Meta(ge=0)]
+
+Samples = NDArray[np.float32]
+"""One channel of a sound, at the rate that the model hears."""
 
 Bounds = list[int | None]
 """Start, stop and step of a slice."""
@@ -110,20 +115,27 @@ class VideoFacts:
     """Whether the sound is heard as well."""
 
 
-def mm_hash(modality: str, file: bytes, model_id: str, video: VideoFacts | None = None) -> str:
+def mm_hash(
+    modality: str, source: bytes | Samples, model_id: str, video: VideoFacts | None = None
+) -> str:
     """Return vLLM's mm_hash, with its default algorithm, of a medium that was fetched or sent as a
-    file. `model_id` is the model name with which its servers were started.
+    file: of an image or a video the file, of a sound the samples that the model hears. `model_id`
+    is the model name with which its servers were started.
 
     vLLM also hashes other properties that determine the pixels: an image that is not RGB, or that
     has a UUID as its EXIF ImageID, has a different hash there, and so has a video whose sampled
     frames together are smaller than its file.
     """
-    leaf = _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)
+    if isinstance(source, bytes):
+        leaf = _LEAF + _frame(modality.encode()) + _LEAF + _frame(source)
+    else:
+        leaf = _hash_samples(source)
     leaves = {"model_id": _LEAF + _frame(model_id.encode())}
     if video is not None:
         leaf = _SEQUENCE + _length(2) + leaf + _hash_facts(video)
         if video.use_audio:
-            leaves["use_audio_in_video"] = _LEAF + _frame(b"\1")
+            heard = {b"use_audio_in_video": _LEAF + _frame(b"\1")}
+            leaves["mm_processor_kwargs"] = _mapping(heard)
     leaves[modality] = leaf
     digest = blake3()
     for name in sorted(leaves):
@@ -146,6 +158,19 @@ def _hash_facts(video: VideoFacts) -> bytes:
         b"frames_indices": _SEQUENCE + _length(len(video.indexes)) + indexes,
         b"do_sample_frames": _LEAF + _frame(b"\0"),
     }
+    return _mapping(values)
+
+
+def _hash_samples(samples: Samples) -> bytes:
+    values = {
+        b"dtype": _LEAF + _frame(b"<f4"),
+        b"shape": _SEQUENCE + _length(1) + _LEAF + _frame(struct.pack("<q", len(samples))),
+        b"data": _LEAF + _frame(samples.astype("<f4", copy=False).tobytes()),
+    }
+    return _LEAF + _frame(b"ndarray") + _mapping(values)
+
+
+def _mapping(values: Mapping[bytes, bytes]) -> bytes:
     pairs = b"".join(_frame(name) + value for name, value in values.items())
     return _MAPPING + _length(len(values)) + pairs
 

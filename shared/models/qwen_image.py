@@ -31,6 +31,8 @@ class QwenImageLayout:
     """
 
     metadata: tuple[str, ...] = (IMAGE_GRID,)
+    sends_values = False
+    """Whether vLLM's engine takes normalised values from the wire, and no 8-bit pixels."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = layout.load_image_processor(folder, Qwen2VLImageProcessorPil)
@@ -52,7 +54,9 @@ class QwenImageLayout:
         return fields, num_tokens
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        patches = to_numpy(fields["pixel_patches"])
+        patches: NDArray[Any] = to_numpy(fields["pixel_patches"])
+        if self.sends_values:
+            patches = wire_pixels.to_values(patches, fields["pixel_table"])
         frames = np.repeat(patches[:, :, None], self._processor.temporal_patch_size, axis=2)
         rows = frames.reshape(len(patches), -1)
         return {

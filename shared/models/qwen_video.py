@@ -37,6 +37,8 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
     """
 
     metadata: tuple[str, ...] = (GRID,)
+    sends_values = False
+    """Whether vLLM's engine takes normalised values from the wire, and no 8-bit pixels."""
     _defaults: Mapping[str, Any] = {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
         "max_video_tokens": 128_000,
@@ -110,10 +112,12 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
         return {GRID: grid, **self._times(plan)}, plan.num_tokens
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        patches = fields["video_patches"]
-        rows = TensorData("uint8", (patches.shape[0], math.prod(patches.shape[1:])), patches.data)
+        rows: NDArray[Any] = to_numpy(fields["video_patches"])
+        if self.sends_values:
+            rows = wire_pixels.to_values(rows, fields["pixel_table"])
+        flat, kind = rows.reshape(len(rows), -1), FlatField([[[0, len(rows), None]]])
         return {
-            "pixel_values_videos": WireField(rows, FlatField([[[0, rows.shape[0], None]]])),
+            "pixel_values_videos": WireField(from_numpy(flat), kind),
             GRID: WireField(fields[GRID], BatchedField(keep_on_cpu=True)),
         }
 

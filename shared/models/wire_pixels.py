@@ -41,15 +41,22 @@ def to_numpy(tensor: TensorData) -> NDArray[Any]:
     return np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
 
 
+def to_values(pixels: NDArray[np.uint8], table: TensorData) -> NDArray[np.float32]:
+    """Return the normalised values of `pixels` [rows, channels, ...] by a table [channels, 256]."""
+    channels = np.arange(pixels.shape[1]).reshape(-1, *[1] * (pixels.ndim - 2))
+    values: NDArray[np.float32] = to_numpy(table)[channels, pixels]
+    return values
+
+
 def to_pixels(
     values: NDArray[Any], table: TensorData, field: str
 ) -> tuple[NDArray[np.uint8], TensorData]:
     """Return `values` [rows, channels, ...] as 8-bit indexes into a table, and that table.
 
-    The table is float32 [channels, 256]. Values that are pixels already are returned unchanged with
-    the model's own `table`. An 8-bit image has at most 256 different values in a channel, whatever
-    its normalisation was, so the values are restored bit for bit. Raises InvalidRequest for values
-    that no 8-bit image can have.
+    The table is float32 [channels, 256]. Values that are pixels already, and values that are all in
+    the model's own `table`, come with that table. An 8-bit image has at most 256 different values
+    in a channel, whatever its normalisation was, so the values are restored bit for bit. Raises
+    InvalidRequest for values that no 8-bit image can have.
     """
     if values.dtype == np.uint8:
         return values, table
@@ -58,10 +65,14 @@ def to_pixels(
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise InvalidRequest("pixel_values are not finite", field=field)
+    found = [np.searchsorted(row, values[:, i]) for i, row in enumerate(to_numpy(table))]
+    indexes = np.stack(found, axis=1).clip(max=NUM_VALUES - 1).astype(np.uint8)
+    if to_values(indexes, table).tobytes() == values.tobytes():
+        return indexes, table
     pixels = np.empty(values.shape, np.uint8)
     own_table = np.zeros((values.shape[1], NUM_VALUES), np.float32)
     for channel in range(values.shape[1]):
-        levels, indexes = np.unique(values[:, channel], return_inverse=True)
+        levels, places = np.unique(values[:, channel], return_inverse=True)
         if len(levels) > NUM_VALUES:
             raise InvalidRequest(
                 f"pixel_values have {len(levels)} different values in a channel, more than the"
@@ -69,5 +80,5 @@ def to_pixels(
                 field=field,
             )
         own_table[channel, : len(levels)] = levels
-        pixels[:, channel] = indexes.reshape(pixels[:, channel].shape)
+        pixels[:, channel] = places.reshape(pixels[:, channel].shape)
     return pixels, from_numpy(own_table)

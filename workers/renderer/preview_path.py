@@ -4,15 +4,18 @@ It neither reads the render path's caches nor adds to them, so a client can neit
 what other clients have sent nor evict it.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
+from shared.codec.vllm_kwargs import Samples
 from shared.config_renderer import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
-from shared.models.media import DecodedMedia
+from shared.models.media import DecodedAudio, DecodedMedia, SamplePlan
 from shared.protocol.multimodal import FrameSampling, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import SEQUENCE_HEAD, Prompt
@@ -66,16 +69,14 @@ class PreviewPath:
         images: list[ProcessedImage] = []
         encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
-        async for part, data, image in self._process_media(processor, asked, tenant):
-            # vLLM's file of a sequence of JPEG files is what follows the head of its URL.
-            file = data.removeprefix(SEQUENCE_HEAD)
+        async for part, source, image in self._process_media(processor, asked, tenant):
             mm_hash = await self._in_thread(
-                vllm_kwargs.mm_hash, part.modality, file, model_id, image.video
+                vllm_kwargs.mm_hash, part.modality, source, model_id, image.video
             )
             kwargs_data = mm_metadata = None
             if with_data:
                 kwargs_data, mm_metadata = await self._in_thread(processor.encode_item, image)
-                budget.spend(len(kwargs_data) + len(mm_metadata), part.field)
+                budget.spend(len(kwargs_data) + len(mm_metadata or b""), part.field)
             encoded.append((mm_hash, kwargs_data, mm_metadata))
             images.append(replace(image, fields={}))
         token_ids, ranges = await self._expand(processor, asked, token_ids, images)
@@ -119,15 +120,25 @@ class PreviewPath:
 
     async def _process_media(
         self, processor: Processor, asked: Prompt, tenant: str
-    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes, ProcessedImage]]:
-        """Yield the media parts with their files, processed; each is read when its turn comes."""
+    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes | Samples, ProcessedImage]]:
+        """Yield the media parts, processed, with what vLLM's mm_hash covers of each: the samples
+        of a sound, or the file. Each is read when its turn comes."""
 
-        def process(media: DecodedMedia, field: str, sampling: FrameSampling) -> ProcessedImage:
-            return processor.process(media, field, "", sampling)
+        def process(
+            media: DecodedMedia, field: str, sampling: FrameSampling
+        ) -> tuple[ProcessedImage, Samples | None]:
+            if not isinstance(media, DecodedAudio):
+                return processor.process(media, field, "", sampling), None
+            pieces: list[Samples] = []
+            recorded = replace(media, read=partial(_record, media.read, pieces))
+            sound = processor.process(recorded, field, "", sampling)
+            return sound, np.concatenate(pieces)
 
         async for part, data in self._files(asked, tenant):
             opened = partial(self._open, process, part, data, tenant)
-            yield part, data, await self._decoders.run(part.modality, opened)
+            image, samples = await self._decoders.run(part.modality, opened)
+            # vLLM's file of a sequence of JPEG files is what follows the head of its URL.
+            yield part, data.removeprefix(SEQUENCE_HEAD) if samples is None else samples, image
 
     async def _files(
         self, asked: Prompt, tenant: str
@@ -150,6 +161,15 @@ class PreviewPath:
         opened = self._decoders.open(part.modality, data, part.field, tenant, part.sampling)
         with opened as media:
             return work(media, part.field, part.sampling)
+
+
+def _record(
+    read: Callable[[SamplePlan], Iterator[Samples]], pieces: list[Samples], plan: SamplePlan
+) -> Iterator[Samples]:
+    """Yield the pieces of a sound, and add them to `pieces`."""
+    for piece in read(plan):
+        pieces.append(piece)
+        yield piece
 
 
 @dataclass(eq=False)

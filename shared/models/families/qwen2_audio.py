@@ -48,7 +48,7 @@ class Qwen2AudioLayout(MelLayout):
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
         features, num_frames = self.restore(fields)
-        mask = (np.arange(len(features[0])) < num_frames).astype(np.int64)
+        mask = (np.arange(len(features[0])) < num_frames).astype(np.int32)
         return {
             "feature_attention_mask": WireField(from_numpy(mask), BatchedField()),
             "input_features": WireField(from_numpy(features), BatchedField()),

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, WireField
+from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
 from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
+USE_AUDIO = "use_audio_in_video"
+"""The field of vLLM's videos that says whether their sound is an item beside them."""
+
 
 class OmniAudioLayout(MelLayout):
     """Qwen2.5-Omni's features; its encoder takes sounds of any length."""
@@ -55,8 +58,8 @@ class OmniAudioLayout(MelLayout):
         every_bin: Bounds = [None, None, None]
         frames: Bounds = [0, num_frames, None]
         return {
-            "audio_feature_lengths": WireField(fields["audio_frames"], BatchedField()),
-            "feature_attention_mask": WireField(from_numpy(mask), BatchedField()),
+            "audio_feature_lengths": WireField(fields["audio_frames"], BatchedField(True)),
+            "feature_attention_mask": WireField(from_numpy(mask), BatchedField(True)),
             "input_audio_features": WireField(
                 from_numpy(features), FlatField([[every_bin, frames]], dim=1)
             ),
@@ -76,10 +79,17 @@ class OmniAudioLayout(MelLayout):
         return self.shorten(features, features.shape[-1], field)
 
 
+class OmniImageLayout(QwenImageLayout):
+    """The fields of an image, for both thinkers."""
+
+    sends_values = True
+
+
 class OmniVideoLayout(Qwen25VideoLayout):
     """Qwen2.5-Omni's fields of a video, and the place of its sound, if there is any."""
 
     metadata = (GRID, SECONDS, FRAMES)
+    sends_values = True
     sound: OmniAudioLayout
 
     @classmethod
@@ -107,25 +117,36 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return Placement([start, *embeds, end], self.embed_ids)
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        wire = super().to_wire(fields)
-        if FRAMES not in fields:
-            return wire
+        heard = FRAMES in fields
+        flag = WireField(from_numpy(np.array(heard)), SharedField(1, keep_on_cpu=True))
+        wire = dict(sorted({**super().to_wire(fields), USE_AUDIO: flag}.items()))
         # vLLM has the sound as an item of its own, and no form for one item of both.
-        return wire | self.sound.to_wire(fields)
+        return wire | self.sound.to_wire(fields) if heard else wire
 
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
         heard = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
+        seen = {name: wire[name] for name in wire if name not in heard and name != USE_AUDIO}
+        flag = USE_AUDIO in wire and bool(to_numpy(wire[USE_AUDIO].tensor).any())
+        if flag != bool(heard):
+            raise InvalidRequest(
+                f"{USE_AUDIO} is {str(flag).lower()} for the fields {', '.join(wire)}",
+                field=field,
+            )
         if not heard:
-            return super().from_wire(wire, field)
-        seen = {name: wire[name] for name in wire if name not in heard}
+            return super().from_wire(seen, field)
         fields, num_seen = super().from_wire(seen, field)
         sound, num_heard = self.sound.from_wire(heard, field)
         return fields | sound, num_seen + num_heard
 
     def _time_names(self) -> tuple[str, ...]:
         return (SECONDS,)
+
+    def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
+        # transformers' processor of this family gives these to its processor of videos, whatever
+        # the folder says.
+        return 128 * 28 * 28, 768 * 28 * 28
 
 
 class OmniTower(QwenTower):
@@ -309,7 +330,7 @@ def _family(
     name: str, model_type: str, kind: str, tower: type[OmniTower], vocoder: VocoderKind
 ) -> ModelFamily:
     suffix = "id" if kind.startswith("Qwen3") else "index"
-    media = {IMAGE: MediaInput(QwenImageLayout, placeholder=f"image_token_{suffix}")}
+    media = {IMAGE: MediaInput(OmniImageLayout, placeholder=f"image_token_{suffix}")}
     if issubclass(tower, HearingTower):
         media[AUDIO] = MediaInput(OmniAudioLayout, placeholder=f"audio_token_{suffix}")
         media[VIDEO] = MediaInput(OmniVideoLayout.open, placeholder=f"video_token_{suffix}")

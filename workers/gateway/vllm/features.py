@@ -153,13 +153,14 @@ def features_of(rendered: Sequence[RenderedFeature], *, with_tensors: bool) -> F
     def column(read: Callable[[RenderedFeature], T]) -> dict[str, list[T]]:
         return {modality: [read(f) for f in items] for modality, items in by_modality.items()}
 
+    has_metadata = any(feature.mm_metadata is not None for feature in rendered)
     return FeaturesInfo(
         mm_hashes=column(lambda f: f.mm_hash),
         mm_placeholders=column(
             lambda f: PlaceholderInfo(f.placeholder.offset, f.placeholder.length)
         ),
         kwargs_data=column(lambda f: _encode_base64(f.kwargs_data)) if with_tensors else None,
-        mm_metadata=column(lambda f: _encode_base64(f.mm_metadata)) if with_tensors else None,
+        mm_metadata=column(lambda f: _encode_base64(f.mm_metadata)) if has_metadata else None,
     )
 
 

@@ -210,10 +210,12 @@ class Processor:
         placement = self.place(modality, fields)
         return ProcessedImage(mm_hash, num_tokens, fields, modality, placement)
 
-    def encode_item(self, image: ProcessedImage) -> tuple[bytes, bytes]:
-        """Return the bytes of an item for another server, and those of its metadata."""
+    def encode_item(self, image: ProcessedImage) -> tuple[bytes, bytes | None]:
+        """Return the bytes of an item for another server, and those of its metadata, if any."""
         wire = self._inputs[image.modality].layout.to_wire(image.fields)
-        return vllm_kwargs.encode_item(wire), vllm_kwargs.encode_item(vllm_kwargs.metadata_of(wire))
+        metadata = vllm_kwargs.metadata_of(wire)
+        encoded = vllm_kwargs.encode_item(metadata) if metadata else None
+        return vllm_kwargs.encode_item(wire), encoded
 
     def check_features(self, asked: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
         """Return the placeholder ranges of items that other servers have processed.
