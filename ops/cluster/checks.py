@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ops.cluster.compose import CheckFailed, Compose, Container, run
+from ops.cluster.compose import BROKERS, KEYS, CheckFailed, Compose, Container, run
 from ops.cluster.door import Door, Tally, read_cases
 
 START_S = 600.0
@@ -69,6 +69,19 @@ def check_isolation(compose: Compose, port: int) -> Step:
     if open_to or not internal:
         raise CheckFailed(f"these containers have a way out of the network: {', '.join(open_to)}")
     return Step("isolation", f"{len(containers)} containers, 1 published port, 1 way out")
+
+
+def check_keys(compose: Compose) -> Step:
+    """A worker has the key of its role and no other, and a server has no key at all."""
+    containers = compose.all_containers()
+    for one in containers:
+        wanted = [f"{one.role}.nk"] if one.role != BROKERS else ["accounts.conf", "nats_password"]
+        found = run(["docker", "exec", one.id, "find", "/run/", "-type", "f", "-path", "*keys*"])
+        files = sorted(found.split())
+        if files != [f"{KEYS}/{name}" for name in wanted]:
+            raise CheckFailed(f"{one.name}: it has {files}, and should have {wanted} in {KEYS}")
+    roles = {one.role for one in containers} - {BROKERS}
+    return Step("keys", f"{len(containers)} containers, {len(roles)} roles, each has its own alone")
 
 
 async def check_answers(door: Door, rounds: int = 1) -> Step:
@@ -144,7 +157,7 @@ async def check_rolling_restart(compose: Compose, door: Door) -> Step:
     tally = await _under_load(door, restart_all())
     if tally.failures:
         raise CheckFailed(f"{len(tally.failures)} failures: {'; '.join(tally.failures[:5])}")
-    letters = compose.inside("gateway", "pagemill", "dead", "list")
+    letters = compose.command("run", "--rm", "-T", "operator", "dead", "list")
     if "no dead letters" not in letters:
         raise CheckFailed(f"dead letters:\n{letters}")
     figures = (
