@@ -1,6 +1,7 @@
 """Workers that have the files of the compose file's volumes, and nothing else, answer a request."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -29,6 +30,8 @@ class Volumes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
+        text = (FILE.parent / "pagemill.yaml").read_text(encoding="utf-8")
+        (folder / "pagemill.yaml").write_text(text.replace("/run/", f"{folder}/"))
         for volume, mount in _mounts(SERVICES["secrets"]).items():
             place = folder / mount.removeprefix("/run/")
             place.parent.mkdir(exist_ok=True)
@@ -40,15 +43,22 @@ class Volumes:
         """Run the service `secrets`, as `docker compose run --rm secrets COMMAND` does."""
         shell, options, script, name = SERVICES["secrets"]["entrypoint"]
         script = script.replace("$$", "$").replace("/run/", f"{self.folder}/")
+        script = script.replace("/etc/pagemill/", f"{self.folder}/")
         bin_folder = self.folder / "bin"
         bin_folder.mkdir(exist_ok=True)
         pagemill = bin_folder / "pagemill"
         pagemill.write_text(f'#!/bin/sh\nexec {shlex.join(FORKED_PAGEMILL)} "$@"\n')
         pagemill.chmod(0o755)
+        image = (FILE.parent / "Dockerfile").read_text(encoding="utf-8")
+        variables = {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            **dict(re.findall(r"(PAGEMILL_\w+)=(\S+)", image)),
+            **SERVICES["secrets"]["environment"],
+        }
         subprocess.run(
             [shell, options, script, name, *(command or SERVICES["secrets"]["command"])],
-            env=os.environ
-            | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+            env=os.environ | variables,
             cwd=self.folder,
             check=True,
             capture_output=True,
