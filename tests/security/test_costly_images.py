@@ -5,6 +5,7 @@ import base64
 import itertools
 import json
 import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,16 +35,20 @@ RED = (IMAGES / "red.png").read_bytes()
 NUM_IMAGES = 5
 PERIOD_S = 1.0
 SENDERS_OF_EACH_WAY = 2
-# Base64 of more would not fit into a message.
-ATTACKS: dict[str, Callable[[], bytes]] = {
-    "JPEG, fill bytes": lambda: files.jpeg_with(b"\xff" * (2 * MIB)),
-    "JPEG, fill bytes in its scan": lambda: files.in_scan(b"\xff" * (2 * MIB)),
-    "JPEG, 98 scans": lambda: files.jpeg_of_scans(98, (3200, 3200)),
-    "JPEG, 98 scans of too many pixels": lambda: files.jpeg_of_scans(98, (4096, 4096)),
-    "PNG, chunks": lambda: files.png(files.chunk(b"abCd") * 65_000),
-    "PNG, too many chunks": lambda: files.png(files.chunk(b"abCd") * 150_000),
-    "PNG, texts": lambda: files.png(files.chunk(b"zTXt", b"a\0\0" + files.unpacks_to(MIB)) * 500),
-}
+
+
+def costly_files(size: int) -> dict[str, bytes]:
+    """Return files with so many bytes of what costs, some of which are refused."""
+    num_chunks = size // len(files.chunk(b"abCd"))
+    return {
+        "JPEG, fill bytes": files.jpeg_with(b"\xff" * size),
+        "JPEG, fill bytes in its scan": files.in_scan(b"\xff" * size),
+        "JPEG, 98 scans": files.jpeg_of_scans(98, (3200, 3200)),
+        "JPEG, 98 scans of too many pixels": files.jpeg_of_scans(98, (4096, 4096)),
+        "PNG, chunks": files.png(files.chunk(b"abCd") * num_chunks),
+        "PNG, as many as are accepted": files.png(files.chunk(b"abCd") * min(num_chunks, 65_000)),
+        "PNG, texts": files.png(files.chunk(b"zTXt", b"a\0\0" + files.unpacks_to(MIB)) * 500),
+    }
 
 
 @pytest.fixture
@@ -59,9 +64,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     assert stop_cluster(running) == 0
 
 
-def question(kind: str, data: bytes, number: int) -> dict[str, Any]:
+def question(kind: str, data: bytes) -> dict[str, Any]:
     # Bytes behind the end make another file of it, which no cache has.
-    encoded = base64.b64encode(data + str(number).encode()).decode()
+    encoded = base64.b64encode(data + secrets.token_bytes(8)).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
     text = {"type": "text", "text": "What color is this image?"}
     messages = [{"role": "user", "content": [image, text]}]
@@ -125,29 +130,32 @@ class Site:
 Ask = Callable[[str, dict[str, Any]], Awaitable[str]]
 
 
-async def attack(ask: Ask, numbers: Iterator[int], stop: asyncio.Event) -> Counter[str]:
+Files = Iterator[tuple[str, bytes]]
+
+
+async def attack(ask: Ask, costly: Files, stop: asyncio.Event) -> Counter[str]:
     """Send one file after the other; return how they ended."""
-    made = {name: make() for name, make in ATTACKS.items()}
     ended: Counter[str] = Counter()
-    for name, data in itertools.cycle(made.items()):
-        if stop.is_set():
-            return ended
+    while not stop.is_set():
+        name, data = next(costly)
         kind = name.partition(",")[0].lower()
-        ended[f"{name}: {await ask(ATTACKER, question(kind, data, next(numbers)))}"] += 1
-    raise AssertionError
+        ended[f"{name}: {await ask(ATTACKER, question(kind, data))}"] += 1
+    return ended
 
 
 async def answers_beside_an_attack(site: Site, num_images: int) -> list[float]:
     """Return how long each answer to the other tenant took, while the attack went on."""
-    stop, numbers = asyncio.Event(), itertools.count()
-    ways = [site.ask_over_http, site.ask_over_nats]
+    stop, ways = asyncio.Event(), [site.ask_over_http, site.ask_over_nats]
+    # A message has room for less than a body.
+    costly = [itertools.cycle(costly_files(size).items()) for size in (24 * MIB, 2 * MIB)]
     senders = [
-        asyncio.create_task(attack(way, numbers, stop)) for way in ways * SENDERS_OF_EACH_WAY
+        asyncio.create_task(attack(way, cycle, stop))
+        for way, cycle in [*zip(ways, costly, strict=True)] * SENDERS_OF_EACH_WAY
     ]
 
     async def ask(number: int) -> float:
         began = time.monotonic()
-        text = await ways[number % 2](OTHER, question("png", RED, next(numbers)))
+        text = await ways[number % 2](OTHER, question("png", RED))
         assert "red" in text.lower()
         return time.monotonic() - began
 
