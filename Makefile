@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-serve bench-slots simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -33,6 +33,12 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 
 wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
 	$(UV) build --wheel --system-certs --build-constraints requirements.lock
+
+# A checkout compiles for its own processor: it keeps no libraries for others.
+KERNELS ?= avx512 avx512_bf16 amx
+wheel-kernels: .venv/installed  ## the wheel with kernels for KERNELS, whose first start needs no compiler
+	$(BIN)/python -m shared.native.targets $(KERNELS)
+	$(MAKE) wheel; code=$$?; rm -r shared/native/compiled; exit $$code
 
 # The hashes are checked when the image is built.
 image-wheels: .venv/installed  ## compose/wheels: what an image needs that is built without an index

@@ -1,11 +1,15 @@
 """`make wheel-check`: the built wheel alone, installed as a tool, serves and answers.
 
 The environment is new, no variable but PATH and HOME is inherited, and the working folder is
-empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user.
+empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user. With
+`--kernels` the wheel brings the kernels for this processor, and there is neither a cache nor a
+compiler.
 """
 
+import argparse
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -19,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ops import install
+from shared.native import targets
+from shared.native.library import processor_flags
 
 IMAGE = Path(__file__).parent / "demo_images" / "red.png"
 QUESTION = "What color is this image?"
@@ -51,6 +57,17 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: int = 
         shown = " ".join(command)
         raise CheckFailed(f"{shown} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+@contextlib.contextmanager
+def kernels_for_this_machine() -> Iterator[None]:
+    """Have the kernels in the checkout while a wheel is built."""
+    name = next(n for n, target in targets.TARGETS.items() if target.needs <= processor_flags())
+    targets.compile_targets([name], targets.FOLDER)
+    try:
+        yield
+    finally:
+        shutil.rmtree(targets.FOLDER)
 
 
 def install_wheel(folder: Path) -> Path:
@@ -100,12 +117,15 @@ def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]
         raise CheckFailed(f"pagemill up ended with {code}:\n{said.read_text()}")
 
 
-def check(folder: Path) -> None:
-    pagemill = install_wheel(folder)
+def check(folder: Path, has_kernels: bool) -> None:
+    with kernels_for_this_machine() if has_kernels else contextlib.nullcontext():
+        pagemill = install_wheel(folder)
     home, (nats, gateway) = folder / "home", free_ports(2)
     home.mkdir()
     kernels = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     env = {"PATH": os.defpath, "HOME": str(home), "XDG_CACHE_HOME": kernels}
+    if has_kernels:
+        env |= {"PATH": str(home), "XDG_CACHE_HOME": str(home / "cache")}
     say(f"pagemill {run([str(pagemill), '--version'], env, home).strip()}, from a wheel")
     if "requests" not in run([str(pagemill), "--help"], env, home):
         raise CheckFailed("the help names no commands")
@@ -118,6 +138,8 @@ def check(folder: Path) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{gateway}/", timeout=30) as page:
             if b"<html" not in page.read():
                 raise CheckFailed("the gateway's web page is missing")
+    if has_kernels:
+        check_kernels(home)
     if "red" not in answer.lower():
         raise CheckFailed(f"the answer is wrong: {answer!r}")
     say(f"{QUESTION} {answer}")
@@ -126,6 +148,13 @@ def check(folder: Path) -> None:
 def run_saving(pagemill: Path, command: list[str], file: Path, env: dict[str, str]) -> Path:
     run([str(pagemill), *command, "-o", str(file)], env, file.parent)
     return file
+
+
+def check_kernels(home: Path) -> None:
+    log = (home / "data" / "pagemill.log").read_text()
+    if "native_kernels_unavailable" in log or list((home / "cache").rglob("native-*.so")):
+        raise CheckFailed(f"the kernels of the wheel are not those that run:\n{log[-MAX_SHOWN:]}")
+    say("the kernels are those of the wheel, without a compiler")
 
 
 def check_sound(file: Path) -> None:
@@ -152,10 +181,13 @@ def say(text: str) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="make wheel-check", description=__doc__)
+    parser.add_argument("--kernels", action="store_true", help="with kernels for this processor")
+    arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pagemill-wheel-") as folder:
         try:
-            check(Path(folder))
+            check(Path(folder), arguments.kernels)
         except (CheckFailed, subprocess.TimeoutExpired) as error:
             say(f"failed: {error}")
             return 1

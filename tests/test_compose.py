@@ -16,13 +16,14 @@ import yaml
 
 from ops.cluster import compose as containers
 from ops.cluster.checks import BLOB_PORT, ENGINE_GRACE_S, connections
-from ops.cluster.compose import Container
+from ops.cluster.compose import KEYS, ONCE, Container
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
 from shared.bus.login import Login, seed_file
 from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import Unavailable
+from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
 from workers.cli.keyring import Keyring
 from workers.pools import pools_of
@@ -31,7 +32,6 @@ from workers.roles import AUTOSCALER, all_roles
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
-ONCE = ("secrets", "pull")
 PROXY = "docker-proxy"
 TALKER = "talker"
 """An engine for a second stage of its model."""
@@ -162,15 +162,40 @@ def test_servers_and_configuration_name_one_another() -> None:
 
 def test_no_file_has_a_secret() -> None:
     """The keys and the brokers' own password are in files, which the first start makes."""
-    assert config().nats.keys == "/run/secrets/keys"
-    assert "include ../../run/secrets/keys/accounts.conf" in member_config()
+    assert config().nats.keys == KEYS
+    assert f"include ../..{KEYS}/accounts.conf" in member_config()
     for name, service in services().items():
-        if name not in ("pull", PROXY):
-            mount = "secrets:/run/secrets" + ("" if name == "secrets" else ":ro")
-            assert mount in service["volumes"], name
         for variable in service.get("environment", {}):
             assert "PASSWORD" not in variable, name
     assert set(re.findall(r"password: (\S+?)[, }]", member_config())) == {"$NATS_PASSWORD"}
+
+
+def test_each_container_has_the_key_of_its_role_alone() -> None:
+    def keys_of(service: dict[str, Any]) -> list[str]:
+        return [mount for mount in service.get("volumes", []) if re.match("keys-|secrets:", mount)]
+
+    for name, service in workers().items():
+        _, role, *_ = service["command"]
+        assert keys_of(service) == [f"keys-{role}:{KEYS}:ro"], name
+    for name in BROKERS:
+        assert keys_of(services()[name]) == [f"keys-brokers:{KEYS}:ro"]
+    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": [], PROXY: []}.items():
+        assert keys_of(services()[name]) == expected, name
+
+
+def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
+    identities = [*(role.name for role in all_roles()), OPERATOR]
+    volumes = {f"keys-{name}" for name in (*identities, "brokers")}
+    mounts = {f"{volume}:/run/keys/{volume.removeprefix('keys-')}" for volume in volumes}
+    assert {*services()["secrets"]["volumes"]} == {
+        *(mount for mount in workers()["engine"]["volumes"] if "pagemill.yaml" in mount),
+        "secrets:/run/secrets",
+        *mounts,
+    }
+    assert read("docker-compose.yml")["volumes"].keys() == {*BROKERS, "secrets", *volumes}
+    # A volume whose mount point the image does not have would belong to root.
+    (made,) = re.findall(r'^ARG KEYS="(.*)"$', (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"keys-{name}" for name in made.split()} == volumes
 
 
 def test_images_for_gpus_change_what_uses_torch_alone() -> None:

@@ -116,6 +116,7 @@ async def check(compose: Compose, port: int, steps: list[str]) -> None:
     door = Door(port)
     try:
         report(checks.check_isolation(compose, port))
+        report(checks.check_keys(compose))
         if "answers" in steps:
             report(await checks.check_answers(door))
             began = time.monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ops.cluster.compose import CheckFailed, Compose, Container, run
+from ops.cluster.compose import BROKERS, KEYS, CheckFailed, Compose, Container, run
 from ops.cluster.door import Door, Tally, read_cases
 
 START_S = 600.0
@@ -29,6 +29,8 @@ TEXTS = (
 STARTING_STOP_S = 3.0
 STARTING_DELAYS_S = (0.3, 1.5)
 KILLED = 137
+# The one answers clients, and the other calls servers of tools.
+WITH_A_WAY_OUT = ("gateway", "agent")
 # With an older image, a gateway is not among them: the published port has room for one alone.
 MIXED_ROLES = ("coordinator", "renderer", "encoder", "engine")
 _ESTABLISHED = "01"
@@ -64,11 +66,27 @@ def check_isolation(compose: Compose, port: int) -> Step:
     if faults:
         raise CheckFailed("; ".join(faults))
     internal = {name for name in compose.networks() if compose.is_internal(name)}
-    rest = [c for c in containers if c.name not in published]
+    rest = [c for c in containers if c.role not in WITH_A_WAY_OUT]
     open_to = [c.name for c in rest if not set(c.networks) <= internal]
     if open_to or not internal:
         raise CheckFailed(f"these containers have a way out of the network: {', '.join(open_to)}")
-    return Step("isolation", f"{len(containers)} containers, 1 published port, 1 way out")
+    ways_out = len(containers) - len(rest)
+    return Step(
+        "isolation", f"{len(containers)} containers, 1 published port, {ways_out} with a way out"
+    )
+
+
+def check_keys(compose: Compose) -> Step:
+    """A worker has the key of its role and no other, and a server has no key at all."""
+    containers = compose.all_containers()
+    for one in containers:
+        wanted = [f"{one.role}.nk"] if one.role != BROKERS else ["accounts.conf", "nats_password"]
+        found = run(["docker", "exec", one.id, "find", "/run/", "-type", "f", "-path", "*keys*"])
+        files = sorted(found.split())
+        if files != [f"{KEYS}/{name}" for name in wanted]:
+            raise CheckFailed(f"{one.name}: it has {files}, and should have {wanted} in {KEYS}")
+    roles = {one.role for one in containers} - {BROKERS}
+    return Step("keys", f"{len(containers)} containers, {len(roles)} roles, each has its own alone")
 
 
 async def check_answers(door: Door, rounds: int = 1) -> Step:
@@ -144,7 +162,7 @@ async def check_rolling_restart(compose: Compose, door: Door) -> Step:
     tally = await _under_load(door, restart_all())
     if tally.failures:
         raise CheckFailed(f"{len(tally.failures)} failures: {'; '.join(tally.failures[:5])}")
-    letters = compose.inside("gateway", "pagemill", "dead", "list")
+    letters = compose.command("run", "--rm", "-T", "operator", "dead", "list")
     if "no dead letters" not in letters:
         raise CheckFailed(f"dead letters:\n{letters}")
     figures = (

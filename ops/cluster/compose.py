@@ -13,6 +13,11 @@ from typing import Any
 FOLDER = Path(__file__).parents[2] / "compose"
 FILE = FOLDER / "docker-compose.yml"
 PROFILES = ("encoder", "speech")
+ONCE = {"operator", "pull", "secrets"}
+"""Services whose containers end by themselves."""
+BROKERS = "brokers"
+KEYS = "/run/secrets/keys"
+"""Folder of the files by which a container knows itself to the brokers."""
 POLL_S = 0.5
 COMMAND_TIMEOUT_S = 300.0
 
@@ -79,6 +84,12 @@ class Container:
         return str(self.description["Config"]["Image"])
 
     @property
+    def role(self) -> str:
+        """Role of the worker inside; `brokers` for a server."""
+        command = self.description["Config"]["Cmd"] or []
+        return str(command[1]) if command[:1] == ["worker"] else BROKERS
+
+    @property
     def is_healthy(self) -> bool:
         state = self.description["State"]
         return bool(state["Running"]) and state.get("Health", {}).get("Status") == "healthy"
@@ -141,7 +152,7 @@ class Compose:
 
     def services(self) -> list[str]:
         """Return the services that stay, the brokers first."""
-        names = set(self.command("config", "--services").split()) - {"secrets", "pull"}
+        names = set(self.command("config", "--services").split()) - ONCE
         return sorted(names, key=lambda name: (not name.startswith("nats"), name))
 
     def containers(self, service: str) -> list[Container]:

@@ -31,7 +31,8 @@ MIB = 2**20
 # Longer than an election, in which no heartbeat is stored.
 HEARTBEAT_TTL_S = 15.0
 
-# The servers of a cluster reply one by one; after a pause of this length no further reply comes.
+# The servers of a cluster reply one by one. When most have replied, no further reply comes after a
+# pause of this length.
 NEXT_REPLY_TIMEOUT_S = 0.25
 
 _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
@@ -262,7 +263,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             field="nats.url",
         ) from error
     if not config.unchecked:
-        _check_settings(await _read_settings(inbox), config.replicas)
+        _check_settings(await _read_settings(inbox, config.replicas), config.replicas)
 
 
 def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
@@ -294,8 +295,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
         )
 
 
-async def _read_settings(inbox: ReplyInbox) -> list[dict[str, Any]]:
-    """Return the JetStream settings of each server of the cluster."""
+async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
+    """Return the JetStream settings of each server of the cluster, of most of them at least."""
     query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
     settings: list[dict[str, Any]] = []
     with contextlib.suppress(TimeoutError, NatsError):
@@ -305,5 +306,6 @@ async def _read_settings(inbox: ReplyInbox) -> list[dict[str, Any]]:
                 if msg.headers and msg.headers.get("Status"):
                     break
                 settings.append(json.loads(msg.data))
-                timeout_s = NEXT_REPLY_TIMEOUT_S
+                if len(settings) > replicas // 2:
+                    timeout_s = NEXT_REPLY_TIMEOUT_S
     return settings

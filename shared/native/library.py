@@ -1,6 +1,6 @@
-"""The library of C++ kernels: one of the image's, or compiled for this processor and cached.
+"""The library of C++ kernels: one compiled in advance, or for this processor and cached.
 
-Without AVX-512, or without a compiler and a library in the image, models run on torch.
+Without AVX-512, or without a compiler and such a library, models run on torch.
 """
 
 import contextlib

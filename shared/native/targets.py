@@ -1,6 +1,7 @@
 """Libraries of C++ kernels that are compiled in advance, for processors known by name.
 
-An image is built with them, so that it needs no compiler: `python -m shared.native.targets avx512`.
+An image has them, and so has the wheel of `make wheel-kernels`, so that neither needs a compiler:
+`python -m shared.native.targets avx512`.
 """
 
 import hashlib
@@ -23,9 +24,9 @@ COMMON_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pt
 COMPILE_TIMEOUT_S = 300.0
 SOURCE_FOLDER = Path(__file__).parent
 FOLDER = SOURCE_FOLDER / "compiled"
-"""Folder of the libraries of an image; a checkout has none."""
+"""Folder of the libraries of an image or a wheel; a checkout has none."""
 BUILD_ARGUMENT = "KERNELS"
-"""Build argument of compose/Dockerfile that names the targets of an image."""
+"""Build argument of compose/Dockerfile, and variable of `make wheel-kernels`, with the targets."""
 
 
 class Target(Struct, frozen=True):
@@ -90,10 +91,10 @@ def missing_reason(features: Collection[str], folder: Path) -> str:
     there = ", ".join(compiled_targets(folder)) or "no target"
     wanted = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
     if wanted is None:
-        return f"no kernels are written for this processor; the image has them for {there}"
+        return f"no kernels are written for this processor; there are compiled ones for {there}"
     return (
-        f"the image has kernels for {there}, and none of them suits this processor:"
-        f" build it with --build-arg {BUILD_ARGUMENT}={wanted}"
+        f"there are compiled kernels for {there}, and none of them suits this processor:"
+        f" build the image or the wheel with {BUILD_ARGUMENT}={wanted}"
     )
 
 

@@ -16,12 +16,13 @@ from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.protocol import subjects
-from shared.protocol.permissions import SERVER_SETTINGS
+from shared.protocol.permissions import ACCOUNT
 from shared.stage.pipelines import pipelines_of
 from tests import preloaded
 from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
-from workers.cli.manifests.target import Manifest, Scaling, Target
+from workers.cli.manifests.target import Manifest, Scaling, Target, key_secret
+from workers.cli.settings import login_of
 from workers.deployment_names import MAX_NAME_LEN, name_of
 from workers.pools import pools_of
 from workers.roles import WorkerSpec
@@ -240,6 +241,31 @@ def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("scaling", ["keda", "pagemill"])
+@pytest.mark.parametrize("text", [CONFIG + POOLS, SPEECH])
+def test_each_pod_has_the_key_of_its_role_alone(scaling: Scaling, text: str) -> None:
+    manifests = make(scaling, text)
+    chart = to_chart(manifests, Target(), "1.2.3")["templates/pagemill.yaml"]
+    for made in (manifests, list(yaml.safe_load_all(chart))):
+        for name, one in of_kind(made, "Deployment").items():
+            pod = one["spec"]["template"]["spec"]
+            role = one["metadata"]["labels"]["app.kubernetes.io/component"]
+            (volume,) = [v for v in pod["volumes"] if "secret" in v]
+            file = {"key": f"{role}.nk", "path": f"{role}.nk"}
+            secret = {"secretName": f"pagemill-key-{role}", "items": [file], "defaultMode": 0o440}
+            assert volume["secret"] == secret, name
+            # The group of the files is that of the worker.
+            assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+            (container,) = pod["containers"]
+            (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+            env = {entry["name"]: entry.get("value", "10.0.0.1") for entry in container["env"]}
+            assert mount == {"name": "keys", "mountPath": "/keys", "readOnly": True}
+            config = parse_config(text, env, "test")
+            login = login_of(config, role)
+            assert (login.seed_file, login.url) == (Path("/keys", file["path"]), config.nats.url)
+            assert "Secret" not in str(container["env"])
+
+
 def test_pods_get_no_rights_and_time_to_drain() -> None:
     for deployment in of_kind(make("keda"), "Deployment").values():
         pod = deployment["spec"]["template"]["spec"]
@@ -265,7 +291,8 @@ def test_the_settings_of_pods_are_settings_of_the_configuration() -> None:
     for container in containers(make("keda")).values():
         env = {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
         config = parse_config(CONFIG, env, "test")
-        assert config.nats.url == config.blobs.advertise == "10.0.0.1"
+        assert config.blobs.advertise == "10.0.0.1"
+        assert config.nats.url == "nats://nats.pagemill:4222"
         assert config.gateway.listen == config.metrics.listen == config.blobs.listen == "0.0.0.0"
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports["metrics"] == config.metrics.port
@@ -306,24 +333,24 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
             "models: {demo: {path: /models/demo}}\n"
             "nats: {url: 'nats://me:secret@a:4222'}\ngateway: {allow_anonymous: true}",
             "nats.url",
-            "it holds a user or a password, which would be in a ConfigMap: leave it out, because"
-            " pods take the URL from a Secret",
+            "it holds a user or a password, which would be in a ConfigMap: leave them out, because"
+            " pods log in with the key of their role",
         ),
         (
             "models: {demo: {path: /models/demo}}\n"
             "nats: {url: 'nats://a:4222,nats://me:secret@b:4222'}\n"
             "gateway: {allow_anonymous: true}",
             "nats.url",
-            "it holds a user or a password, which would be in a ConfigMap: leave it out, because"
-            " pods take the URL from a Secret",
+            "it holds a user or a password, which would be in a ConfigMap: leave them out, because"
+            " pods log in with the key of their role",
         ),
         (
             "models: {demo: {path: /models/demo}}\n"
             "nats: {url: 'nats://a:4222', password_file: /run/password}\n"
             "gateway: {allow_anonymous: true}",
             "nats.password_file",
-            "pods have no file /run/password: leave it out, because they take the URL with its"
-            " password from a Secret",
+            "pods have no file /run/password: leave it out, because they log in with the key of"
+            " their role, which they have from a Secret",
         ),
         (
             "models: {demo: {path: /models/demo}}",
@@ -386,7 +413,8 @@ def test_the_documented_brokers_have_the_settings_of_ours() -> None:
     page = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
     block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert block is not None
-    values = yaml.safe_load(block[1])["config"]
+    whole = yaml.safe_load(block[1])
+    values = whole["config"]
     ours = (ROOT / "compose" / "nats.conf").read_text()
     merged, jetstream = values["merge"], values["jetstream"]
     for key, text in {
@@ -400,5 +428,10 @@ def test_the_documented_brokers_have_the_settings_of_ours() -> None:
         assert str(text).strip("<> ") == found[1], key
     service = Target().nats_service
     assert service == "nats-headless"
-    assert Target().nats_account in merged["accounts"]
-    assert merged["accounts"]["SYS"]["exports"][0]["service"] == SERVER_SETTINGS
+    assert Target().nats_account == ACCOUNT
+    assert merged["00$include"] == "../pagemill-accounts/accounts.conf"
+    (mount,) = (patch["value"] for patch in whole["container"]["patch"])
+    (volume,) = (patch["value"] for patch in whole["podTemplate"]["patch"])
+    assert mount == {"name": volume["name"], "mountPath": "/etc/pagemill-accounts"}
+    assert f"create configmap {volume['configMap']['name']} --from-file=keys/accounts.conf" in page
+    assert f"create secret generic {key_secret('$role')} --from-file=keys/$role.nk" in page

@@ -10,18 +10,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import nats
 import pytest
+from nats.aio.msg import Msg
 
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
+from shared.bus.streams import NEXT_REPLY_TIMEOUT_S
 from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
-from shared.errors import ConfigError, Overloaded
+from shared.errors import ConfigError, Overloaded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.protocol.permissions import SERVER_SETTINGS
 from shared.protocol.requests import GenerateRequest, Message
 
 SETTINGS_EXPORT = """
@@ -109,6 +113,30 @@ async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) ->
     with pytest.raises(ConfigError, match="replicas"):
         await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
     await bus.close()
+
+
+async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
+    """Three servers of a busy cluster, played by a client of a server without their service."""
+    process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
+    bus, servers = await Bus.connect(url, "test"), await nats.connect(url)
+
+    async def reply(msg: Msg) -> None:
+        for name in "abc":
+            data = {"server": {"name": name}, "data": {"config": {"sync_always": True}}}
+            await servers.publish(msg.reply, to_json(data))
+            await asyncio.sleep(2 * NEXT_REPLY_TIMEOUT_S)
+
+    try:
+        await servers.subscribe(SERVER_SETTINGS, cb=reply)
+        await servers.flush()
+        # What the one server that there is cannot do comes after the check.
+        with pytest.raises(Unavailable, match="replicas > 1 not supported"):
+            await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+    finally:
+        await servers.close()
+        await bus.close()
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture

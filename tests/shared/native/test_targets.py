@@ -53,13 +53,14 @@ def test_the_build_argument_is_named_where_no_library_fits(tmp_path: Path) -> No
     folder = make_folder(tmp_path, "amx")
     reason = targets.missing_reason(BF16, folder)
     assert reason == (
-        "the image has kernels for amx, and none of them suits this processor: build it with"
-        " --build-arg KERNELS=avx512_bf16"
+        "there are compiled kernels for amx, and none of them suits this processor: build the image"
+        " or the wheel with KERNELS=avx512_bf16"
     )
     assert "for this processor" in targets.missing_reason(frozenset({"avx2"}), folder)
     assert targets.missing_reason(BF16, tmp_path / "none") == "no C++ compiler is installed"
     dockerfile = (ROOT / "compose" / "Dockerfile").read_text(encoding="utf-8")
     assert f"ARG {targets.BUILD_ARGUMENT}=" in dockerfile
+    assert f"{targets.BUILD_ARGUMENT} ?=" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_unknown_targets_are_refused(tmp_path: Path) -> None:
@@ -91,6 +92,6 @@ def test_an_image_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert library.load() is None
         (event,) = logs
         assert event["log_level"] == "warning"
-        assert "--build-arg KERNELS=" in event["reason"]
+        assert "wheel with KERNELS=" in event["reason"]
     finally:
         library.load.cache_clear()

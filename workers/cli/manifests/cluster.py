@@ -109,21 +109,15 @@ def check_for_pods(config: Config) -> None:
     # A user without a password is a token.
     if "@" in (config.nats.url or ""):
         raise ConfigError(
-            "nats.url: it holds a user or a password, which would be in a ConfigMap: leave it out,"
-            " because pods take the URL from a Secret",
+            "nats.url: it holds a user or a password, which would be in a ConfigMap: leave them"
+            " out, because pods log in with the key of their role",
             field="nats.url",
         )
-    if config.nats.password_file is not None:
-        raise ConfigError(
-            f"nats.password_file: pods have no file {config.nats.password_file}: leave it out,"
-            " because they take the URL with its password from a Secret",
-            field="nats.password_file",
-        )
-    for name in ("keys", "tls_ca", "tls_cert", "tls_key"):
+    for name in ("password_file", "keys", "tls_ca", "tls_cert", "tls_key"):
         if (path := getattr(config.nats, name)) is not None:
             raise ConfigError(
                 f"nats.{name}: pods have no file {path}: leave it out, because they log in with the"
-                " URL of a Secret",
+                " key of their role, which they have from a Secret",
                 field=f"nats.{name}",
             )
     gateway = config.gateway

@@ -1,7 +1,10 @@
 """Deployments of pools of workers, with their Services and disruption budgets. Pure."""
 
+from pathlib import Path
+
+from shared.bus.login import seed_file
 from shared.config import Config
-from workers.cli.manifests.target import CONFIG, Manifest, Target, labels_of, metadata
+from workers.cli.manifests.target import CONFIG, Manifest, Target, key_secret, labels_of, metadata
 from workers.deployment_names import name_of
 from workers.roles import WorkerSpec, role_of
 
@@ -13,6 +16,9 @@ DOOR = "gateway"
 """The role that speaks HTTP with clients."""
 MODELS_PATH = "/models"
 CONFIG_PATH = f"/config/{CONFIG}.yaml"
+KEYS_PATH = "/keys"
+# Readable for the group of the pod, which is that of its user.
+KEYS_MODE = 0o440
 # Beyond the time in which a worker drains: for the end of the process itself.
 SPARE_S = 10
 # A worker that is neither ready nor reports anything is started again after this time.
@@ -83,6 +89,7 @@ def _pod(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
                 "name": "models",
                 "persistentVolumeClaim": {"claimName": target.models_claim, "readOnly": True},
             },
+            {"name": "keys", "secret": _key(worker)},
             {"name": "data", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
         ],
@@ -94,7 +101,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
         "name": worker.role,
         "image": target.image,
         "args": _arguments(worker),
-        "env": _environment(target),
+        "env": _environment(config, target),
         "ports": [
             {"name": "metrics", "containerPort": METRICS_PORT},
             {"name": "blobs", "containerPort": BLOBS_PORT},
@@ -109,6 +116,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
         "volumeMounts": [
             {"name": "config", "mountPath": "/config", "readOnly": True},
             {"name": "models", "mountPath": MODELS_PATH, "readOnly": True},
+            {"name": "keys", "mountPath": KEYS_PATH, "readOnly": True},
             {"name": "data", "mountPath": "/data"},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
@@ -135,7 +143,17 @@ def _arguments(worker: WorkerSpec) -> list[str]:
     return arguments
 
 
-def _environment(target: Target) -> list[Manifest]:
+def _key(worker: WorkerSpec) -> Manifest:
+    """Return the source of a volume with the key of the worker's role, and no other."""
+    file = seed_file(Path(), worker.role).name
+    return {
+        "secretName": key_secret(worker.role),
+        "items": [{"key": file, "path": file}],
+        "defaultMode": KEYS_MODE,
+    }
+
+
+def _environment(config: Config, target: Target) -> list[Manifest]:
     """Return the settings that a pod needs whatever the configuration file says."""
     values = {
         "PAGEMILL_BLOBS__LISTEN": "0.0.0.0",
@@ -144,9 +162,10 @@ def _environment(target: Target) -> list[Manifest]:
         "PAGEMILL_GATEWAY__PORT": str(GATEWAY_PORT),
         "PAGEMILL_METRICS__LISTEN": "0.0.0.0",
         "PAGEMILL_METRICS__PORT": str(METRICS_PORT),
+        "PAGEMILL_NATS__KEYS": KEYS_PATH,
+        "PAGEMILL_NATS__URL": config.nats.url or target.nats_url,
     }
     sources = {
-        "PAGEMILL_NATS__URL": {"secretKeyRef": {"name": target.nats_secret, "key": "url"}},
         "PAGEMILL_BLOBS__ADVERTISE": {"fieldRef": {"fieldPath": "status.podIP"}},
     }
     return [

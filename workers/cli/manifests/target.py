@@ -23,16 +23,24 @@ class Target(Struct, frozen=True):
     scaling: Scaling = "keda"
     models_claim: str = "models"
     """PersistentVolumeClaim with the folders of the models."""
-    nats_secret: str = "pagemill-nats"
-    """Secret whose key `url` holds the URL of the brokers."""
     nats_service: str = "nats-headless"
     """Headless Service of the brokers, whose pods are named like their servers."""
     nats_account: str = "PAGEMILL"
 
     @property
+    def nats_url(self) -> str:
+        """URL of the Service of the brokers that clients use."""
+        return f"nats://{self.nats_service.removesuffix('-headless')}.{self.namespace}:4222"
+
+    @property
     def nats_monitoring(self) -> str:
         """Address of the brokers' monitoring, as KEDA sees it from its own namespace."""
         return f"{self.nats_service}.{self.namespace}.svc.cluster.local:8222"
+
+
+def key_secret(role: str) -> str:
+    """Return the name of the Secret with the key of a role."""
+    return f"{APP}-key-{role}"
 
 
 def labels_of(worker: WorkerSpec) -> dict[str, str]:
