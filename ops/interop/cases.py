@@ -18,6 +18,8 @@ class Case:
 
     name: str
     chat: dict[str, Any]
+    compares_text: bool = True
+    """Whether the answer is compared as text, too; not where it ends within a character."""
 
 
 def cases() -> list[Case]:
