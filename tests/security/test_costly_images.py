@@ -182,6 +182,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.long
 async def test_another_tenant_is_answered_beside_costly_images(cluster: Cluster) -> None:
     site, bus = Site(cluster), await Bus.connect(cluster.url, "test")
     await site.connect()
