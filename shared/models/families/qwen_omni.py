@@ -130,10 +130,8 @@ class OmniVideoLayout(Qwen25VideoLayout):
         seen = {name: wire[name] for name in wire if name not in heard and name != USE_AUDIO}
         flag = USE_AUDIO in wire and bool(to_numpy(wire[USE_AUDIO].tensor).any())
         if flag != bool(heard):
-            raise InvalidRequest(
-                f"{USE_AUDIO} is {str(flag).lower()} for the fields {', '.join(wire)}",
-                field=field,
-            )
+            names = ", ".join(wire)
+            raise InvalidRequest(f"{USE_AUDIO} is {str(flag).lower()} for {names}", field=field)
         if not heard:
             return super().from_wire(seen, field)
         fields, num_seen = super().from_wire(seen, field)
@@ -144,8 +142,7 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return (SECONDS,)
 
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
-        # transformers' processor of this family gives these to its processor of videos, whatever
-        # the folder says.
+        # transformers' processor of this family gives these to videos, whatever the folder says.
         return 128 * 28 * 28, 768 * 28 * 28
 
 
