@@ -6,13 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ops.interop.renderings import (
-    FieldValue,
-    equal_values,
-    perturbed,
-    values_of,
-    with_own_hashes,
-)
+from ops.interop.renderings import FieldValue, equal_values, perturbed, values_of, with_own_hashes
 
 BASE = np.full((6, 4), 100, np.uint8)
 
