@@ -151,7 +151,9 @@ class Scheduler:
 
     def _max_batch_tokens(self) -> int:
         """Return how many tokens the next step may have of the batch lane."""
-        interactive = (s for s in self._running if s.request.lane != "batch")
+        # Those that wait are likely to be admitted in it.
+        known = (*self._running, *self._waiting)
+        interactive = (s for s in known if s.request.lane != "batch")
         num_interactive = sum(sequence.num_computable_tokens for sequence in interactive)
         most = self.max_num_batched_tokens
         limit = max_batch_tokens(self.step_cost, min(most, num_interactive))
