@@ -55,6 +55,15 @@ def decoders(pool: DecoderPool) -> list[int]:
     return [int(child) for child in children.split()]
 
 
+def only_decoder(pool: DecoderPool) -> int:
+    """Return the decoder at work, once those of earlier tests have ended."""
+    until = time.monotonic() + 60
+    while len(found := decoders(pool)) != 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    [decoder] = found
+    return decoder
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -132,8 +141,7 @@ def test_a_killed_decoder_is_replaced_where_it_was(dying: Reader) -> None:
         for number, frame in enumerate(decoding.read_frames(range(20))):
             read.append(frame.copy())
             if number == 7:
-                [decoder] = decoders(dying.pool)
-                os.kill(decoder, signal.SIGKILL)
+                os.kill(only_decoder(dying.pool), signal.SIGKILL)
     np.testing.assert_array_equal(read, expected)
     # The file is not blamed.
     dying.video(SEQUENCE, [0])
@@ -142,7 +150,7 @@ def test_a_killed_decoder_is_replaced_where_it_was(dying: Reader) -> None:
 def test_a_decoder_gives_way_to_its_renderer(dying: Reader) -> None:
     with dying.pool.open("frames", SEQUENCE, "hash", FIELD) as decoding:
         next(iter(decoding.read_frames(range(20))))
-        [decoder] = decoders(dying.pool)
+        decoder = only_decoder(dying.pool)
         assert os.getpriority(os.PRIO_PROCESS, decoder) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
