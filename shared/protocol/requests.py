@@ -277,6 +277,13 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
 decode_request = json_or_msgpack(GenerateRequest)
 
 
+def count_media(request: GenerateRequest) -> int:
+    """Return the number of media in the messages and of processed items of a request."""
+    contents = (message.content for message in request.messages or [])
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sum(not isinstance(part, TextPart) for part in parts) + len(request.features)
+
+
 def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> bytes:
     """Return the request as JSON, with the sampling parameters `sampling` if they are given.
 

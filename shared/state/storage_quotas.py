@@ -16,7 +16,7 @@ from shared.errors import QuotaExceeded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.exceeded_shares import ExceededShare, ExceededShares, decode_exceeded_shares
-from shared.protocol.requests import GenerateRequest, TextPart
+from shared.protocol.requests import GenerateRequest, count_media
 from shared.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
 
 # What tenants fill, and the settings with its limits.
@@ -43,10 +43,7 @@ _log = structlog.get_logger()
 
 def streams_filled_by(request: GenerateRequest) -> tuple[str, ...]:
     """Return the streams that a request fills."""
-    contents = (message.content for message in request.messages or [])
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    has_media = bool(request.features) or not all(isinstance(part, TextPart) for part in parts)
-    return (*LOG_STREAMS, *MEDIA_STREAMS) if has_media else LOG_STREAMS
+    return (*LOG_STREAMS, *MEDIA_STREAMS) if count_media(request) else LOG_STREAMS
 
 
 class StorageQuotas:

@@ -9,7 +9,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.requests import GenerateRequest, TextPart
+from shared.protocol.requests import count_media
 from workers.coordinator.admission import Admitted, most_tokens
 from workers.coordinator.tenant_use import TenantUse
 
@@ -68,10 +68,5 @@ class Turns:
 
 def _cost(admitted: Admitted, num_bytes: int) -> float:
     tokens = most_tokens(admitted)
-    return 1 + num_bytes / BYTES + tokens / TOKENS + MEDIA * _num_media(admitted.request)
-
-
-def _num_media(request: GenerateRequest) -> int:
-    contents = (message.content for message in request.messages or [])
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return sum(not isinstance(part, TextPart) for part in parts) + len(request.features)
+    num_media = count_media(admitted.request)
+    return 1 + num_bytes / BYTES + tokens / TOKENS + MEDIA * num_media

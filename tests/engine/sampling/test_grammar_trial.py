@@ -228,6 +228,25 @@ async def test_a_flood_of_one_tenant_leaves_the_next_trial_to_another(
     await asyncio.gather(*flood, return_exceptions=True)
 
 
+async def test_slow_trials_of_the_batch_lane_hold_up_no_interactive_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials, compiler = HeldTrials(monkeypatch), new_compiler()
+    batch = [
+        asyncio.create_task(compile_with(compiler, named(f"a{i}"), "a", "batch")) for i in range(4)
+    ]
+    await trials.wait_for(grammars_module.MAX_COMPILING_BATCH)
+    # One of them has the definition that the batch lane is trying.
+    others = [asyncio.create_task(compile_with(compiler, named(name), "a")) for name in ("b", "a0")]
+    await trials.wait_for(grammars_module.MAX_COMPILING_BATCH + 2)
+    for i in (1, 2):
+        trials.end(i)
+    assert all(isinstance(grammar, Grammar) for grammar in await asyncio.gather(*others))
+    for task in batch:
+        task.cancel()
+    await asyncio.gather(*batch, return_exceptions=True)
+
+
 async def test_a_flood_gives_up_its_places_to_another_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

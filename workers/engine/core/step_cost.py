@@ -78,8 +78,6 @@ def max_batch_tokens(cost: StepCost, num_interactive_tokens: int) -> int | None:
     if num_interactive_tokens == 0 or not cost.is_known:
         return None
     base_s, token_s = cost.line()
-    if token_s <= 0:
-        return None
     step_s = base_s + num_interactive_tokens * token_s
     return max(MIN_CHUNK, math.floor(BATCH_SHARE * step_s / token_s))
 

@@ -30,14 +30,19 @@ from workers.engine.sampling.grammar_trial import FIELD, check_grammar
 MAX_GRAMMARS = 64
 MAX_REFUSAL_BYTES = 256 << 10
 MAX_COMPILING = 2
-BATCH_NICENESS = 15
-"""Niceness of compilations for requests of the batch lane."""
+MAX_COMPILING_BATCH, BATCH_NICENESS = 1, 15
+"""Compilations for requests of the batch lane have slots of their own: at this niceness they would
+hold those of interactive requests for long."""
 PROGRESS_S = 0.5
 # More than the stack of the sandbox process, so a grammar that passed there also passes here.
 STACK_BYTES = 64 << 20
 # White space between the parts of a JSON text: a space, or a new line with its indentation. If any
 # amount were allowed, a model reluctant to write JSON could emit blanks until its token limit.
 SPACING = r"( |\n[ \t]{0,16})?"
+
+
+_Key = tuple[str, str, str]
+"""Tenant, lane and definition of a compilation."""
 
 
 class GrammarMask:
@@ -87,12 +92,14 @@ class GrammarCompiler:
     def __init__(self, tokenizer: LLTokenizer, max_held: int) -> None:
         self._tokenizer = tokenizer
         self._max_held = max_held
-        self._slots = FairSlots(MAX_COMPILING, "grammars wait for this engine")
-        self._waiting: Counter[tuple[str, str]] = Counter()
+        complaint = "grammars wait for this engine"
+        self._slots = FairSlots(MAX_COMPILING, complaint)
+        self._batch_slots = FairSlots(MAX_COMPILING_BATCH, complaint)
+        self._waiting: Counter[_Key] = Counter()
         """Number of requests that wait for each of `_pending`."""
-        self._pending: dict[tuple[str, str], asyncio.Task[Grammar]] = {}
-        """Compilations by tenant and definition. Each tenant has its own, because another tenant's
-        may be at the end of a long queue."""
+        self._pending: dict[_Key, asyncio.Task[Grammar]] = {}
+        """Compilations by tenant, lane and definition. Each tenant has its own in each lane, since
+        another one may be at the end of a long queue."""
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         """Grammars of all tenants by definition, least recently used first."""
         self._refused: ByteLRU[str, str] = ByteLRU(MAX_REFUSAL_BYTES)
@@ -107,8 +114,6 @@ class GrammarCompiler:
     ) -> Grammar:
         """Return the compiled grammar. `progress` is called repeatedly while the caller waits.
 
-        Where several ask for the same grammar at the same time, the first one's lane counts.
-
         Raises InvalidGrammar, also if compiling takes too much CPU time or memory, GrammarNotTried
         if the machine is too busy to tell, Overloaded if too many grammars wait, and whatever
         `progress` raises.
@@ -116,11 +121,10 @@ class GrammarCompiler:
         definition = to_llguidance(outputs)
         if (known := self._find(definition)) is not None:
             return known
-        key = (tenant, definition)
+        key = (tenant, lane, definition)
         task = self._pending.get(key)
         if task is None or task.cancelling():
-            niceness = BATCH_NICENESS if lane == "batch" else 0
-            task = asyncio.create_task(self._compile(tenant, definition, niceness))
+            task = asyncio.create_task(self._compile(*key))
             self._pending[key] = task
             task.add_done_callback(lambda task: self._forget(key, task))
         self._waiting[key] += 1
@@ -143,19 +147,22 @@ class GrammarCompiler:
             self._compiled.move_to_end(definition)
         return grammar
 
-    def _forget(self, key: tuple[str, str], task: asyncio.Task[Grammar]) -> None:
+    def _forget(self, key: _Key, task: asyncio.Task[Grammar]) -> None:
         if self._pending.get(key) is task:
             del self._pending[key]
         if not task.cancelled():
             # All that waited for it may have left before they saw the error.
             task.exception()
 
-    async def _compile(self, tenant: str, definition: str, niceness: int) -> Grammar:
-        async with self._slots.turn(tenant, self._max_held):
+    async def _compile(self, tenant: str, lane: str, definition: str) -> Grammar:
+        is_batch = lane == "batch"
+        slots = self._batch_slots if is_batch else self._slots
+        niceness = BATCH_NICENESS if is_batch else 0
+        async with slots.turn(tenant, self._max_held):
             # Another tenant may have had the same definition compiled meanwhile.
             if (known := self._find(definition)) is not None:
                 return known
-            is_wanted = partial(self._slots.is_wanted, tenant)
+            is_wanted = partial(slots.is_wanted, tenant)
             reason = await check_grammar(definition, is_wanted, niceness)
             if not reason:
                 matcher = await _run_in_thread(partial(self._warm, definition), niceness)

@@ -30,9 +30,9 @@ NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], niceness: int) -> str:
     """Return the reason for which the grammar cannot be used; empty if it can.
 
-    `is_slot_wanted` returns whether another tenant waits, and `niceness` is that of the sandbox
-    process, as nice(2) has it. Raises GrammarNotTried if the machine has
-    no time or no process for the trial, or ends it.
+    `is_slot_wanted` returns whether another tenant waits, and `niceness` is added to that of the
+    sandbox process, as nice(2) does. Raises GrammarNotTried if the machine has no time or no
+    process for the trial, or ends it.
     """
     try:
         process = await asyncio.create_subprocess_exec(
