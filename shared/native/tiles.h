@@ -26,6 +26,10 @@ inline bool request_tiles() {
   return granted;
 }
 
+// Makes the compiler write all memory, that at the address included, before what follows. GCC's tile
+// instructions do not tell it what they read, so it drops or delays writes that only they need.
+inline void finish_writes(const void* address) { asm volatile("" ::"r"(address) : "memory"); }
+
 // The tile registers of the current thread: all eight have 16 rows of 64 bytes while this is in scope.
 // Every tile instruction is in a method, so none can run without the configuration.
 class Tiles {
@@ -41,6 +45,7 @@ class Tiles {
       config.row_bytes[tile] = 64;
       config.rows[tile] = kTileSide;
     }
+    finish_writes(&config);
     _tile_loadconfig(&config);
   }
   ~Tiles() {
@@ -60,6 +65,7 @@ class Tiles {
     // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
     constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
     const int row_bytes = int(units * sizeof(uint32_t));
+    finish_writes(first);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
