@@ -15,7 +15,7 @@
 #include <limits>
 #include <vector>
 
-#include "linear.h"
+#include "tile_attention.h"
 
 namespace pagemill {
 
@@ -84,12 +84,9 @@ struct Scratch {
   std::vector<float> scores;
   std::vector<T> probs;
   std::vector<const uint32_t*> keys, values;
-};
-
-// Tokens [first, stop), which a query row may see.
-struct Span {
-  int first;
-  int stop;
+  // Of a chunk, packed for tiles.
+  std::vector<uint32_t> packed_keys, packed_values;
+  TileAttention<T> tiles;
 };
 
 inline __m512i load_two(const uint32_t* low, const uint32_t* high) {
@@ -232,6 +229,69 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
                            std::memcpy(output + places[row] + dim, sums, count * sizeof(T));
                          });
   }
+}
+
+// The query rows of an item: those of a sequence and KV head from `first_row` on, as in `attend_tile`.
+struct QueryRows {
+  int head, first_position, first_row, window;
+
+  int token(const Shape& shape, int row) const { return (first_row + row) / group(shape); }
+  size_t place(const Shape& shape, int row) const {
+    const int query_head = head * group(shape) + (first_row + row) % group(shape);
+    return (size_t(token(shape, row)) * shape.num_heads + query_head) * shape.head_dim;
+  }
+  Span span(const Shape& shape, int row) const {
+    const int stop = first_position + token(shape, row) + 1;
+    return {window > 0 && stop > window ? stop - window : 0, stop};
+  }
+
+ private:
+  static int group(const Shape& shape) { return shape.num_heads / shape.num_kv_heads; }
+};
+
+// Packs the keys and values of a chunk of tokens. Tokens behind `stop` have those of its first tokens.
+template <class T>
+Chunk pack_chunk(const Cache<T>& cache, const int* block_table, int head, int first_token, int stop, int units,
+                 Scratch<T>& scratch) {
+  constexpr int size = Unit<T>::kSize, in_group = kGroup / size;
+  const Shape& shape = cache.shape;
+  const int width = std::min(padded(stop - first_token, kPanel), kChunkTokens);
+  const size_t stride = size_t(kChunkTokens / size) * kPanel;
+  scratch.packed_keys.resize(size_t(kChunkTokens) * units);
+  scratch.packed_values.resize(stride * (shape.value_dim / kPanel));
+  for (int group = 0; group < width / kGroup; ++group) {
+    const int token = first_token + group * kGroup;
+    const int from = token < stop ? token : first_token;
+    const Slot slot{block_table[from / shape.block_size], from % shape.block_size};
+    const uint32_t *keys = cache.key_group(slot, head), *values = cache.value_group(slot, head);
+    uint32_t* to = &scratch.packed_keys[size_t(group / 4 * kPanel) * units + group % 4 * kGroup];
+    const int key_units = shape.head_dim / size;
+    for (int unit = 0; unit < key_units; ++unit) std::memcpy(to + unit * kPanel, keys + unit * kGroup, kGroup * sizeof(uint32_t));
+    for (int unit = key_units; unit < units; ++unit) std::memset(to + unit * kPanel, 0, kGroup * sizeof(uint32_t));
+    for (int dim = 0; dim < shape.value_dim; dim += kPanel) {
+      to = &scratch.packed_values[dim / kPanel * stride + size_t(group) * in_group * kPanel];
+      for (int unit = 0; unit < in_group; ++unit) {
+        std::memcpy(to + unit * kPanel, values + size_t(unit) * shape.value_dim + dim, kPanel * sizeof(uint32_t));
+      }
+    }
+  }
+  return {scratch.packed_keys.data(), scratch.packed_values.data(), stride, first_token, width};
+}
+
+// Computes the attention of up to kTileAttentionRows query rows by tiles.
+template <class T>
+void attend_by_tiles(const Tiles& tiles, const Cache<T>& cache, const T* queries, T* output, const int* block_table,
+                     const QueryRows& rows, int num_rows, float scale, Scratch<T>& scratch) {
+  const Shape& shape = cache.shape;
+  TileAttention<T>& attention = scratch.tiles;
+  attention.begin(num_rows, shape.head_dim);
+  for (int row = 0; row < num_rows; ++row) std::copy_n(queries + rows.place(shape, row), shape.head_dim, attention.query(row));
+  const int stop = rows.span(shape, num_rows - 1).stop;
+  for (int token = rows.span(shape, 0).first / kGroup * kGroup; token < stop; token += kChunkTokens) {
+    const Chunk chunk = pack_chunk(cache, block_table, rows.head, token, stop, attention.units(), scratch);
+    attention.add(tiles, chunk, scale, [&](int row) { return rows.span(shape, row); });
+  }
+  for (int row = 0; row < num_rows; ++row) attention.take(row, output + rows.place(shape, row));
 }
 
 template <class T, int kRows = kTileRows, class... Args>

@@ -26,6 +26,8 @@ struct Config {
   int32_t is_bf16;
   // The least rows that a product multiplies by tiles.
   int32_t qkv_tile_rows, out_tile_rows, gate_up_tile_rows, down_tile_rows, head_tile_rows;
+  // The least query rows of a sequence and KV head whose attention is computed by tiles.
+  int32_t attention_tile_rows;
 };
 
 struct Step {
@@ -109,8 +111,9 @@ class Decoder : public DecoderBase {
       }
       const int num_rows = (stop - start) * heads_per_group;
       for (int head = 0; head < config_.num_kv_heads; ++head) {
-        for (int row = 0; row < num_rows; row += kItemRows) {
-          items_.push_back({sequence, head, row, std::min(kItemRows, num_rows - row)});
+        const int size = num_rows < config_.attention_tile_rows ? kItemRows : kTileAttentionRows;
+        for (int row = 0; row < num_rows; row += size) {
+          items_.push_back({sequence, head, row, std::min(size, num_rows - row)});
         }
       }
     }
@@ -184,14 +187,20 @@ class Decoder : public DecoderBase {
     Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape(step)};
     for_rows(member, num_tokens, [&](int row) { place_row(step, weights, row, cache); });
     member.each(int(items_.size()), [&](int item) {
-      attend_item(step, items_[item], weights.window, cache, scratch_[member.index()]);
+      attend_item(member.tiles(), step, items_[item], weights.window, cache, scratch_[member.index()]);
     });
   }
 
-  void attend_item(const Step& step, const AttentionItem& item, int window, const Cache<T>& cache, Scratch<T>& scratch) {
+  void attend_item(const Tiles& tiles, const Step& step, const AttentionItem& item, int window, const Cache<T>& cache,
+                   Scratch<T>& scratch) {
     const int start = step.query_start_loc[item.sequence];
     const int past = step.seq_lens[item.sequence] - (step.query_start_loc[item.sequence + 1] - start);
     const size_t first = size_t(start) * q_size();
+    if (Unit<T>::kSize == 2 && tiles.ready() && item.num_rows >= config_.attention_tile_rows) {
+      attend_by_tiles(tiles, cache, &queries_[first], &attended_[first], table(step, item.sequence),
+                      {item.head, past, item.first_row, window}, item.num_rows, config_.scale, scratch);
+      return;
+    }
     const int num_tiles = (item.num_rows + kTileRows - 1) / kTileRows;
     for (int tile = 0; tile < num_tiles; ++tile) {
       const int row = item.num_rows * tile / num_tiles, stop = item.num_rows * (tile + 1) / num_tiles;

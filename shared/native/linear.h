@@ -87,8 +87,9 @@ void multiply_panel_by_tiles(const Tiles& tiles, const uint32_t* rows, int num_r
   for (int first = 0; first < num_rows; first += 2 * kTileSide) {
     const int begins[] = {std::min(first, last), std::min(first + kTileSide, last)};
     const bool both = first + kTileSide < num_rows;
-    const uint32_t* second = both ? rows + size_t(begins[1]) * linear.units : nullptr;
-    tiles.multiply(rows + size_t(begins[0]) * linear.units, second, weights, linear.units, sums);
+    const auto at = [&](int row) { return rows + size_t(row) * linear.units; };
+    tiles.multiply({at(begins[0]), both ? at(begins[1]) : nullptr, linear.units}, weights, linear.units,
+                   {sums[0][0], 2 * kTileSide});
     for (int row = first; row < std::min(num_rows, first + 2 * kTileSide); ++row) {
       const int half = (row - first) / kTileSide, place = half * kTileSide + row - begins[half];
       take(row, load16(sums[place][0]), load16(sums[place][1]));

@@ -17,6 +17,18 @@ namespace pagemill {
 
 constexpr int kTileSide = 16;
 
+// 16 rows of units, and 16 more unless `second` is null; `stride` is the number of units from one to the next.
+struct TileRows {
+  const uint32_t *first, *second;
+  ptrdiff_t stride;
+};
+
+// The 32 sums of each row; `stride` is the number of floats from one row's to the next.
+struct TileSums {
+  float* first;
+  ptrdiff_t stride;
+};
+
 #if PAGEMILL_TILES
 
 // Requests permission from Linux, once per process; see its Documentation/arch/x86/xstate.rst.
@@ -57,40 +69,62 @@ class Tiles {
   // Whether this thread has tiles. Without them, `multiply` must not be called.
   bool ready() const { return ready_; }
 
-  // Computes the sums of 16 rows from `first` on, and of 16 from `second` on unless it is null, with the 32
-  // outputs of a panel.
-  void multiply(const uint32_t* first, const uint32_t* second, const uint32_t* panel, int units,
-                float (*sums)[2][kTileSide]) const {
-    constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t), kSumBytes = 2 * kTileSide * sizeof(float);
-    // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
-    constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
-    const int row_bytes = int(units * sizeof(uint32_t));
-    finish_writes(first);
+  // Computes the products of rows with the 32 outputs of a panel.
+  void multiply(TileRows rows, const uint32_t* panel, int units, TileSums to) const {
+    finish_writes(rows.first);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    accumulate(rows, panel, units);
+    store(rows, to);
+  }
+
+  // Adds the products of rows with the 32 outputs of a panel.
+  void multiply_add(TileRows rows, const uint32_t* panel, int units, TileSums to) const {
+    const int row_bytes = int(to.stride * sizeof(float));
+    finish_writes(rows.first);
+    _tile_loadd(0, to.first, row_bytes);
+    _tile_loadd(1, to.first + kTileSide, row_bytes);
+    if (rows.second != nullptr) {
+      _tile_loadd(2, to.first + kTileSide * to.stride, row_bytes);
+      _tile_loadd(3, to.first + kTileSide * to.stride + kTileSide, row_bytes);
+    }
+    accumulate(rows, panel, units);
+    store(rows, to);
+  }
+
+ private:
+  void accumulate(TileRows rows, const uint32_t* panel, int units) const {
+    constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t);
+    // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
+    constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
+    const int row_bytes = int(rows.stride * sizeof(uint32_t));
     for (int unit = 0; unit < units; unit += kTileSide) {
       const uint32_t* weights = panel + size_t(unit) * 2 * kTileSide;
       for (int line = 0; line < 2 * kTileSide; ++line) _mm_prefetch(weights + kAhead + line * kTileSide, _MM_HINT_T0);
-      _tile_loadd(4, first + unit, row_bytes);
+      _tile_loadd(4, rows.first + unit, row_bytes);
       _tile_loadd(6, weights, kPanelBytes);
       _tile_loadd(7, weights + kTileSide, kPanelBytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
-      if (second != nullptr) {
-        _tile_loadd(5, second + unit, row_bytes);
+      if (rows.second != nullptr) {
+        _tile_loadd(5, rows.second + unit, row_bytes);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
     }
-    _tile_stored(0, sums[0][0], kSumBytes);
-    _tile_stored(1, sums[0][1], kSumBytes);
-    _tile_stored(2, sums[kTileSide][0], kSumBytes);
-    _tile_stored(3, sums[kTileSide][1], kSumBytes);
   }
 
- private:
+  void store(TileRows rows, TileSums to) const {
+    const int row_bytes = int(to.stride * sizeof(float));
+    _tile_stored(0, to.first, row_bytes);
+    _tile_stored(1, to.first + kTileSide, row_bytes);
+    if (rows.second == nullptr) return;
+    _tile_stored(2, to.first + kTileSide * to.stride, row_bytes);
+    _tile_stored(3, to.first + kTileSide * to.stride + kTileSide, row_bytes);
+  }
+
   const bool ready_ = request_tiles();
 };
 
@@ -100,7 +134,8 @@ class Tiles {
  public:
   Tiles() {}
   bool ready() const { return false; }
-  void multiply(const uint32_t*, const uint32_t*, const uint32_t*, int, float (*)[2][kTileSide]) const {}
+  void multiply(TileRows, const uint32_t*, int, TileSums) const {}
+  void multiply_add(TileRows, const uint32_t*, int, TileSums) const {}
 };
 
 #endif

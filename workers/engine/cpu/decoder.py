@@ -52,6 +52,7 @@ class _Config(ctypes.Structure):
         ("scale", _FLOAT),
         ("is_bf16", _INT),
         *((f"{name}_tile_rows", _INT) for name in _PRODUCTS),
+        ("attention_tile_rows", _INT),
     )
 
 
@@ -155,7 +156,7 @@ class NativeModel(DecoderModel):
             config.rms_norm_eps,
             attention.scaling,
             self.dtype == torch.bfloat16,
-            *[NEVER] * len(_PRODUCTS),
+            *[NEVER] * (len(_PRODUCTS) + 1),
         )
         self._choose_tile_rows(kernels)
         self._decoder = loaded.pagemill_decoder(
@@ -260,6 +261,8 @@ class NativeModel(DecoderModel):
             "down": (config.intermediate_size, config.hidden_size),
             "head": (config.hidden_size, config.vocab_size),
         }
+        import os
+        config.attention_tile_rows = int(os.environ.get("ATR", "16"))
         products = {name: trials.decoder_product(kernels, *size) for name, size in sizes.items()}
         options = measuring.select(list(products.values()), setting, kernels.key)
         for name, trial in products.items():
