@@ -168,23 +168,41 @@ inline float softmax_row(float* scores, int width, Span seen, T* probs) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// Computes the attention of query rows [first_row, first_row + kRows) of a sequence and KV head. Rows
-// are numbered by new token, and within a token by head of the group.
+// Query rows of a sequence and KV head, from `first_row` on. Rows are numbered by new token, and within a token
+// by head of the group.
+struct QueryRows {
+  int head, first_position, first_row, window;
+
+  QueryRows from(int row) const { return {head, first_position, first_row + row, window}; }
+
+  // Where a row's query begins, in numbers.
+  size_t place(const Shape& shape, int row) const {
+    const int group = shape.num_heads / shape.num_kv_heads;
+    const int query_head = head * group + (first_row + row) % group;
+    return (size_t(token(shape, row)) * shape.num_heads + query_head) * shape.head_dim;
+  }
+  Span span(const Shape& shape, int row) const {
+    const int stop = first_position + token(shape, row) + 1;
+    return {window > 0 && stop > window ? stop - window : 0, stop};
+  }
+
+ private:
+  int token(const Shape& shape, int row) const { return (first_row + row) / (shape.num_heads / shape.num_kv_heads); }
+};
+
+// Computes the attention of kRows query rows.
 template <class T, int kRows>
-void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* block_table, int head, int first_position,
-                 int first_row, int window, float scale, Scratch<T>& scratch) {
+void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* block_table, const QueryRows& query_rows,
+                 float scale, Scratch<T>& scratch) {
   const Shape& shape = cache.shape;
-  const int heads_per_group = shape.num_heads / shape.num_kv_heads;
+  const int head = query_rows.head;
   size_t places[kRows];
   Span spans[kRows];
   const uint32_t* rows[kRows];
   for (int row = 0; row < kRows; ++row) {
-    const int token = (first_row + row) / heads_per_group;
-    const int query_head = head * heads_per_group + (first_row + row) % heads_per_group;
-    places[row] = (size_t(token) * shape.num_heads + query_head) * shape.head_dim;
+    places[row] = query_rows.place(shape, row);
     rows[row] = reinterpret_cast<const uint32_t*>(queries + places[row]);
-    const int stop = first_position + token + 1;
-    spans[row] = {window > 0 && stop > window ? stop - window : 0, stop};
+    spans[row] = query_rows.span(shape, row);
   }
   // Tokens [begin, begin + width) are whole groups, and cover all tokens that any row sees.
   const int begin = spans[0].first / kGroup * kGroup;
@@ -230,24 +248,6 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
                          });
   }
 }
-
-// The query rows of an item: those of a sequence and KV head from `first_row` on, as in `attend_tile`.
-struct QueryRows {
-  int head, first_position, first_row, window;
-
-  int token(const Shape& shape, int row) const { return (first_row + row) / group(shape); }
-  size_t place(const Shape& shape, int row) const {
-    const int query_head = head * group(shape) + (first_row + row) % group(shape);
-    return (size_t(token(shape, row)) * shape.num_heads + query_head) * shape.head_dim;
-  }
-  Span span(const Shape& shape, int row) const {
-    const int stop = first_position + token(shape, row) + 1;
-    return {window > 0 && stop > window ? stop - window : 0, stop};
-  }
-
- private:
-  static int group(const Shape& shape) { return shape.num_heads / shape.num_kv_heads; }
-};
 
 // Packs the keys and values of a chunk of tokens. Tokens behind `stop` have those of its first tokens.
 template <class T>
@@ -300,6 +300,21 @@ inline void attend_rows(int num_rows, const Cache<T>& cache, Args&&... args) {
     if (num_rows < kRows) return attend_rows<T, kRows - 1>(num_rows, cache, args...);
   }
   attend_tile<T, kRows>(cache, args...);
+}
+
+// Computes the attention of query rows of an item, by tiles from `min_tile_rows` rows on where there are some.
+template <class T>
+void attend_item_rows(const Tiles& tiles, const Cache<T>& cache, const T* queries, T* output, const int* block_table,
+                      const QueryRows& rows, int num_rows, int min_tile_rows, float scale, Scratch<T>& scratch) {
+  if (Unit<T>::kSize == 2 && tiles.ready() && num_rows >= min_tile_rows) {
+    attend_by_tiles(tiles, cache, queries, output, block_table, rows, num_rows, scale, scratch);
+    return;
+  }
+  const int num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int row = num_rows * tile / num_tiles, stop = num_rows * (tile + 1) / num_tiles;
+    attend_rows<T>(stop - row, cache, queries, output, block_table, rows.from(row), scale, scratch);
+  }
 }
 
 }  // namespace pagemill

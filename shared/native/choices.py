@@ -76,9 +76,18 @@ class Measurement(Struct, frozen=True):
 
 def decoder_product(num_inputs: int, num_outputs: int, has_tiles: bool) -> Operation:
     """A decoder's product. It has no option of torch, which needs the weights a second time."""
+    return _decoder_operation(f"product {num_inputs} x {num_outputs}", has_tiles)
+
+
+def decoder_attention(head_dim: int, has_tiles: bool) -> Operation:
+    """A decoder's attention in a KV head; a row is a token and a query head. Torch has no blocks."""
+    return _decoder_operation(f"attention {head_dim}", has_tiles)
+
+
+def _decoder_operation(name: str, has_tiles: bool) -> Operation:
     limits = (8, *(rows for rows in DECODE_ROWS if rows != 8)) if has_tiles else ()
     options = (*(Option("tiles", rows) for rows in limits), Option("vector"))
-    return Operation(f"decoder product {num_inputs} x {num_outputs}", DECODE_ROWS, options)
+    return Operation(f"decoder {name}", DECODE_ROWS, options)
 
 
 def tower_operation(name: str, rows: Sequence[int], has_tiles: bool) -> Operation:

@@ -196,17 +196,9 @@ class Decoder : public DecoderBase {
     const int start = step.query_start_loc[item.sequence];
     const int past = step.seq_lens[item.sequence] - (step.query_start_loc[item.sequence + 1] - start);
     const size_t first = size_t(start) * q_size();
-    if (Unit<T>::kSize == 2 && tiles.ready() && item.num_rows >= config_.attention_tile_rows) {
-      attend_by_tiles(tiles, cache, &queries_[first], &attended_[first], table(step, item.sequence),
-                      {item.head, past, item.first_row, window}, item.num_rows, config_.scale, scratch);
-      return;
-    }
-    const int num_tiles = (item.num_rows + kTileRows - 1) / kTileRows;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      const int row = item.num_rows * tile / num_tiles, stop = item.num_rows * (tile + 1) / num_tiles;
-      attend_rows<T>(stop - row, cache, &queries_[first], &attended_[first], table(step, item.sequence), item.head, past,
-                     item.first_row + row, window, config_.scale, scratch);
-    }
+    attend_item_rows(tiles, cache, &queries_[first], &attended_[first], table(step, item.sequence),
+                     {item.head, past, item.first_row, window}, item.num_rows, config_.attention_tile_rows, config_.scale,
+                     scratch);
   }
 
   // The rest of a layer for the given rows: the output projection of attention, and the MLP.

@@ -152,6 +152,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "pagemill_delete": (None, [pointer]),
         "pagemill_workshop": (pointer, [integer]),
         "pagemill_attend": (None, [pointer, pointer]),
+        "pagemill_attend_cached": (None, [pointer, pointer]),
         "pagemill_multiply": (None, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():

@@ -17,6 +17,7 @@ struct Segments {
   void* output;                         // [num_rows, num_heads, head_dim]
   int32_t num_segments, num_heads, head_dim;
   int32_t row_stride, angle_stride;  // from one row to the next, in elements
+  int32_t min_tile_rows;             // a segment with fewer rows is computed by vectors
   float scale;
 };
 
@@ -28,7 +29,8 @@ class SegmentAttention {
  public:
   SegmentAttention(const Segments& segments, int team_size)
       : segments_(segments),
-        units_(segments.head_dim / Unit<T>::kSize),
+        key_units_(segments.head_dim / Unit<T>::kSize),
+        units_(padded(key_units_, kTileSide)),
         value_dim_(padded(segments.head_dim, kPanel)),
         scratch_(team_size) {
     int longest = 0;
@@ -37,8 +39,9 @@ class SegmentAttention {
       const Segment segment{first_row, length, int(groups_.size()), padded(length, kPanel) / kPanel};
       for (int token = 0; token < length; token += kPanel) groups_.push_back({segment, token});
       for (int head = 0; head < segments.num_heads; ++head) {
-        for (int row = 0; row < length; row += kItemRows) {
-          items_.push_back({segment, head, row, std::min(kItemRows, length - row)});
+        const int size = length < segments.min_tile_rows ? kItemRows : kTileAttentionRows;
+        for (int row = 0; row < length; row += size) {
+          items_.push_back({segment, head, row, std::min(size, length - row)});
         }
       }
       longest = std::max(longest, segment.width());
@@ -59,6 +62,9 @@ class SegmentAttention {
     });
     member.each(int(items_.size()), [&](int index) {
       const Item& item = items_[index];
+      if (member.tiles().ready() && item.segment.length >= segments_.min_tile_rows) {
+        return attend_by_tiles(member.tiles(), item, scratch_[member.index()].tiles);
+      }
       const int num_tiles = (item.num_rows + kTileRows - 1) / kTileRows;
       for (int tile = 0; tile < num_tiles; ++tile) {
         const int row = item.num_rows * tile / num_tiles, stop = item.num_rows * (tile + 1) / num_tiles;
@@ -88,6 +94,7 @@ class SegmentAttention {
   struct Rows {
     std::vector<T> queries, probs;
     std::vector<float> scores;
+    TileAttention<T> tiles;
   };
 
   // [num_groups][units][32 tokens]
@@ -130,9 +137,10 @@ class SegmentAttention {
         if (token < segment.length) {
           turn(segments_.keys, segment.first_row + token, head, key);
           std::copy_n(numbers(segments_.values, segment.first_row + token, head), segments_.head_dim, value);
-          for (int unit = 0; unit < units_; ++unit) {
+          for (int unit = 0; unit < key_units_; ++unit) {
             std::memcpy(panel + unit * kPanel + token % kPanel, key + unit * size, sizeof(uint32_t));
           }
+          for (int unit = key_units_; unit < units_; ++unit) panel[unit * kPanel + token % kPanel] = 0;
         }
         for (int dim = 0; dim < value_dim_; dim += kLanes) {
           const size_t place = (size_t(dim / kPanel) * segment.num_groups * kPanelUnits + token / size) * kPanel;
@@ -152,7 +160,7 @@ class SegmentAttention {
     for (int group = 0; group < segment.num_groups; ++group) {
       const uint32_t* panel = keys(segment, head) + size_t(group) * kPanel * units_;
       float* to = &scratch.scores[group * kPanel];
-      multiply_rows<T>(num_rows, queries, units_, panel, units_, nullptr, [&](int row, __m512 low, __m512 high) {
+      multiply_rows<T>(num_rows, queries, key_units_, panel, key_units_, nullptr, [&](int row, __m512 low, __m512 high) {
         store16(to + size_t(row) * width, _mm512_mul_ps(low, scale));
         store16(to + size_t(row) * width + kLanes, _mm512_mul_ps(high, scale));
       });
@@ -175,8 +183,28 @@ class SegmentAttention {
     }
   }
 
+  void attend_by_tiles(const Tiles& tiles, const Item& item, TileAttention<T>& attention) const {
+    constexpr int size = Unit<T>::kSize;
+    const Segment& segment = item.segment;
+    attention.begin(item.num_rows, segments_.head_dim);
+    for (int row = 0; row < item.num_rows; ++row) {
+      turn(segments_.queries, segment.first_row + item.first_row + row, item.head, attention.query(row));
+    }
+    for (int token = 0; token < segment.width(); token += kChunkTokens) {
+      const Chunk chunk{keys(segment, item.head) + size_t(token) * units_,
+                        values(segment, item.head) + size_t(token / size) * kPanel,
+                        size_t(segment.width() / size) * kPanel, token, std::min(kChunkTokens, segment.width() - token)};
+      attention.add(tiles, chunk, segments_.scale, [&](int) { return Span{0, segment.length}; });
+    }
+    const size_t token_size = size_t(segments_.num_heads) * segments_.head_dim;
+    T* output = static_cast<T*>(segments_.output) + size_t(segment.first_row + item.first_row) * token_size +
+                item.head * segments_.head_dim;
+    for (int row = 0; row < item.num_rows; ++row) attention.take(row, output + row * token_size);
+  }
+
   const Segments segments_;
-  const int units_;      // per head
+  const int key_units_;  // per head
+  const int units_;      // per head, rounded up to whole tiles; those behind key_units_ are 0
   const int value_dim_;  // head_dim, rounded up to whole panels
   std::vector<Group> groups_;
   std::vector<Item> items_;

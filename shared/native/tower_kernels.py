@@ -18,6 +18,8 @@ PANEL = 32
 """Number of outputs that are packed together."""
 TILE_ROWS = 16
 """Rows that a tile reads."""
+TOKEN_GROUP = 8
+"""Tokens that are adjacent in a decoder's key cache."""
 ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -28,7 +30,15 @@ class _Segments(ctypes.Structure):
         *((name, _POINTER) for name in ("queries", "keys", "values", "cos", "sin")),
         *((name, _POINTER) for name in ("cu_seqlens", "output")),
         *((name, _INT) for name in ("num_segments", "num_heads", "head_dim")),
-        *((name, _INT) for name in ("row_stride", "angle_stride")),
+        *((name, _INT) for name in ("row_stride", "angle_stride", "min_tile_rows")),
+        ("scale", _FLOAT),
+    )
+
+
+class _CachedAttention(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "keys", "values", "block_table", "output")),
+        *((name, _INT) for name in ("num_rows", "seq_len", "head_dim", "min_tile_rows")),
         ("scale", _FLOAT),
     )
 
@@ -76,8 +86,12 @@ class TowerKernels:
         angles: tuple[Tensor, Tensor] | None,  # cos and sin, [num_rows, head_dim] with equal halves
         cu_seqlens: Tensor,  # [num_segments + 1]
         scale: float,
+        min_tile_rows: int = NEVER,
     ) -> Tensor:  # [num_rows, num_heads, head_dim]
-        """Attend within segments, after rotating queries and keys by their angles."""
+        """Attend within segments, after rotating queries and keys by their angles.
+
+        Segments of so many rows or more are computed by tiles, where there are some.
+        """
         num_rows, num_heads, head_dim = query.shape
         assert head_dim % 2 == 0
         assert head_dim <= MAX_HEAD_DIM
@@ -96,8 +110,31 @@ class TowerKernels:
             assert cos.shape == sin.shape == (num_rows, head_dim)
         pointers = library.pointers(query, key, value, cos, sin, starts, output)
         sizes = (len(lengths), num_heads, head_dim, query.stride(0), head_dim)
-        segments = _Segments(*pointers, *sizes, scale)
+        segments = _Segments(*pointers, *sizes, min_tile_rows, scale)
         self._library.pagemill_attend(self._pool, ctypes.byref(segments))
+        return output
+
+    def attend_cached(
+        self,
+        query: Tensor,  # [num_rows, head_dim], of the last tokens
+        keys: Tensor,  # [num_blocks, head_dim / 2, 8 tokens, 2]
+        values: Tensor,  # [num_blocks, 8 tokens / 2, head_dim rounded up to whole panels, 2]
+        block_table: Tensor,  # [num_blocks of the sequence]
+        seq_len: int,
+        min_tile_rows: int = NEVER,
+    ) -> Tensor:  # [num_rows, head_dim]
+        """Attend as a decoder's KV head does, which has one query head, in the cache's layout."""
+        num_rows, head_dim = query.shape
+        for tensor in (query, keys, values):
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.is_contiguous()
+        assert num_rows <= seq_len <= TOKEN_GROUP * len(block_table)
+        assert block_table.dtype == torch.int32
+        output = torch.empty_like(query)
+        pointers = library.pointers(query, keys, values, block_table, output)
+        sizes = (num_rows, seq_len, head_dim, min_tile_rows)
+        given = _CachedAttention(*pointers, *sizes, head_dim**-0.5)
+        self._library.pagemill_attend_cached(self._pool, ctypes.byref(given))
         return output
 
     def multiply(

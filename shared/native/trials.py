@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.native import choices
 from shared.native.choices import NEVER, Implementation
 from shared.native.measuring import Run, Trial
-from shared.native.tower_kernels import PANEL, TILE_ROWS, TowerKernels, pack_weight
+from shared.native.tower_kernels import PANEL, TILE_ROWS, TOKEN_GROUP, TowerKernels, pack_weight
 
 MAX_WEIGHTS = 2**19
 """A product of more weights is tried with fewer outputs: its time is proportional to them."""
@@ -19,12 +19,34 @@ PRODUCT_ROWS = (256,)
 SEGMENT_ROWS = (64, 512)
 """Rows of a tower's segments: of a window, and of an image."""
 
+CONTEXT = 512
+"""Tokens that a decoder's attention is tried with; times of all implementations grow with them."""
+
 TorchAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
 
 
 def decoder_product(kernels: TowerKernels, num_inputs: int, num_outputs: int) -> Trial:
     operation = choices.decoder_product(num_inputs, num_outputs, kernels.has_tiles)
     return Trial(operation, lambda: _product(kernels, operation.rows, num_inputs, num_outputs))
+
+
+def decoder_attention(kernels: TowerKernels, head_dim: int) -> Trial:
+    operation = choices.decoder_attention(head_dim, kernels.has_tiles)
+
+    def prepare() -> Run:
+        num_blocks, value_dim = CONTEXT // TOKEN_GROUP, -(-head_dim // PANEL) * PANEL
+        query = torch.ones(max(operation.rows), head_dim, dtype=torch.bfloat16)
+        keys = torch.ones(num_blocks, head_dim // 2, TOKEN_GROUP, 2, dtype=torch.bfloat16)
+        values = torch.ones(num_blocks, TOKEN_GROUP // 2, value_dim, 2, dtype=torch.bfloat16)
+        table = torch.arange(num_blocks, dtype=torch.int32)
+
+        def run(implementation: Implementation, rows: int) -> Tensor:
+            min_tile_rows = _min_tile_rows(implementation)
+            return kernels.attend_cached(query[:rows], keys, values, table, CONTEXT, min_tile_rows)
+
+        return run
+
+    return Trial(operation, prepare)
 
 
 def tower_product(
@@ -46,9 +68,9 @@ def tower_product(
 def tower_attention(
     kernels: TowerKernels, num_heads: int, head_dim: int, in_torch: TorchAttention
 ) -> Trial:
-    """`in_torch` takes query, key, value, lengths and scale. The kernels use vectors only."""
+    """`in_torch` takes query, key, value, lengths and scale."""
     name = f"attention {num_heads} x {head_dim}"
-    operation = choices.tower_operation(name, SEGMENT_ROWS, has_tiles=False)
+    operation = choices.tower_operation(name, SEGMENT_ROWS, kernels.has_tiles)
 
     def prepare() -> Run:
         inputs = torch.ones(max(operation.rows), 3, num_heads, head_dim, dtype=torch.bfloat16)
@@ -58,7 +80,8 @@ def tower_attention(
             scale = head_dim**-0.5
             if implementation == "torch":
                 return in_torch(query, key, value, [rows], scale)
-            return kernels.attend(query, key, value, None, torch.tensor([0, rows]), scale)
+            starts, min_tile_rows = torch.tensor([0, rows]), _min_tile_rows(implementation)
+            return kernels.attend(query, key, value, None, starts, scale, min_tile_rows)
 
         return run
 
@@ -84,7 +107,11 @@ def _product(
         x = inputs[:rows]
         if implementation == "torch":
             return in_torch(F.linear(x, weight, torch_bias))
-        min_tile_rows = 1 if implementation == "tiles" else NEVER
+        min_tile_rows = _min_tile_rows(implementation)
         return kernels.multiply(x, panels, bias, num_outputs, activation, min_tile_rows)
 
     return run
+
+
+def _min_tile_rows(implementation: Implementation) -> int:
+    return 1 if implementation == "tiles" else NEVER

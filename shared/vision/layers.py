@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPAttention
 
 from shared.native import tower_kernels
-from shared.native.choices import KernelSetting
+from shared.native.choices import NEVER, KernelSetting
 from shared.native.tower_kernels import TowerKernels
 from shared.native.trials import tower_attention
 from shared.vision.packed_linears import ChosenKernels, pack_linears
@@ -71,8 +71,9 @@ def _use_kernels(
     chosen = ChosenKernels(kernels, setting, modules, list(trial_of.values()))
     for attention in attentions:
         trial = trial_of[attention.num_heads, attention.head_dim]
-        if chosen.option_of(trial).implementation != "torch":
-            attention.kernels = kernels
+        option = chosen.option_of(trial)
+        if option.implementation != "torch":
+            attention.kernels, attention.min_tile_rows = kernels, option.min_tile_rows
     for module in modules:
         pack_linears(module, chosen)
 
@@ -105,6 +106,7 @@ class SegmentAttention(nn.Module):
         """Reuse the weights of transformers' own module; run on torch until there are kernels."""
         super().__init__()
         self.kernels: TowerKernels | None = None
+        self.min_tile_rows = NEVER
         self.qkv: nn.Linear = attention.qkv
         self.proj: nn.Linear = attention.proj
         self.num_heads: int = attention.num_heads
@@ -122,7 +124,9 @@ class SegmentAttention(nn.Module):
         query, key, value = qkv.unbind(1)
         if self.kernels is not None:
             angles = position_embeddings
-            output = self.kernels.attend(query, key, value, angles, cu_seqlens, self._scale)
+            output = self.kernels.attend(
+                query, key, value, angles, cu_seqlens, self._scale, self.min_tile_rows
+            )
         else:
             query, key = rotate(qkv[:, :2], *position_embeddings).unbind(1)
             lengths = cu_seqlens.diff().tolist()
@@ -144,6 +148,7 @@ class ClipAttention(nn.Module):
         self.qkv = qkv
         self.out_proj: nn.Linear = attention.out_proj
         self.kernels: TowerKernels | None = None
+        self.min_tile_rows = NEVER
         self.num_heads: int = attention.num_heads
         self.head_dim: int = self.out_proj.in_features // self.num_heads
         self._scale: float = attention.scale
@@ -158,7 +163,9 @@ class ClipAttention(nn.Module):
         query, key, value = qkv.unbind(1)
         if self.kernels is not None:
             cu_seqlens = torch.arange(num_squares + 1) * num_patches
-            output = self.kernels.attend(query, key, value, None, cu_seqlens, self._scale)
+            output = self.kernels.attend(
+                query, key, value, None, cu_seqlens, self._scale, self.min_tile_rows
+            )
         else:
             lengths = [num_patches] * num_squares
             output = attend_segments(query, key, value, lengths, self._scale)

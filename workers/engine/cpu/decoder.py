@@ -22,14 +22,11 @@ from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library, measuring, tower_kernels, trials
 from shared.native.choices import NEVER, KernelSetting
-from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
+from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL, TOKEN_GROUP
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.support import layer_windows
-
-TOKEN_GROUP = 8
-"""Tokens that are adjacent in the key cache."""
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -248,7 +245,7 @@ class NativeModel(DecoderModel):
     # -- kernels ----------------------------------------------------------------------------------
 
     def _choose_tile_rows(self, setting: KernelSetting) -> None:
-        """Write to the config from how many rows on each product uses tiles."""
+        """Write to the config from how many rows on each operation uses tiles."""
         config = self._config
         kernels = tower_kernels.find_kernels(self._embed_tokens.weight)
         if kernels is None or not kernels.has_tiles:
@@ -261,11 +258,10 @@ class NativeModel(DecoderModel):
             "down": (config.intermediate_size, config.hidden_size),
             "head": (config.hidden_size, config.vocab_size),
         }
-        import os
-        config.attention_tile_rows = int(os.environ.get("ATR", "16"))
-        products = {name: trials.decoder_product(kernels, *size) for name, size in sizes.items()}
-        options = measuring.select(list(products.values()), setting, kernels.key)
-        for name, trial in products.items():
+        operations = {name: trials.decoder_product(kernels, *size) for name, size in sizes.items()}
+        operations["attention"] = trials.decoder_attention(kernels, config.head_dim)
+        options = measuring.select(list(operations.values()), setting, kernels.key)
+        for name, trial in operations.items():
             option = options[trial.operation.name]
             setattr(config, f"{name}_tile_rows", option.min_tile_rows)
 
