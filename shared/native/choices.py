@@ -80,7 +80,7 @@ def decoder_product(num_inputs: int, num_outputs: int, has_tiles: bool) -> Opera
 
 
 def decoder_attention(head_dim: int, has_tiles: bool) -> Operation:
-    """A decoder's attention in a KV head; a row is a token and a query head. Torch has no blocks."""
+    """A decoder's attention in a KV head; its rows are new tokens times query heads."""
     return _decoder_operation(f"attention {head_dim}", has_tiles)
 
 

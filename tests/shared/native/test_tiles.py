@@ -21,10 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.models.registry import adapt
 from shared.native import library, targets, tower_kernels
-from shared.native.tower_kernels import TowerKernels
+from shared.native.choices import NEVER
+from shared.native.tower_kernels import PANEL, TOKEN_GROUP, TowerKernels
 from tests import preloaded
 from tests.engine.model.test_parity import TEXT
-from tests.shared.native.test_tower_kernels import needs_kernels
+from tests.shared.native.test_tower_kernels import assert_near, attend, needs_kernels, starts
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import BatchLayout, StepInputs
 
@@ -98,6 +99,47 @@ def test_a_tower_yields_the_results_of_torch(
     actual = kernels.multiply(x, panels, torch.zeros(96), 70, min_tile_rows=1)
     expected = F.linear(x.float(), weight.float())
     torch.testing.assert_close(actual.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+# One segment is longer than a chunk of tokens; others have rows and dimensions that fill no tile.
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "head_dim"),
+    [([600], 1, 16), ([1, 15, 16, 17, 33, 0, 129], 2, 40), ([64, 40], 1, 80)],
+)
+def test_a_towers_attention_yields_the_results_of_torch(
+    tiles: ctypes.CDLL, lengths: list[int], num_heads: int, head_dim: int
+) -> None:
+    torch.manual_seed(head_dim)
+    qkv = torch.randn(sum(lengths), 3, num_heads, head_dim).bfloat16()
+    radians = torch.randn(sum(lengths), head_dim // 2).repeat(1, 2) * 3
+    angles = (radians.cos(), radians.sin())
+    query, key, value = qkv.unbind(1)
+    scale = 2 * head_dim**-0.5
+    kernels = TowerKernels(tiles, 2)
+    actual = kernels.attend(query, key, value, angles, starts(lengths), scale, min_tile_rows=1)
+    assert_near(actual, attend(qkv, angles, lengths, scale))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "seq_len", "head_dim"),
+    [(1, 1, 64), (5, 30, 8), (16, 500, 40), (33, 33, 64), (100, 1100, 24), (128, 513, 72)],
+)
+def test_attention_over_a_cache_yields_the_results_of_vectors(
+    tiles: ctypes.CDLL, num_rows: int, seq_len: int, head_dim: int
+) -> None:
+    torch.manual_seed(seq_len)
+    num_blocks = -(-seq_len // TOKEN_GROUP) + 3
+    table = torch.randperm(num_blocks).to(torch.int32)
+    query = torch.randn(num_rows, head_dim).bfloat16()
+    keys = torch.randn(num_blocks, head_dim // 2, TOKEN_GROUP, 2).bfloat16()
+    width = -(-head_dim // PANEL) * PANEL
+    values = torch.randn(num_blocks, TOKEN_GROUP // 2, width, 2).bfloat16()
+    kernels = TowerKernels(tiles, 1)
+    by_tiles, by_vectors = (
+        kernels.attend_cached(query, keys, values, table, seq_len, min_tile_rows)
+        for min_tile_rows in (1, NEVER)
+    )
+    assert_near(by_tiles, by_vectors.float())
 
 
 # Rows of inputs that end where the memory ends; a thread that reads on ends the process.
