@@ -77,22 +77,49 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
   multiply_tile<T, kRows>(rows, row_units, panel, units, ahead, take);
 }
 
+// Bytes of rows that stay in the L2 cache while all panels are multiplied with them.
+constexpr int kBlockBytes = 384 * 1024;
+// Rows for which reading a panel again pays, however long they are.
+constexpr int kMinBlockRows = 96;
+// Units of a panel that stay in the L1 cache while all rows of a block are multiplied with them.
+constexpr int kSplitUnits = 128;
+constexpr int kMaxSplitRows = kBlockBytes / int(2 * kSplitUnits * sizeof(uint32_t));
+
 // Multiplies all rows with one panel on the matrix extension, 32 rows at a time. The last 16 rows overlap
 // the ones before, so nothing behind them is read; only of fewer than 16 rows, the memory of 16 is.
 template <class Take>
 void multiply_panel_by_tiles(const Tiles& tiles, const uint32_t* rows, int num_rows, const Linear& linear,
                              const uint32_t* weights, Take&& take) {
-  alignas(64) float sums[2 * kTileSide][2][kTileSide];
+  constexpr int kPair = 2 * kTileSide;
+  alignas(64) float sums[kMaxSplitRows][kPanel];
+  const bool split = num_rows > kPair && linear.units > 2 * kSplitUnits;
+  const int at_once = split ? kMaxSplitRows : kPair, part = split ? kSplitUnits : linear.units;
   const int last = std::max(num_rows - kTileSide, 0);
-  for (int first = 0; first < num_rows; first += 2 * kTileSide) {
-    const int begins[] = {std::min(first, last), std::min(first + kTileSide, last)};
-    const bool both = first + kTileSide < num_rows;
-    const auto at = [&](int row) { return rows + size_t(row) * linear.units; };
-    tiles.multiply({at(begins[0]), both ? at(begins[1]) : nullptr, linear.units}, weights, linear.units,
-                   {sums[0][0], 2 * kTileSide});
-    for (int row = first; row < std::min(num_rows, first + 2 * kTileSide); ++row) {
-      const int half = (row - first) / kTileSide, place = half * kTileSide + row - begins[half];
-      take(row, load16(sums[place][0]), load16(sums[place][1]));
+  for (int begin = 0; begin < num_rows; begin += at_once) {
+    const int end = std::min(begin + at_once, num_rows);
+    for (int unit = 0; unit < linear.units; unit += part) {
+      const auto at = [&](int row) { return rows + size_t(std::min(row, last)) * linear.units + unit; };
+      const int units = std::min(part, linear.units - unit);
+      for (int row = begin; row < end; row += kPair) {
+        const TileRows given{at(row), row + kTileSide < num_rows ? at(row + kTileSide) : nullptr, linear.units};
+        const TileSums to{sums[row - begin], kPanel};
+        const uint32_t* panel = weights + size_t(unit) * kPanel;
+        // The first rows bring the panel from memory.
+        if (row == 0 && unit == 0) {
+          tiles.multiply<true>(given, panel, units, to);
+        } else if (row == 0) {
+          tiles.multiply_add<true>(given, panel, units, to);
+        } else if (unit == 0) {
+          tiles.multiply<false>(given, panel, units, to);
+        } else {
+          tiles.multiply_add<false>(given, panel, units, to);
+        }
+      }
+    }
+    for (int row = begin; row < end; ++row) {
+      const int first = row / kTileSide * kTileSide;
+      const float* sum = sums[row - std::min(first, last) + first - begin];
+      take(row, load16(sum), load16(sum + kLanes));
     }
   }
 }
@@ -119,14 +146,11 @@ void multiply_panel(const Tiles& tiles, const T* x, int num_rows, const Linear& 
   }
 }
 
-// Bytes of rows that stay in the L2 cache while all panels are multiplied with them.
-constexpr int kBlockBytes = 384 * 1024;
-
 // Computes y = x W^T as one phase of a team; `take(row, panel, low, high)` receives the sums.
 template <class T, class Take>
 void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
   const int row_bytes = linear.units * int(sizeof(uint32_t));
-  const int whole_block = std::max(kBlockBytes / row_bytes / kRowPadding, 1) * kRowPadding;
+  const int whole_block = std::max(kBlockBytes / row_bytes / kRowPadding * kRowPadding, kMinBlockRows);
   const int num_blocks = (num_rows + whole_block - 1) / whole_block;
   const int panels_at_once = std::max(linear.num_panels / (kItemsPerMember * member.team_size()), 1);
   const int num_ranges = (linear.num_panels + panels_at_once - 1) / panels_at_once;

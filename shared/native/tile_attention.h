@@ -1,7 +1,7 @@
 // Attention by tiles: rows of queries of one KV head, over keys and values that are packed like weights.
 //
-// Tokens come in chunks, so that scores and probabilities stay in the L2 cache. The softmax over chunks is that
-// of FlashAttention-2 (Dao 2023, arXiv:2307.08691): a chunk with a greater score scales the sums so far down.
+// The softmax over parts of the tokens is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691): a part with a
+// greater score scales the sums so far down.
 #pragma once
 
 #include <limits>
@@ -39,8 +39,6 @@ class TileAttention {
     value_dim_ = padded(head_dim, kPanel);
     queries_.assign(size_t(kTileAttentionRows) * query_dim_, T{});
     sums_.assign(size_t(kTileAttentionRows) * value_dim_, 0.0f);
-    scores_.resize(size_t(kTileAttentionRows) * kScoreStride);
-    probs_.resize(size_t(kTileAttentionRows) * kProbStride);
     std::fill_n(greatest_, num_rows, -std::numeric_limits<float>::infinity());
     std::fill_n(totals_, num_rows, 0.0f);
   }
@@ -49,27 +47,23 @@ class TileAttention {
   int units() const { return query_dim_ / Unit<T>::kSize; }
   T* query(int row) { return &queries_[size_t(row) * query_dim_]; }
 
-  // Adds a chunk; `span(row)` is what a row sees of the whole context.
+  // Adds a chunk; `span(row)` is what a row sees of the whole context, which never begins or ends before that of
+  // the row before.
   template <class See>
   void add(const Tiles& tiles, const Chunk& chunk, float scale, See&& span) {
-    constexpr int size = Unit<T>::kSize;
-    for (int row = 0; row < num_rows_; row += 2 * kTileSide) {
-      float* scores = &scores_[size_t(row) * kScoreStride];
-      for (int token = 0; token < chunk.width; token += kPanel) {
-        const uint32_t* keys = chunk.keys + size_t(token) * units();
-        tiles.multiply(rows(queries_, query_dim_, row), keys, units(), {scores + token, kScoreStride});
-      }
-    }
-    for (int row = 0; row < num_rows_; ++row) {
-      const Span seen = span(row);
-      weigh(row, {std::clamp(seen.first - chunk.first_token, 0, chunk.width), std::clamp(seen.stop - chunk.first_token, 0, chunk.width)},
-            chunk.width, scale);
-    }
-    for (int dim = 0; dim < value_dim_; dim += kPanel) {
-      const uint32_t* values = chunk.values + dim / kPanel * chunk.value_stride;
-      for (int row = 0; row < num_rows_; row += 2 * kTileSide) {
-        tiles.multiply_add(rows(probs_, kProbStride, row), values, chunk.width / size,
-                           {&sums_[size_t(row) * value_dim_ + dim], value_dim_});
+    for (int row = 0; row < num_rows_; row += kRowsAtOnce) {
+      const int count = std::min(kRowsAtOnce, num_rows_ - row);
+      const int first = span(row).first - chunk.first_token, stop = span(row + count - 1).stop - chunk.first_token;
+      for (int token = 0; token < std::min(stop, chunk.width); token += kTokensAtOnce) {
+        const int width = std::min(kTokensAtOnce, chunk.width - token);
+        if (token + width <= first) continue;
+        score(tiles, row, count, chunk.keys + size_t(token) * units(), width);
+        for (int i = 0; i < count; ++i) {
+          const Span seen = span(row + i);
+          const int begin = chunk.first_token + token;
+          weigh(row + i, i, {std::clamp(seen.first - begin, 0, width), std::clamp(seen.stop - begin, 0, width)}, width, scale);
+        }
+        sum(tiles, row, count, chunk, token, width);
       }
     }
   }
@@ -85,26 +79,42 @@ class TileAttention {
   }
 
  private:
-  // Rows that are no power of two apart do not compete for the same sets of the L1 cache.
-  static constexpr int kScoreStride = kChunkTokens + kLanes;
-  static constexpr int kProbStride = kChunkTokens + 2 * kLanes;
+  // So many rows and tokens at once keep scores and weights in the L1 cache.
+  static constexpr int kRowsAtOnce = 2 * kTileSide, kTokensAtOnce = 128;
+  // Rows that are no power of two apart do not compete for the same sets of the cache.
+  static constexpr int kScoreStride = kTokensAtOnce + kLanes, kProbStride = kTokensAtOnce + 2 * kLanes;
 
-  // The rows from `row` on: 32, or 16 if there are no more.
-  TileRows rows(const std::vector<T>& numbers, int stride, int row) const {
-    const auto at = [&](int which) { return reinterpret_cast<const uint32_t*>(&numbers[size_t(which) * stride]); };
-    return {at(row), num_rows_ - row > kTileSide ? at(row + kTileSide) : nullptr, stride / Unit<T>::kSize};
+  static TileRows rows(const T* first, int count, int stride) {
+    const auto at = [&](int row) { return reinterpret_cast<const uint32_t*>(first + size_t(row) * stride); };
+    return {at(0), count > kTileSide ? at(kTileSide) : nullptr, stride / Unit<T>::kSize};
   }
 
-  // Turns a row's scores into weights relative to its greatest score so far.
-  void weigh(int row, Span seen, int width, float scale) {
-    float* scores = &scores_[size_t(row) * kScoreStride];
+  void score(const Tiles& tiles, int row, int count, const uint32_t* keys, int width) {
+    const TileRows queries = rows(query(row), count, query_dim_);
+    for (int token = 0; token < width; token += kPanel) {
+      tiles.multiply<false>(queries, keys + size_t(token) * units(), units(), {&scores_[0][token], kScoreStride});
+    }
+  }
+
+  void sum(const Tiles& tiles, int row, int count, const Chunk& chunk, int token, int width) {
+    constexpr int size = Unit<T>::kSize;
+    const TileRows weights = rows(probs_[0], count, kProbStride);
+    for (int dim = 0; dim < value_dim_; dim += kPanel) {
+      const uint32_t* values = chunk.values + dim / kPanel * chunk.value_stride + size_t(token / size) * kPanel;
+      tiles.multiply_add<false>(weights, values, width / size, {&sums_[size_t(row) * value_dim_ + dim], value_dim_});
+    }
+  }
+
+  // Turns a row's scores, which are at a place of the buffers, into weights relative to its greatest score so far.
+  void weigh(int row, int place, Span seen, int width, float scale) {
+    float* scores = scores_[place];
     std::fill(scores, scores + seen.first, -std::numeric_limits<float>::infinity());
     std::fill(scores + seen.stop, scores + width, -std::numeric_limits<float>::infinity());
     __m512 chunk_greatest = load16(scores);
     for (int i = kLanes; i < width; i += kLanes) chunk_greatest = _mm512_max_ps(chunk_greatest, load16(scores + i));
     const float before = greatest_[row];
     const float greatest = std::max(before, _mm512_reduce_max_ps(chunk_greatest) * scale);
-    T* probs = &probs_[size_t(row) * kProbStride];
+    T* probs = probs_[place];
     if (greatest == -std::numeric_limits<float>::infinity()) {  // nothing has been seen yet
       std::fill_n(probs, width, T{});
       return;
@@ -131,8 +141,10 @@ class TileAttention {
 
   int num_rows_ = 0, head_dim_ = 0, query_dim_ = 0, value_dim_ = 0;
   float greatest_[kTileAttentionRows], totals_[kTileAttentionRows];
-  std::vector<T> queries_, probs_;
-  std::vector<float> scores_, sums_;
+  std::vector<T> queries_;
+  std::vector<float> sums_;
+  alignas(64) float scores_[kRowsAtOnce][kScoreStride];
+  alignas(64) T probs_[kRowsAtOnce][kProbStride] = {};
 };
 
 }  // namespace pagemill

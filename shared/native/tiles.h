@@ -69,18 +69,20 @@ class Tiles {
   // Whether this thread has tiles. Without them, `multiply` must not be called.
   bool ready() const { return ready_; }
 
-  // Computes the products of rows with the 32 outputs of a panel.
+  // Computes the products of rows with the 32 outputs of a panel; `kAhead` says whether to prefetch the panel.
+  template <bool kAhead>
   void multiply(TileRows rows, const uint32_t* panel, int units, TileSums to) const {
     finish_writes(rows.first);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    accumulate(rows, panel, units);
+    accumulate<kAhead>(rows, panel, units);
     store(rows, to);
   }
 
   // Adds the products of rows with the 32 outputs of a panel.
+  template <bool kAhead>
   void multiply_add(TileRows rows, const uint32_t* panel, int units, TileSums to) const {
     const int row_bytes = int(to.stride * sizeof(float));
     finish_writes(rows.first);
@@ -90,19 +92,22 @@ class Tiles {
       _tile_loadd(2, to.first + kTileSide * to.stride, row_bytes);
       _tile_loadd(3, to.first + kTileSide * to.stride + kTileSide, row_bytes);
     }
-    accumulate(rows, panel, units);
+    accumulate<kAhead>(rows, panel, units);
     store(rows, to);
   }
 
  private:
+  template <bool kAhead>
   void accumulate(TileRows rows, const uint32_t* panel, int units) const {
     constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t);
     // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
-    constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
+    constexpr int kDistance = 2 * kTileSide * 2 * kTileSide;
     const int row_bytes = int(rows.stride * sizeof(uint32_t));
     for (int unit = 0; unit < units; unit += kTileSide) {
       const uint32_t* weights = panel + size_t(unit) * 2 * kTileSide;
-      for (int line = 0; line < 2 * kTileSide; ++line) _mm_prefetch(weights + kAhead + line * kTileSide, _MM_HINT_T0);
+      if constexpr (kAhead) {
+        for (int line = 0; line < 2 * kTileSide; ++line) _mm_prefetch(weights + kDistance + line * kTileSide, _MM_HINT_T0);
+      }
       _tile_loadd(4, rows.first + unit, row_bytes);
       _tile_loadd(6, weights, kPanelBytes);
       _tile_loadd(7, weights + kTileSide, kPanelBytes);
@@ -134,7 +139,9 @@ class Tiles {
  public:
   Tiles() {}
   bool ready() const { return false; }
+  template <bool kAhead>
   void multiply(TileRows, const uint32_t*, int, TileSums) const {}
+  template <bool kAhead>
   void multiply_add(TileRows, const uint32_t*, int, TileSums) const {}
 };
 
