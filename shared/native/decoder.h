@@ -47,6 +47,8 @@ struct Step {
 
 // Rows per item of a chunk's attention: enough to outweigh the cost of claiming it.
 constexpr int kItemRows = 8 * kTileRows;
+// Most rows of a block that one member takes through a layer's products.
+constexpr int kAloneRows = 256;
 
 struct AttentionItem {
   int sequence, head, first_row, num_rows;
@@ -156,7 +158,7 @@ class Decoder : public DecoderBase {
     if (config_.num_layers > step.num_deepstack) {
       mix(config_.num_layers - 1, num_output, output_attended_.data(), output_hidden_.data(), member);
     }
-    norm_rows(final_norm_, num_output, output_hidden_.data(), member);
+    norm_rows(final_norm_, 0, num_output, output_hidden_.data(), member);
     for_rows(member, step.num_hidden, [&](int row) {
       const T* from = &normed_[size_t(step.num_logits + row) * hidden_size];
       for (int i = 0; i < hidden_size; ++i) step.hidden[size_t(row) * hidden_size + i] = to_float(from[i]);
@@ -173,19 +175,22 @@ class Decoder : public DecoderBase {
   void attend(const Step& step, int layer, Member& member) {
     const LayerWeights& weights = layers_[layer];
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
-    norm_rows(weights.input_norm, num_tokens, hidden_.data(), member);
-    const Linear qkv = linear(weights.qkv, hidden_size, qkv_width(), config_.qkv_tile_rows);
-    multiply(member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
-      float* to = &qkv_[size_t(row) * qkv_width() + panel * kPanel];
-      if (weights.qkv_bias != nullptr) {
-        low = _mm512_add_ps(low, load16(weights.qkv_bias + panel * kPanel));
-        high = _mm512_add_ps(high, load16(weights.qkv_bias + panel * kPanel + kLanes));
-      }
-      store16(to, low);
-      store16(to + kLanes, high);
-    });
     Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape(step)};
-    for_rows(member, num_tokens, [&](int row) { place_row(step, weights, row, cache); });
+    in_blocks(member, num_tokens, [&](auto& worker, int first, int count) {
+      norm_rows(weights.input_norm, first, count, hidden_.data(), worker);
+      const Linear qkv = linear(weights.qkv, hidden_size, qkv_width(), config_.qkv_tile_rows);
+      float* output = &qkv_[size_t(first) * qkv_width()];
+      multiply(worker, &normed_[size_t(first) * hidden_size], count, qkv, [&](int row, int panel, __m512 low, __m512 high) {
+        float* to = output + size_t(row) * qkv_width() + panel * kPanel;
+        if (weights.qkv_bias != nullptr) {
+          low = _mm512_add_ps(low, load16(weights.qkv_bias + panel * kPanel));
+          high = _mm512_add_ps(high, load16(weights.qkv_bias + panel * kPanel + kLanes));
+        }
+        store16(to, low);
+        store16(to + kLanes, high);
+      });
+      for_rows(worker, count, [&](int row) { place_row(step, weights, first + row, cache); });
+    });
     member.each(int(items_.size()), [&](int item) {
       attend_item(member.tiles(), step, items_[item], weights.window, cache, scratch_[member.index()]);
     });
@@ -204,21 +209,40 @@ class Decoder : public DecoderBase {
   // The rest of a layer for the given rows: the output projection of attention, and the MLP.
   void mix(int layer, int num_rows, const T* attended, float* hidden, Member& member) {
     const LayerWeights& weights = layers_[layer];
-    const int inner = config_.intermediate_size;
-    const Linear out = linear(weights.out, q_size(), config_.hidden_size, config_.out_tile_rows);
-    add_product(attended, num_rows, out, weights.out_bias, hidden, member);
-    norm_rows(weights.post_norm, num_rows, hidden, member);
-    const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner, config_.gate_up_tile_rows);
-    multiply(member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
-      const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid16(gate)), up);
-      store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
+    const int inner = config_.intermediate_size, hidden_size = config_.hidden_size;
+    in_blocks(member, num_rows, [&](auto& worker, int first, int count) {
+      float* block = hidden + size_t(first) * hidden_size;
+      const Linear out = linear(weights.out, q_size(), hidden_size, config_.out_tile_rows);
+      add_product(attended + size_t(first) * q_size(), count, out, weights.out_bias, block, worker);
+      norm_rows(weights.post_norm, first, count, hidden, worker);
+      const Linear gate_up = linear(weights.gate_up, hidden_size, 2 * inner, config_.gate_up_tile_rows);
+      T* output = &gated_[size_t(first) * inner];
+      multiply(worker, &normed_[size_t(first) * hidden_size], count, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
+        const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid16(gate)), up);
+        store16(output + size_t(row) * inner + panel * kLanes, gated);
+      });
+      const Linear down = linear(weights.down, inner, hidden_size, config_.down_tile_rows);
+      add_product(output, count, down, nullptr, block, worker);
     });
-    const Linear down = linear(weights.down, inner, config_.hidden_size, config_.down_tile_rows);
-    add_product(gated_.data(), num_rows, down, nullptr, hidden, member);
+  }
+
+  // Runs `work(worker, first, count)` for rows [first, first + count). Few rows are one block of the whole team,
+  // whose members share the outputs. Of many, each member takes blocks, which so stay in its L2 cache.
+  template <class Work>
+  static void in_blocks(Member& member, int num_rows, Work&& work) {
+    const int per_member = (num_rows + member.team_size() * kAloneRows - 1) / (member.team_size() * kAloneRows);
+    const int num_blocks = per_member * member.team_size();
+    const int rows = padded((num_rows + num_blocks - 1) / num_blocks, kRowPadding);
+    if (rows < kMinBlockRows) return work(member, 0, num_rows);
+    member.each((num_rows + rows - 1) / rows, [&](int block) {
+      Alone alone(member.tiles());
+      work(alone, block * rows, std::min(rows, num_rows - block * rows));
+    });
   }
 
   // hidden += x W^T + bias
-  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, float* hidden, Member& member) {
+  template <class Worker>
+  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, float* hidden, Worker& member) {
     multiply(member, x, num_rows, weights, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.hidden_size - first;
       const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
@@ -281,9 +305,12 @@ class Decoder : public DecoderBase {
     }
   }
 
-  void norm_rows(const float* weights, int num_rows, const float* hidden, Member& member) {
+  template <class Worker>
+  void norm_rows(const float* weights, int first, int count, const float* hidden, Worker& member) {
     const size_t size = config_.hidden_size;
-    for_rows(member, num_rows, [&](int row) { norm_row(&hidden[row * size], weights, &normed_[row * size]); });
+    for_rows(member, count, [&](int row) {
+      norm_row(&hidden[(first + row) * size], weights, &normed_[(first + row) * size]);
+    });
   }
 
   void add_row(const T* from, float* to, bool first) const {
@@ -293,8 +320,8 @@ class Decoder : public DecoderBase {
     }
   }
 
-  template <class Work>
-  static void for_rows(Member& member, int num_rows, Work&& work) {
+  template <class Worker, class Work>
+  static void for_rows(Worker& member, int num_rows, Work&& work) {
     member.ranges(num_rows, [&](int first, int stop) {
       for (int row = first; row < stop; ++row) work(row);
     });

@@ -146,9 +146,9 @@ void multiply_panel(const Tiles& tiles, const T* x, int num_rows, const Linear& 
   }
 }
 
-// Computes y = x W^T as one phase of a team; `take(row, panel, low, high)` receives the sums.
-template <class T, class Take>
-void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
+// Computes y = x W^T as one phase of a team or alone; `take(row, panel, low, high)` receives the sums.
+template <class T, class Worker, class Take>
+void multiply(Worker& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
   const int row_bytes = linear.units * int(sizeof(uint32_t));
   const int whole_block = std::max(kBlockBytes / row_bytes / kRowPadding * kRowPadding, kMinBlockRows);
   const int num_blocks = (num_rows + whole_block - 1) / whole_block;

@@ -74,6 +74,27 @@ class Member {
   const Tiles& tiles_;  // of this thread
 };
 
+// A thread that runs phases by itself, with the interface of a member.
+class Alone {
+ public:
+  explicit Alone(const Tiles& tiles) : tiles_(tiles) {}
+
+  int team_size() const { return 1; }
+  const Tiles& tiles() const { return tiles_; }
+
+  template <class Work>
+  void each(int num_items, Work&& work) {
+    for (int item = 0; item < num_items; ++item) work(item);
+  }
+  template <class Work>
+  void ranges(int count, Work&& work) {
+    work(0, count);
+  }
+
+ private:
+  const Tiles& tiles_;
+};
+
 class Team {
  public:
   explicit Team(int size) : size_(size) {
