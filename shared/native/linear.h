@@ -80,7 +80,7 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
 // Bytes of rows that stay in the L2 cache while all panels are multiplied with them.
 constexpr int kBlockBytes = 384 * 1024;
 // Rows for which reading a panel again pays, however long they are.
-constexpr int kMinBlockRows = 96;
+constexpr int kMinBlockRows = 128;
 // Units of a panel that stay in the L1 cache while all rows of a block are multiplied with them.
 constexpr int kSplitUnits = 128;
 constexpr int kMaxSplitRows = kBlockBytes / int(2 * kSplitUnits * sizeof(uint32_t));
