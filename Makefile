@@ -109,8 +109,9 @@ bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS ha
 bench-gpu: .venv/dev  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu
 
-bench-heldout: .venv/dev  ## arrivals, sampled requests and a long prompt over HTTP, beside transformers or vLLM in PEERS; 10 minutes
+bench-heldout: .venv/dev  ## arrivals, sampled requests, long prompts, images over HTTP, beside transformers or vLLM in PEERS; 20 minutes
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS)
+	$(BIN)/python -m ops.bench.heldout --peers $(PEERS) --model mid-qwen2vl
 
 bench-payload: .venv/dev  ## a tensor by every transport, on one host and between two
 	$(BIN)/python -m ops.bench.payload

@@ -33,15 +33,28 @@ def test_sampled_requests_have_penalties_and_some_a_grammar() -> None:
 
 def test_a_prompt_fits_the_model() -> None:
     for max_model_len, length in ((1024, 1016), (8192, 4096)):
-        asked = workloads.long_prompt(maker(1), max_model_len).asked
+        asked = workloads.long_prompt(maker(1), 4096, max_model_len).asked
         assert len(asked.request.token_ids) == length
         assert length + asked.request.max_tokens <= max_model_len
+
+
+def test_requests_have_several_images(tmp_path: Path) -> None:
+    found = workloads.images(Maker(random.Random(1), 768, tmp_path))
+    assert [len(arrival.asked.urls) for arrival in found] == [4] * 4
+
+
+def test_gaps_are_those_of_all_decodes() -> None:
+    times = [Times(0.1, 1.0, (0.1,) * 99), Times(0.1, 1.0, (0.1, 0.9))]
+    found = dict(workloads.gaps(times))
+    assert found["longest gap of decodes p50_s"] == 0.5
+    assert found["gap of decodes p99_s"] == 0.1
+    assert found["gap p99 to its median_s"] == 1.0
 
 
 def test_ratios_above_one_are_better() -> None:
     assert workloads.ratio("tokens per second", 100, 50) == 2
     assert workloads.ratio("first token p50_s", 0.1, 0.3) == 0.3 / 0.1
-    found = dict(workloads.figures([Times(0.1, 1.0, 0.2), Times(0.3, 1.0, 0.4)], 90, 3.0))
+    found = dict(workloads.figures([Times(0.1, 1.0, (0.2, 0.1)), Times(0.3, 1.0, (0.4,))], 90, 3.0))
     assert found["tokens per second"] == 30
     assert found["first token p50_s"] == 0.2
     alone = {"pagemill": {"first token_s": [1.0, 3.0]}}

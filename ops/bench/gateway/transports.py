@@ -6,7 +6,7 @@ The HTTP client is as lean as possible and reuses its connections, because the s
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,18 +35,20 @@ DATA = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with the URL of its image, and fields of its body over HTTP."""
+    """A request with the URLs of its images, and fields of its body over HTTP."""
 
     request: Request
-    url: str | None = None
+    urls: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request) -> "Prepared":
-        if request.image is None:
-            return cls(request)
-        data = base64.b64encode(Path(request.image).read_bytes()).decode()
-        return cls(request, f"data:image/png;base64,{data}")
+        return cls(request) if request.image is None else cls.with_images(request, [request.image])
+
+    @classmethod
+    def with_images(cls, request: Request, files: Sequence[str]) -> "Prepared":
+        contents = [base64.b64encode(Path(file).read_bytes()).decode() for file in files]
+        return cls(request, tuple(f"data:image/png;base64,{data}" for data in contents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,12 @@ class Times:
     first_s: float
     """Seconds to the first token at the client."""
     last_s: float
-    gap_s: float = 0.0
-    """The longest time between two events of the stream, over HTTP."""
+    gaps_s: tuple[float, ...] = ()
+    """Times between two events of the stream, over HTTP."""
+
+    @property
+    def gap_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
 
 
 class Transport(Protocol):
@@ -91,16 +97,17 @@ class OverHttp:
 
     async def __call__(self, asked: Prepared) -> Times:
         began_s = time.perf_counter()
-        first_s, before_s, gap_s, last = 0.0, 0.0, 0.0, b""
+        first_s, before_s, gaps_s, last = 0.0, 0.0, list[float](), b""
         async for data in self._events(*_body_of(asked)):
             now_s = time.perf_counter() - began_s
-            first_s = first_s or now_s
-            gap_s, before_s = max(gap_s, now_s - (before_s or now_s)), now_s
+            if first_s:
+                gaps_s.append(now_s - before_s)
+            first_s, before_s = first_s or now_s, now_s
             if data != b"[DONE]":
                 last = data
         took_s = time.perf_counter() - began_s
         usage = msgspec.json.decode(last).get("usage") or {}
-        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s, gap_s)
+        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s, gaps_s)
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
@@ -137,20 +144,21 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _checked(
-    asked: Prepared, num_tokens: int, first_s: float, took_s: float, gap_s: float = 0.0
+    asked: Prepared, num_tokens: int, first_s: float, took_s: float, gaps_s: Sequence[float] = ()
 ) -> Times:
     if num_tokens != asked.request.max_tokens:
         raise RuntimeError(f"{num_tokens} tokens instead of {asked.request.max_tokens}")
-    return Times(first_s, took_s, gap_s)
+    return Times(first_s, took_s, tuple(gaps_s))
 
 
 def _message_of(asked: Prepared) -> GenerateRequest:
     request = asked.request
-    if asked.url is None:
+    if not asked.urls:
         return GenerateRequest(
             MODEL, prompt_token_ids=request.token_ids, sampling_params=sampling(request)
         )
-    parts: list[ContentPart] = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
+    images: list[ContentPart] = [ImagePart(ImageURL(url)) for url in asked.urls]
+    parts = [*images, TextPart(request.text)]
     return GenerateRequest(MODEL, [Message("user", parts)], sampling(request))
 
 
@@ -165,11 +173,9 @@ def _body_of(asked: Prepared) -> tuple[str, bytes]:
         "stream_options": {"include_usage": True},
         **asked.fields,
     }
-    if asked.url is None:
+    if not asked.urls:
         return "/v1/completions", msgspec.json.encode(body | {"prompt": request.token_ids})
-    parts = [
-        {"type": "image_url", "image_url": {"url": asked.url}},
-        {"type": "text", "text": request.text},
-    ]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in asked.urls]
+    parts = [*images, {"type": "text", "text": request.text}]
     body["messages"] = [{"role": "user", "content": parts}]
     return "/v1/chat/completions", msgspec.json.encode(body)

@@ -4,6 +4,7 @@
 
 64 requests of mixed lengths that arrive at random times; 32 sampled ones with top_p, top_k,
 penalties and, for every fourth, a grammar; a prompt of 4,096 tokens, alone and beside 16 decodes.
+With Qwen2-VL: 4 requests with 4 images of several sizes each, and a prompt of 16,000 tokens.
 The peer is vLLM's server where FOLDER has it, and otherwise transformers in a plain loop: one
 request after the other, without presence penalties and grammars. Both take turns, each round in the
 other order. Ratios above 1 mean that Pagemill is better. The first token of the long prompt beside
@@ -17,7 +18,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -38,10 +39,12 @@ from ops.bench.servers import vllm, vllm_binary
 from shared.telemetry import logs
 from workers.cli import settings
 
-MODEL = "smollm2-135m"
+TEXT_MODEL, SEEING_MODEL = "smollm2-135m", "mid-qwen2vl"
+LONG_PROMPTS = {TEXT_MODEL: 4096, SEEING_MODEL: 16_000}
 OURS = "pagemill"
 ROUNDS = 2
-MAX_MODEL_LEN = 4096 + 512
+SPARE_TOKENS = 512
+"""Tokens of a model's context beyond the long prompt."""
 LONG, BESIDE = "long prompt", "beside 16 decodes"
 
 Figures = dict[str, dict[str, list[float]]]
@@ -52,12 +55,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--model", choices=LONG_PROMPTS, default=TEXT_MODEL)
     given = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    found = given.peers.absolute() / "models" / MODEL
+    found = given.peers.absolute() / "models" / given.model
     model = found if found.is_dir() else settings.DEMO_MODEL
     console.print(f"{machine.cpu_model()}, {date.today().isoformat()}, {model.name}")
     binary = vllm_binary(given.peers.absolute())
@@ -89,15 +93,23 @@ def _vllm(binary: Path | None, model: Path, folder: Path) -> Iterator[str | None
     if binary is None:
         yield None
         return
-    options = ("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32")
+    options = ["--dtype", "bfloat16", "--max-num-seqs", "32"]
+    options += ["--max-model-len", str(_long_prompt(model) + SPARE_TOKENS)]
+    if model.name == SEEING_MODEL:
+        options += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
     with vllm(binary, folder, str(model), options) as url:
         yield url
+
+
+def _long_prompt(model: Path) -> int:
+    return LONG_PROMPTS.get(model.name, LONG_PROMPTS[TEXT_MODEL])
 
 
 async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> dict[str, Figures]:
     config = msgspec.json.decode((model / "config.json").read_bytes())
     text = config.get("text_config", config)
-    max_model_len = min(MAX_MODEL_LEN, text["max_position_embeddings"])
+    long_prompt = _long_prompt(model)
+    max_model_len = min(long_prompt + SPARE_TOKENS, text["max_position_embeddings"])
     figures: dict[str, Figures] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     async with local_gateway(model, folder, max_model_len) as (cluster, _):
         assert cluster.gateway_url is not None
@@ -111,7 +123,8 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
                 # The same requests for both; others in each round, so that no cache is warm.
                 rng = random.Random(1000 * number + 23)
                 maker = Maker(rng, text["vocab_size"], folder)
-                found = await _round(servers[name], maker, rng, max_model_len, name)
+                asked = _workloads(maker, rng, model, max_model_len)
+                found = await _round(servers[name], asked, name)
                 if number == 0:  # The first round compiles, connects and fills caches.
                     continue
                 for workload, figure, value in found:
@@ -119,41 +132,60 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
     return figures
 
 
+def _workloads(
+    maker: Maker, rng: random.Random, model: Path, max_model_len: int
+) -> dict[str, list[Arrival]]:
+    """Return the requests of a round, those of the last workload in several parts."""
+    long_prompts = [
+        [workloads.long_prompt(maker, _long_prompt(model), max_model_len)] for _ in range(3)
+    ]
+    if model.name == SEEING_MODEL:
+        first = {"16 images in 4 requests": workloads.images(maker)}
+    else:
+        first = {
+            "64 arrivals": workloads.poisson(maker, rng),
+            "32 sampled": workloads.sampled(maker),
+        }
+    return {
+        **first,
+        LONG: long_prompts[0],
+        BESIDE: [*workloads.decodes(maker), *long_prompts[1], *long_prompts[2]],
+    }
+
+
 async def _round(
-    server: Transport, maker: Maker, rng: random.Random, max_model_len: int, name: str
+    server: Transport, asked: dict[str, list[Arrival]], name: str
 ) -> list[tuple[str, str, float]]:
     found = []
-
-    async def run(workload: str, arrivals: Sequence[Arrival]) -> None:
+    beside = asked.pop(BESIDE)
+    for workload, arrivals in asked.items():
         began_s = time.perf_counter()
         times = await asyncio.gather(*(_arrive(server, arrival) for arrival in arrivals))
         took_s = time.perf_counter() - began_s
         num_tokens = sum(arrival.asked.request.max_tokens for arrival in arrivals)
         for figure, value in workloads.figures(times, num_tokens, took_s):
             found.append((workload, figure, value))
-
-    await run("64 arrivals", workloads.poisson(maker, rng))
-    await run("32 sampled", workloads.sampled(maker))
-    await run(LONG, [workloads.long_prompt(maker, max_model_len)])
     if name != "transformers":  # It computes one request at a time.
-        found += await _beside_decodes(server, maker, max_model_len)
+        found += await _beside_decodes(server, *beside)
     return found
 
 
-async def _beside_decodes(
-    server: Transport, maker: Maker, max_model_len: int
-) -> list[tuple[str, str, float]]:
-    """A long prompt that arrives while others decode: its first token, and their longest gap."""
-    decoding = [asyncio.create_task(_arrive(server, each)) for each in workloads.decodes(maker)]
+async def _beside_decodes(server: Transport, *asked: Arrival) -> list[tuple[str, str, float]]:
+    """A long prompt that arrives while others decode: its first token, and the decodes' gaps.
+
+    The last two are long prompts, of which the second comes alone.
+    """
+    *others, first, second = asked
+    decoding = [asyncio.create_task(_arrive(server, each)) for each in others]
     # Most decode by then, and none has ended.
     await asyncio.sleep(0.3)
-    prompt = await _arrive(server, workloads.long_prompt(maker, max_model_len))
-    others = await asyncio.gather(*decoding)
-    alone = await _arrive(server, workloads.long_prompt(maker, max_model_len))
+    prompt = await _arrive(server, first)
+    times = await asyncio.gather(*decoding)
+    alone = await _arrive(server, second)
     return [
         (BESIDE, "first token_s", prompt.first_s),
         (BESIDE, "times as long as alone_s", prompt.first_s / alone.first_s),
-        (BESIDE, "longest gap of decodes p50_s", median(each.gap_s for each in others)),
+        *((BESIDE, figure, value) for figure, value in workloads.gaps(times)),
     ]
 
 

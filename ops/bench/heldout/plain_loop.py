@@ -48,5 +48,5 @@ class PlainLoop:
             stopping_criteria=StoppingCriteriaList([note_time]),
             **fields,
         )
-        gaps = [after - before for before, after in itertools.pairwise(stamps)]
-        return Times(stamps[0], stamps[-1], max(gaps, default=0.0))
+        gaps = tuple(after - before for before, after in itertools.pairwise(stamps))
+        return Times(stamps[0], stamps[-1], gaps)

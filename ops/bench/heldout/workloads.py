@@ -1,5 +1,5 @@
-"""Workloads that no decision was tuned on: arrivals of mixed lengths, sampled requests, a long
-prompt. Pure.
+"""Workloads that no decision was tuned on: arrivals of mixed lengths, sampled requests, long
+prompts, several images in a request. Pure but for the files of images.
 """
 
 import random
@@ -15,7 +15,14 @@ from ops.bench.peers.workloads import Maker
 NUM_ARRIVALS, ARRIVALS_PER_S = 64, 8.0
 PROMPT_LENS, ANSWER_LENS = (16, 1024), (8, 256)
 NUM_SAMPLED = 32
-LONG_PROMPT, NUM_DECODES, DECODE_LEN = 4096, 16, 128
+NUM_DECODES, DECODE_LEN = 16, 128
+# Sides in pixels of the images of each request.
+IMAGE_SIDES = (
+    (224, 448, 336, 560),
+    (448, 280, 672, 224),
+    (336, 336, 504, 448),
+    (560, 224, 392, 448),
+)
 # Every fourth sampled request has a grammar, of an answer without an end.
 GRAMMAR_EVERY = 4
 GRAMMAR = {"structured_outputs": {"regex": "[a-z ]+"}}
@@ -53,10 +60,18 @@ def sampled(maker: Maker) -> list[Arrival]:
     ]
 
 
-def long_prompt(maker: Maker, max_model_len: int) -> Arrival:
-    """A prompt of 4,096 tokens, or of as many as the model takes."""
-    length = min(LONG_PROMPT, max_model_len - 8)
+def long_prompt(maker: Maker, length: int, max_model_len: int) -> Arrival:
+    """A prompt of a length, or of as many tokens as the model takes."""
+    length = min(length, max_model_len - 8)
     return Arrival(0.0, Prepared(Request(8, maker.token_ids(length))))
+
+
+def images(maker: Maker) -> list[Arrival]:
+    """Requests at once, with four images of several sizes each."""
+    return [
+        Arrival(0.0, Prepared.with_images(Request(32, text=maker.text()), files))
+        for files in ([maker.image(side) for side in sides] for sides in IMAGE_SIDES)
+    ]
 
 
 def decodes(maker: Maker) -> list[Arrival]:
@@ -73,6 +88,15 @@ def figures(times: Sequence[Times], num_tokens: int, took_s: float) -> Iterator[
     if len(first_s) > 1:
         yield "first token p95_s", quantiles(first_s, n=20, method="inclusive")[-1]
         yield "longest gap p50_s", median(each.gap_s for each in times)
+
+
+def gaps(times: Sequence[Times]) -> Iterator[tuple[str, float]]:
+    """Figures of the times between the events of decodes."""
+    found = [gap for each in times for gap in each.gaps_s]
+    p99_s = quantiles(found, n=100, method="inclusive")[-1]
+    yield "longest gap of decodes p50_s", median(each.gap_s for each in times)
+    yield "gap of decodes p99_s", p99_s
+    yield "gap p99 to its median_s", p99_s / median(found)
 
 
 def ratio(name: str, mine: float, theirs: float) -> float:
