@@ -1,5 +1,6 @@
 """Conversion between outputs of steps and records of a token log."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -34,20 +35,23 @@ def _num_values(output: RequestOutput) -> int:
 
 def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
     """Merge the consecutive deltas of each choice into one."""
-    merged: dict[int, ChoiceDelta] = {}
-    for delta in (choice for output in outputs for choice in output.choices):
-        first = merged.get(delta.index)
-        if first is None:
-            merged[delta.index] = delta
-            continue
-        merged[delta.index] = replace(
-            delta,
-            position=first.position,
-            token_ids=first.token_ids + delta.token_ids,
-            text=first.text + delta.text,
-            logprobs=[*(first.logprobs or []), *(delta.logprobs or [])] or None,
-        )
-    return [merged[index] for index in sorted(merged)]
+    by_choice: dict[int, list[ChoiceDelta]] = defaultdict(list)
+    for output in outputs:
+        for delta in output.choices:
+            by_choice[delta.index].append(delta)
+    return [_merge(by_choice[index]) for index in sorted(by_choice)]
+
+
+def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        position=deltas[0].position,
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        text="".join(delta.text for delta in deltas),
+        logprobs=[found for delta in deltas for found in delta.logprobs or []] or None,
+    )
 
 
 def logged_choices(records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:

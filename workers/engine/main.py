@@ -1,6 +1,7 @@
 """Entry point of the engine process: loads the model and starts the worker."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ async def main(context: Context) -> None:
         kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
     lead = _lead_of(context, built.model)
     worker = EngineWorker(context, built.model, built.core, built.items, grammars, kv, output, lead)
+    # What has been loaded stays for good. A full collection would walk through all of it, and holds
+    # up the step thread and the log writer meanwhile.
+    gc.collect()
+    gc.freeze()
     await worker.serve()
 
 

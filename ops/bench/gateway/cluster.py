@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,16 +16,24 @@ from workers.roles import WorkerSpec, default_workers
 
 @contextlib.asynccontextmanager
 async def local_gateway(
-    model: Path, folder: Path, max_model_len: int
+    model: Path, folder: Path, max_model_len: int, engine: Mapping[str, object] | None = None
 ) -> AsyncIterator[tuple[LocalCluster, Bus]]:
-    """Run all roles and a gateway on a model, with room for 32 sequences."""
+    """Run all roles and a gateway on a model with room for 32 sequences.
+
+    `engine` has further settings of the engine.
+    """
     file = folder / "pagemill.yaml"
     served = {"path": str(model), "dtype": "bfloat16", "max_model_len": max_model_len}
     if model == settings.DEMO_MODEL:
         served |= {"dtype": "float32"}
     tree = {
         "models": {MODEL: served},
-        "engine": {"threads": os.cpu_count(), "kv_cache_mib": 1024, "max_num_seqs": 32},
+        "engine": {
+            "threads": os.cpu_count(),
+            "kv_cache_mib": 1024,
+            "max_num_seqs": 32,
+            **(engine or {}),
+        },
         "nats": {"port": 0, "store_dir": str(folder / "nats")},
         "gateway": {"port": 0},
     }

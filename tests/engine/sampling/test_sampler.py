@@ -22,7 +22,14 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, Sequence
 from workers.engine.sampling import row_chunks
 from workers.engine.sampling.sampler import sample, uniform
-from workers.engine.sampling.truncation import UNITS, chunk_size, draw, truncate, unnormalized_probs
+from workers.engine.sampling.truncation import (
+    UNITS,
+    Filters,
+    chunk_size,
+    draw,
+    truncate,
+    unnormalized_probs,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,13 +58,19 @@ def column(value: float) -> Tensor:
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """Distribution over the vocabulary after the filters."""
-    weights = truncate(
-        unnormalized_probs(logits[None].clone(), column(params.temperature).float()),
+    filters = filters_of(params, len(logits))
+    weights = unnormalized_probs(logits[None], logits.max()[None, None], filters.temperature)
+    left = truncate(weights, filters)[0].double()
+    return left / left.sum()
+
+
+def filters_of(params: SamplingParams, vocab_size: int) -> Filters:
+    return Filters(
+        column(params.temperature).float(),
         column(params.min_p),
-        column(params.top_k or len(logits)).long(),
+        column(min(params.top_k or vocab_size, vocab_size)).long(),
         column(params.top_p),
-    )[0].double()
-    return weights / weights.sum()
+    )
 
 
 def transformers_filtered(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -101,7 +114,8 @@ def test_top_p_keeps_a_token_while_more_probable_ones_lack_less_than_a_unit(
     """The first of two tokens has 2^40 units, which is all of the target but for a part of one."""
     weights = torch.tensor([[1.0, 0.5]])
     top_p = column((UNITS + target) / (1.5 * UNITS))
-    left = truncate(weights, column(0.0), column(2).long(), top_p)
+    filters = filters_of(SamplingParams(), 2)._replace(top_p=top_p)
+    left = truncate(weights, filters)
     assert int((left > 0).sum()) == num_left
 
 

@@ -18,8 +18,9 @@ from shared.errors import InvalidRequest
 from shared.models.language import LanguageAdapter
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, SpokenText
 from workers.engine.core.sequence import Sequence as EngineSequence
+from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
-from workers.engine.sampling.truncation import draw, truncate, unnormalized_probs
+from workers.engine.sampling.truncation import Filters
 
 
 @dataclass(slots=True)
@@ -153,12 +154,12 @@ def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: 
     def column(value: float) -> Tensor:
         return torch.full((len(logits), 1), value, dtype=torch.float64, device=logits.device)
 
-    weights = unnormalized_probs(logits, column(1.0).float())
     top_k = column(min(50, logits.shape[1])).long()
-    weights = truncate(weights, column(0.0), top_k, column(0.8))
+    filters = Filters(column(1.0).float(), column(0.0), top_k, column(0.8))
     # A request has one speech, so the number of a choice is free for that of a codebook.
     points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
-    found: list[int] = draw(weights, torch.tensor(points, dtype=torch.float64)).tolist()
+    at = torch.tensor(points, dtype=torch.float64, device=logits.device)
+    found: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
     return found
 
 

@@ -65,10 +65,21 @@ def _apply_masks(logits: Tensor, sequences: list[Sequence]) -> None:
     if not masks:
         return
     packed = torch.from_numpy(np.stack([words for _, words in masks])).to(logits.device)
-    bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
-    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    rows = torch.tensor([row for row, _ in masks], device=logits.device)
-    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+    each_byte = packed.view(torch.uint8).int().flatten()
+    by_byte = _limits_by_byte(logits.device).index_select(0, each_byte)
+    limits = by_byte.view(len(masks), -1)[:, : logits.shape[1]]
+    rows = [row for row, _ in masks]
+    if len(rows) == len(logits):
+        torch.minimum(logits, limits, out=logits)
+    else:
+        logits[rows] = torch.minimum(logits[rows], limits)
+
+
+@lru_cache
+def _limits_by_byte(device: torch.device) -> Tensor:
+    """Return the greatest logit that each bit of a byte allows, [256, 8]: infinity or minus it."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return (bits - 0.5) * torch.inf
 
 
 def _restrict_to_allowed(logits: Tensor, sequences: list[Sequence]) -> None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from shared.protocol.records import TokenLogprobs
-from workers.engine.sampling.row_chunks import iterate_chunks
+from workers.engine.sampling.ranked import NUM_RANKED, rank
+from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 
 IMPOSSIBLE = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
@@ -28,12 +29,16 @@ def logprobs_of(
 
 def _chunk_logprobs(logits: Tensor, requests: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
     rows, token_ids, num_tops = zip(*requests, strict=True)
-    scores = logits[list(rows)].float()
+    scores = take_rows(logits, list(rows)).float()
     index = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = scores.gather(1, index)
-    ranks = (scores > chosen).sum(1) + 1
-    top_scores, top_token_ids = scores.topk(min(max(num_tops), scores.shape[1]))
+    ranked = rank(scores)
+    are_ranked = bool((chosen >= ranked.logits[:, -1:]).all())
+    ranks = ((ranked.logits if are_ranked else scores) > chosen).sum(1) + 1
+    max_tops = min(max(num_tops), scores.shape[1])
+    top_scores, top_token_ids = ranked if max_tops <= NUM_RANKED else scores.topk(max_tops)
     # The chosen token comes first, then the most probable ones.
+    top_scores, top_token_ids = top_scores[:, :max_tops], top_token_ids[:, :max_tops]
     logprobs = torch.cat([chosen, top_scores], 1) - scores.logsumexp(1, keepdim=True)
     values = logprobs.nan_to_num(IMPOSSIBLE, neginf=IMPOSSIBLE).tolist()
     return [

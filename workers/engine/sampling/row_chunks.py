@@ -1,6 +1,6 @@
-"""Iteration over rows of logits in chunks that fit a CPU's cache.
+"""Iteration over rows of logits in chunks, for operations whose results are as large as the rows.
 
-A chunk stays in the cache between two passes over it, and the next chunk reuses its memory.
+The next chunk reuses the memory of the one before, which is still in the CPU's cache.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from torch import Tensor
 
 Row = TypeVar("Row")
 
-CPU_CHUNK_LOGITS = 1 << 18
-"""Logits per chunk, at least one row; in float32 and int64 together they take 3 MiB."""
+CPU_CHUNK_LOGITS = 1 << 20
+"""Logits per chunk, at least one row; in float32 they take 4 MiB."""
 
 
 def iterate_chunks(rows: list[Row], logits: Tensor) -> Iterator[list[Row]]:
@@ -21,3 +21,9 @@ def iterate_chunks(rows: list[Row], logits: Tensor) -> Iterator[list[Row]]:
         chunk_size = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
     for start in range(0, len(rows), max(1, chunk_size)):
         yield rows[start : start + chunk_size]
+
+
+def take_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """Return the given rows, as a view if they follow each other."""
+    first, stop = rows[0], rows[0] + len(rows)
+    return values[first:stop] if rows == list(range(first, stop)) else values[rows]

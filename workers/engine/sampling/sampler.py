@@ -9,6 +9,9 @@ the rest of the batch and not on earlier samples. Another worker can therefore c
 any token.
 """
 
+from collections import defaultdict
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,12 +20,26 @@ from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
 from workers.engine.sampling.logits_processors import needs_processing, process_logits
-from workers.engine.sampling.row_chunks import iterate_chunks
-from workers.engine.sampling.truncation import draw, truncate, unnormalized_probs
+from workers.engine.sampling.ranked import draw_filtered, rank
+from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
+from workers.engine.sampling.truncation import Filters, draw, unnormalized_probs
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow, and are treated as greedy sampling."""
 RESOLUTION = 2.0**-52
+
+
+class _Operations(NamedTuple):
+    """What the rows of a group need."""
+
+    is_greedy: bool
+    is_filtered: bool
+    is_processed: bool
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether there are results as large as the rows, so that these are taken in chunks."""
+        return self.is_processed or not (self.is_greedy or self.is_filtered)
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
@@ -33,23 +50,16 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     Raises ArithmeticError if logits are not finite, as after an overflow, and InvalidRequest if a
     request has banned every token.
     """
-    greedy: list[int] = []
-    nontrivial: list[int] = []
+    groups: dict[_Operations, list[int]] = defaultdict(list)
     for row, sequence in enumerate(sequences):
-        is_plain_greedy = _is_greedy(sequence) and not needs_processing(sequence)
-        (greedy if is_plain_greedy else nontrivial).append(row)
-    if not nontrivial:
-        return _argmax(logits)
+        groups[_operations_of(sequence)].append(row)
     token_ids = [0] * len(sequences)
-    if greedy:
-        for row, token_id in zip(greedy, _argmax(logits[greedy]), strict=True):
-            token_ids[row] = token_id
-    # Rows that need the same operations become adjacent, and share chunks.
-    nontrivial.sort(key=lambda row: (_is_greedy(sequences[row]), _is_filtered(sequences[row])))
-    for chunk in iterate_chunks(nontrivial, logits):
-        chosen = _sample_chunk(logits[chunk].float(), [sequences[row] for row in chunk])
-        for row, token_id in zip(chunk, chosen, strict=True):
-            token_ids[row] = token_id
+    for operations, rows in groups.items():
+        for chunk in iterate_chunks(rows, logits) if operations.writes_rows else [rows]:
+            of_chunk = [sequences[row] for row in chunk]
+            chosen = _sample_rows(take_rows(logits, chunk).float(), of_chunk, operations)
+            for row, token_id in zip(chunk, chosen, strict=True):
+                token_ids[row] = token_id
     return token_ids
 
 
@@ -62,29 +72,50 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (bits >> 12) * RESOLUTION
 
 
-def _is_greedy(sequence: Sequence) -> bool:
-    return sequence.request.sampling.temperature < GREEDY_BELOW
-
-
-def _is_filtered(sequence: Sequence) -> bool:
+def _operations_of(sequence: Sequence) -> _Operations:
     params = sequence.request.sampling
-    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+    is_greedy = params.temperature < GREEDY_BELOW
+    has_filter = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+    return _Operations(is_greedy, has_filter and not is_greedy, needs_processing(sequence))
 
 
-def _argmax(logits: Tensor) -> list[int]:
-    """Return the first index of the greatest logit in each row; raises ArithmeticError."""
-    if logits.device.type == "cpu":
-        # NumPy's argmax is vectorised; PyTorch's compares one by one and wakes its threads.
-        rows = logits.float().numpy()
-        token_ids = rows.argmax(-1)
-        finite = bool(np.isfinite(rows[np.arange(len(rows)), token_ids]).all())
+def _sample_rows(logits: Tensor, sequences: list[Sequence], operations: _Operations) -> list[int]:
+    """Sample from `logits` [num_sequences, vocab_size] float32."""
+    if operations.is_processed:
+        check_finite(logits.amax(-1))
+        logits = logits.clone()
+        process_logits(logits, sequences)
+    if operations.is_greedy:
+        token_ids = _argmax(logits)
+        _check_greatest(logits.gather(1, token_ids[:, None]), operations)
+    elif operations.is_filtered:
+        ranked = rank(logits)
+        _check_greatest(ranked.logits[:, :1], operations)
+        token_ids = draw_filtered(logits, ranked, *_parameters_of(sequences, logits))
     else:
-        greatest, token_ids = logits.max(-1)
-        finite = bool(greatest.isfinite().all())
-    if not finite:
-        raise _non_finite_error()
-    best: list[int] = token_ids.tolist()
-    return best
+        greatest = logits.amax(-1, keepdim=True)
+        _check_greatest(greatest, operations)
+        filters, points = _parameters_of(sequences, logits)
+        token_ids = draw(unnormalized_probs(logits, greatest, filters.temperature), points)
+    chosen: list[int] = token_ids.tolist()
+    return chosen
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the first index of the greatest logit in each row."""
+    if logits.device.type == "cpu":
+        # NumPy's argmax is vectorised; PyTorch's compares one by one.
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def _check_greatest(greatest: Tensor, operations: _Operations) -> None:
+    """Raise the errors of `sample`, from the greatest logit of each row."""
+    if operations.is_processed and bool(greatest.isneginf().any()):
+        raise InvalidRequest(
+            "the sampling parameters leave no token to choose", field="sampling_params"
+        )
+    check_finite(greatest)
 
 
 def check_finite(values: Tensor) -> None:
@@ -93,42 +124,20 @@ def check_finite(values: Tensor) -> None:
     The maxima of rows of logits will do: a NaN in a row is its maximum.
     """
     if not bool(values.isfinite().all()):
-        raise _non_finite_error()
+        raise ArithmeticError("the output of the model for a sequence is not finite")
 
 
-def _non_finite_error() -> ArithmeticError:
-    return ArithmeticError("the output of the model for a sequence is not finite")
-
-
-def _sample_chunk(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """Sample from `logits` [num_sequences, vocab_size] float32, which may be overwritten."""
-    if any(needs_processing(sequence) for sequence in sequences):
-        check_finite(logits.amax(-1))
-        process_logits(logits, sequences)
-        if bool(logits.amax(-1).isneginf().any()):
-            raise InvalidRequest(
-                "the sampling parameters leave no token to choose", field="sampling_params"
-            )
-    # Sequences that draw come before greedy ones.
-    num_drawn = sum(not _is_greedy(sequence) for sequence in sequences)
-    drawn = _draw(logits[:num_drawn], sequences[:num_drawn]) if num_drawn else []
-    return drawn + (_argmax(logits[num_drawn:]) if num_drawn < len(sequences) else [])
-
-
-def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+def _parameters_of(sequences: list[Sequence], logits: Tensor) -> tuple[Filters, Tensor]:
+    """Return the filters, and the point of each sequence at which a token is drawn."""
     params = [sequence.request.sampling for sequence in sequences]
-    check_finite(logits.amax(-1))
-    weights = unnormalized_probs(logits, _column([p.temperature for p in params], logits).float())
-    if any(_is_filtered(sequence) for sequence in sequences):
-        weights = truncate(
-            weights,
-            _column([p.min_p for p in params], logits),
-            _column([_num_kept(p, logits.shape[1]) for p in params], logits).long(),
-            _column([p.top_p for p in params], logits),
-        )
+    filters = Filters(
+        _column([p.temperature for p in params], logits).float(),
+        _column([p.min_p for p in params], logits),
+        _column([_num_kept(p, logits.shape[1]) for p in params], logits).long(),
+        _column([p.top_p for p in params], logits),
+    )
     points = [uniform(s.seed, s.choice, s.num_output_tokens) for s in sequences]
-    token_ids: list[int] = draw(weights, _column(points, logits)[:, 0]).tolist()
-    return token_ids
+    return filters, _column(points, logits)[:, 0]
 
 
 def _num_kept(params: SamplingParams, vocab_size: int) -> int:

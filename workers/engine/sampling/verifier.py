@@ -17,8 +17,10 @@ from shared.protocol.records import TokenLogprobs
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.sampler import check_finite, sample
+from workers.engine.sampling.threads import one_thread
 
 
+@one_thread()
 def sample_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
     """Return, for each sequence, the accepted drafts and the token sampled behind them.
 
