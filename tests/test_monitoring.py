@@ -117,7 +117,7 @@ def test_every_alert_has_a_runbook_that_says_what_to_do(rule: dict[str, Any]) ->
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
 def test_alerts_fire_in_prometheus_when_they_should() -> None:
     for what, file in (("check", "alerts.yml"), ("test", "alerts_test.yml")):
-        command = ["promtool", what, "rules", ROOT / "ops/monitoring" / file]
+        command = ["promtool", what, "rules", str(ROOT / "ops/monitoring" / file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
