@@ -243,6 +243,10 @@ class Scheduler:
                 passed_over.add(sequence.request_id)
                 continue
             match = self.prefix_cache.match_prefix(sequence)
+            if step.max_new_tokens(sequence, match.num_tokens) == 0:
+                # An item follows at once. A start without tokens would lose the copy of a block.
+                passed_over.add(sequence.request_id)
+                continue
             # All known tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
             num_needed = reserved_blocks + num_missing

@@ -28,15 +28,18 @@ class StepBudget:
     def has_interactive(self) -> bool:
         return any(sequence.request.lane != "batch" for sequence in self.scheduled)
 
-    def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget for a sequence, limited by the logits if all its tokens need them."""
+    def max_new_tokens(self, sequence: Sequence, num_cached: int = 0) -> int:
+        """Return the budget for a sequence, limited by the logits if all its tokens need them.
+
+        `num_cached` tokens of a sequence that has not started need not be computed.
+        """
         budget = self.budget
         if sequence.num_uncomputed_tokens > 1:
             budget = min(budget, self.prompt_tokens)
         if sequence.request.lane == "batch":
             budget = min(budget, self.batch_tokens)
             if self.batch_items is not None:
-                budget = min(budget, sequence.num_tokens_before_item(self.batch_items))
+                budget = min(budget, sequence.num_tokens_before_item(self.batch_items, num_cached))
         if sequence.prompt_logprobs is not None:
             budget = min(budget, self.prompt_logits)
         return budget
