@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-sampling bench-serve bench-slots bench-step-limit simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-sampling bench-serve bench-slots bench-step-limit simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -171,6 +171,10 @@ leaks: .venv/dev  ## 10,000 requests of all kinds, after which each role has the
 
 flood: .venv/dev  ## a tenant's p95 beside another one that floods; 4 minutes
 	$(BIN)/python -m ops.flood
+
+alerts:  ## the alert rules in Prometheus, and when they fire; needs Debian's package prometheus
+	promtool check rules ops/monitoring/alerts.yml
+	promtool test rules ops/monitoring/alerts_test.yml
 
 chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +112,14 @@ def test_every_alert_has_a_runbook_that_says_what_to_do(rule: dict[str, Any]) ->
         assert part in section
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
         assert label in rule["expr"] or label in OWN_LABELS
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+def test_alerts_fire_in_prometheus_when_they_should() -> None:
+    for what, file in (("check", "alerts.yml"), ("test", "alerts_test.yml")):
+        command = ["promtool", what, "rules", str(ROOT / "ops/monitoring" / file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_runbook_has_its_alert() -> None:

@@ -36,7 +36,8 @@ ALLOWED = {
     "shared.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
-    # Decoders open bytes, in a sandbox, and the sockets between them and the renderer.
+    # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
+    # tried in one.
     "workers.renderer.decoding.decoding": {"socket.socket"},
     "workers.renderer.decoding.image_video": {"PIL.Image.open"},
     "workers.renderer.decoding.job": {"socket.socket"},
@@ -44,6 +45,7 @@ ALLOWED = {
     "workers.renderer.decoding.sound_file": {"soundfile.SoundFile"},
     "workers.renderer.decoding.spawner": {"os.open", "socket.socket"},  # /dev/null
     "workers.renderer.decoding.spawning": {"socket.socket", "socket.socketpair"},
+    "workers.engine.sampling.grammar_trial": {"socket.socket", "socket.socketpair"},
     "shared.blobs.transports": {
         "socket.socket",
         "socket.create_connection",

@@ -7,8 +7,8 @@ import asyncio
 import os
 import signal
 import sys
-from asyncio.subprocess import Process
 from itertools import count
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -54,10 +54,9 @@ async def compile_with(
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Stop each trial until it has been looked at five times; each look finds more CPU time."""
     looked_at: list[int] = []
-    start = asyncio.create_subprocess_exec
 
-    async def started(*args: Any, **options: Any) -> Process:
-        process = await start(*args, **options)
+    def started(*args: Any, **options: Any) -> Popen[bytes]:
+        process = Popen(*args, **options)
         process.send_signal(signal.SIGSTOP)
         return process
 
@@ -67,7 +66,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             os.kill(pid, signal.SIGCONT)
         return len(looked_at)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    monkeypatch.setattr(grammar_trial, "Popen", started)
     monkeypatch.setattr(grammar_trial, "TURN_S", 0.05)
     monkeypatch.setattr(grammar_trial, "_cpu_s", cpu_s)
     return looked_at

@@ -1,6 +1,7 @@
 """Everybody's turn comes: a model in which time is counted in steps, and anything may arrive."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner, ShakyDrafter
 from workers.engine.core import step_cost
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.scheduler import LANE_DELAY_STEPS, Scheduler
-from workers.engine.core.sequence import EngineRequest, Sequence, Status
+from workers.engine.core.scheduler import LANE_DELAY_STEPS, RECENT_STEPS, Scheduler
+from workers.engine.core.sequence import EngineRequest, Item, Sequence, Status
 from workers.engine.core.step_cost import MIN_CHUNK
 
 MAX_MODEL_LEN = 16
@@ -79,12 +81,17 @@ class LaneOrderMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         n=st.sampled_from([1, 1, 2, 3]),
         lane=st.sampled_from(list(LANE_DELAY_STEPS)),
+        item_at=st.integers(0, 8),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, n: int, lane: str) -> None:
+    def arrive(self, prompt: list[int], max_tokens: int, n: int, lane: str, item_at: int) -> None:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        request = EngineRequest(name, prompt, [], SamplingParams(n=n), lane=lane)
+        placeholder = PlaceholderRange(min(item_at, len(prompt) - 1), 1)
+        items = [Item("image", name, placeholder, {})] * (item_at > 0)
+        request = EngineRequest(name, prompt, items, SamplingParams(n=n), lane=lane)
         self.runner.prepare(request)
+        if items:
+            self.runner.encode(request, [0])
         for choice in range(n):
             sequence = Sequence(request, choice, 0, list(prompt), max_tokens)
             sequence.drafter = self.drafter_of(sequence)
@@ -240,10 +247,91 @@ def test_steps_with_interactive_sequences_have_few_tokens_of_the_batch_lane() ->
         scheduler.add(of_lane(f"b{number}", "batch", 4))
     assert sum(run_step(scheduler, 0.01).values()) == 160
     scheduler.add(of_lane("i99", "interactive", 4, max_tokens=2))
-    for num_tokens in (4, 1):
+    # Half as many as the interactive sequence has, and one at least.
+    for num_tokens, others in ((4, ["b0", "b1"]), (1, ["b0"])):
         step = run_step(scheduler, 0.01)
         assert step.pop("i99") == num_tokens
-        assert list(step) == [f"b{number}" for number in range(MIN_CHUNK)], "the first of them"
+        assert list(step) == others, "the first of them"
+
+
+def test_steps_of_the_batch_lane_stay_short_for_some_time() -> None:
+    scheduler = Scheduler(BlockPool(4000, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
+    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=1))
+    run_step(scheduler, 0.001)
+    scheduler.remove(scheduler._running[0])
+    for number in range(RECENT_STEPS):
+        # More than a step may have.
+        for choice in range(8):
+            scheduler.add(of_lane(f"b{number}{choice}", "batch", 4))
+        assert sum(run_step(scheduler, 0.001).values()) == MIN_CHUNK
+        for sequence in (*scheduler._running, *scheduler.waiting):
+            scheduler.remove(sequence)
+    for number in range(40):
+        scheduler.add(of_lane(f"b{number}", "batch", 4))
+    assert sum(run_step(scheduler, 0.001).values()) == 160
+
+
+def with_items(name: str, lane: str, *offsets: int) -> Sequence:
+    sequence = of_lane(name, lane, 12)
+    for offset in offsets:
+        item = Item("image", f"{name}-{offset}", PlaceholderRange(offset, 2), {})
+        sequence.request.items.append(item)
+    return sequence
+
+
+def new_scheduler() -> Scheduler:
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
+    scheduler.add(of_lane("i99", "interactive", 4))
+    return scheduler
+
+
+def test_no_item_of_the_batch_lane_is_encoded_in_a_step_with_interactive_sequences() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(with_items("b0", "batch", 3, 8))
+    scheduler.add(with_items("b1", "batch", 0))
+    assert run_step(scheduler, 0) == {"i99": 4, "b0": 3}
+    for _ in range(3):
+        assert run_step(scheduler, 0) == {"i99": 1}
+    scheduler.remove(scheduler._running[0])
+    # One item in each step, whoever has it.
+    assert run_step(scheduler, 0) == {"b0": 5}
+    assert run_step(scheduler, 0) == {"b0": 4}
+    assert run_step(scheduler, 0) == {"b0": 1, "b1": 12}
+
+
+def test_items_that_an_encoder_has_encoded_do_not_wait() -> None:
+    scheduler = new_scheduler()
+    sequence = with_items("b0", "batch", 3)
+    sequence.request.items[0] = replace(sequence.request.items[0], embedding=b"")
+    scheduler.add(sequence)
+    assert run_step(scheduler, 0) == {"i99": 4, "b0": 12}
+
+
+def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> None:
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
+    scheduler.add(with_items("b0", "batch", 3))
+    num_steps = 0
+    while scheduler.waiting or scheduler._running[0].num_computed_tokens < 12:
+        scheduler.add(of_lane("i0", "interactive", 4))
+        run_step(scheduler, 0)
+        for sequence in scheduler._running[:]:
+            if sequence.request_id == "i0":
+                scheduler.remove(sequence)
+        num_steps += 1
+    assert num_steps == LANE_DELAY_STEPS["batch"] + 1
+
+
+def test_an_interactive_sequence_that_waits_for_an_item_of_the_batch_lane_gets_it() -> None:
+    """Its prefix is being computed, so that it cannot be in the step."""
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 4, MAX_MODEL_LEN)
+    first, second = with_items("b0", "batch", 6), with_items("b0", "interactive", 6)
+    scheduler.add(first)
+    scheduler._last_interactive = 0
+    run_step(scheduler, 0)
+    scheduler.add(second)
+    for _ in range(20):
+        run_step(scheduler, 0)
+    assert second.num_output_tokens > 0
 
 
 def test_an_interactive_sequence_takes_the_place_of_one_of_the_batch_lane() -> None:

@@ -13,6 +13,7 @@ from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import Sequence
 from workers.engine.core.step_cost import (
     BATCH_SHARE,
+    BATCH_STEP_S,
     DECAY,
     MIN_CHUNK,
     PrefillLimit,
@@ -161,12 +162,21 @@ def test_the_batch_lane_makes_a_step_half_as_long_again_at_most(
     cost = cost_of(base_s, token_s, [1, 64] * 20)
     limit = max_batch_tokens(cost, num_interactive)
     assert limit is not None
-    assert limit >= MIN_CHUNK
+    assert limit >= 1
     step_s = base_s + num_interactive * token_s
-    if limit > MIN_CHUNK:
+    if limit > 1:
         assert limit * token_s <= BATCH_SHARE * step_s * 1.01 + 1e-6
 
 
-def test_the_batch_lane_has_no_limit_by_itself_or_before_a_step_was_measured() -> None:
-    assert max_batch_tokens(cost_of(0.01, 1e-3, [1, 64]), 0) is None
+@given(st.floats(0, 0.05), st.floats(1e-5, 1e-2))
+def test_steps_of_the_batch_lane_alone_are_short(base_s: float, token_s: float) -> None:
+    limit = max_batch_tokens(cost_of(base_s, token_s, [1, 64] * 20), 0)
+    assert limit is not None
+    assert limit >= MIN_CHUNK
+    if limit > MIN_CHUNK:
+        assert base_s + limit * token_s <= max(BATCH_STEP_S, 2 * base_s) * 1.01 + 1e-4
+
+
+def test_the_batch_lane_has_no_limit_before_a_step_was_measured() -> None:
+    assert max_batch_tokens(StepCost(), 0) is None
     assert max_batch_tokens(StepCost(), 8) is None

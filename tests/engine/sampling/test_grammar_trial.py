@@ -5,8 +5,9 @@ import os
 import resource
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Callable
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from shared.protocol.sampling import StructuredOutputs
 from workers.engine.sampling import grammar as grammars_module
 from workers.engine.sampling import grammar_sandbox, grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
+
+Process = Popen[bytes]
 
 YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
 SLOW = StructuredOutputs(
@@ -44,14 +47,13 @@ async def compile_with(
 
 def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[Process], None]) -> None:
     """Have each sandbox process meet `act` as soon as it has been started."""
-    start = asyncio.create_subprocess_exec
 
-    async def started(*args: Any, **options: Any) -> Process:
-        process = await start(*args, **options)
+    def started(*args: Any, **options: Any) -> Process:
+        process = Popen(*args, **options)
         act(process)
         return process
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    monkeypatch.setattr(grammar_trial, "Popen", started)
 
 
 def stop(process: Process) -> None:

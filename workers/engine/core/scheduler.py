@@ -14,8 +14,10 @@ so that decodes leave at least one token for it. A sequence that needs prompt lo
 for running ones that need them; none behind it is started before it.
 
 While interactive sequences run, those of the batch lane have only so many tokens in a step as make
-it half as long again, and always some, which go to the first of them. A sequence of the batch lane
-also gives up its place for a waiting interactive one of a better priority.
+it half as long again, and always one, and none of their items are encoded in it, unless one of them
+comes first of all. Between interactive sequences, steps of the batch lane are short, with one item
+at most. A sequence of the batch lane also gives up its place for a waiting interactive one of a
+better priority.
 
 A running sequence may wait for input: the row of its next token is made of something that another
 worker has not written yet. It keeps its place and its blocks, and steps pass over it. It is
@@ -23,6 +25,7 @@ preempted like any other one, and also for a waiting sequence of a better priori
 one wait as long as it does.
 """
 
+import math
 from bisect import insort
 from dataclasses import InitVar, dataclass, field
 
@@ -34,6 +37,8 @@ from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost, max
 
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
+RECENT_STEPS = 1000
+"""Steps since the last one with interactive sequences after which none are expected any more."""
 
 
 @dataclass(eq=False)
@@ -58,6 +63,8 @@ class Scheduler:
     """KV slots in held blocks that held no token, summed over all steps."""
     _num_steps: int = 0
     _num_added: int = 0
+    _last_interactive: float = -math.inf
+    """The last step for which there were interactive sequences."""
 
     def __post_init__(self, max_num_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
         self._max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
@@ -125,8 +132,9 @@ class Scheduler:
         prefill limit lets them.
         """
         self._num_steps += 1
-        most = self.max_num_batched_tokens
-        step = StepBudget(most, most, self._max_batch_tokens())
+        num_preemptions = self.num_preemptions
+        step = self._new_budget()
+        puts_off_items = step.batch_items == 0
         # A copy, because preemption removes sequences from the list.
         running = self._running[:]
         prefills = []
@@ -138,26 +146,44 @@ class Scheduler:
         num_decoding = self.max_num_batched_tokens - step.budget
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decoding)
         step.prompt_tokens = step.budget if limit is None else min(step.budget, limit)
-        for sequence in prefills:
-            if sequence.status is Status.RUNNING:
-                self._schedule_tokens(sequence, step)
-        # After a preemption blocks are short: a sequence admitted now would be preempted next.
-        if self._waiting and len(self._running) == len(running):
-            self._admit_waiting(step)
+        self._schedule_prefills(prefills, step, num_preemptions)
+        if puts_off_items and not step.has_interactive:
+            # An interactive sequence may wait for a prefix with an item of the batch lane.
+            step.batch_items = 1
+            left = [s for s in self._running if s not in step.scheduled]
+            self._schedule_prefills(left, step, num_preemptions)
         # If all that run wait for input, the next step would find what this one has found.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
-    def _max_batch_tokens(self) -> int:
-        """Return how many tokens the next step may have of the batch lane."""
+    def _schedule_prefills(
+        self, prefills: list[Sequence], step: StepBudget, num_preemptions: int
+    ) -> None:
+        """Schedule chunks of running sequences, and admit others if none had to be preempted."""
+        for sequence in prefills:
+            if sequence.status is Status.RUNNING:
+                self._schedule_tokens(sequence, step)
+        # After a preemption blocks are short: a sequence admitted now would be preempted next.
+        if self._waiting and self.num_preemptions == num_preemptions:
+            self._admit_waiting(step)
+
+    def _new_budget(self) -> StepBudget:
+        """Return the budget of the next step, with what it may have of the batch lane."""
+        most = self.max_num_batched_tokens
         # Those that wait are likely to be admitted in it.
         known = (*self._running, *self._waiting)
         interactive = (s for s in known if s.request.lane != "batch")
-        num_interactive = sum(sequence.num_computable_tokens for sequence in interactive)
-        most = self.max_num_batched_tokens
-        limit = max_batch_tokens(self.step_cost, min(most, num_interactive))
-        return most if limit is None else min(most, limit)
+        num_interactive = min(most, sum(s.num_computable_tokens for s in interactive))
+        if num_interactive:
+            self._last_interactive = self._num_steps
+        elif self._num_steps - self._last_interactive > RECENT_STEPS:
+            return StepBudget(most, most, most)
+        limit = max_batch_tokens(self.step_cost, num_interactive)
+        first = min(known, key=_priority, default=None)
+        is_batch_first = first is None or first.request.lane == "batch"
+        items = 1 if num_interactive == 0 or is_batch_first else 0
+        return StepBudget(most, most, most if limit is None else min(most, limit), items)
 
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
@@ -217,6 +243,10 @@ class Scheduler:
                 passed_over.add(sequence.request_id)
                 continue
             match = self.prefix_cache.match_prefix(sequence)
+            if step.max_new_tokens(sequence, match.num_tokens) == 0:
+                # An item follows at once. A start without tokens would lose the copy of a block.
+                passed_over.add(sequence.request_id)
+                continue
             # All known tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
             num_needed = reserved_blocks + num_missing

@@ -18,17 +18,28 @@ class StepBudget:
     """Tokens that prefills may still have in this step, out of the budget."""
     batch_tokens: int
     """Tokens that sequences of the batch lane may still have in this step, out of the budget."""
+    batch_items: int | None = None
+    """Items of the batch lane that may still be encoded in this step; None for any number."""
     prompt_logits: int = MAX_PROMPT_LOGITS
     """Prompt tokens that may still have logits in this step."""
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
 
-    def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget for a sequence, limited by the logits if all its tokens need them."""
+    @property
+    def has_interactive(self) -> bool:
+        return any(sequence.request.lane != "batch" for sequence in self.scheduled)
+
+    def max_new_tokens(self, sequence: Sequence, num_cached: int = 0) -> int:
+        """Return the budget for a sequence, limited by the logits if all its tokens need them.
+
+        `num_cached` tokens of a sequence that has not started need not be computed.
+        """
         budget = self.budget
         if sequence.num_uncomputed_tokens > 1:
             budget = min(budget, self.prompt_tokens)
         if sequence.request.lane == "batch":
             budget = min(budget, self.batch_tokens)
+            if self.batch_items is not None:
+                budget = min(budget, sequence.num_tokens_before_item(self.batch_items, num_cached))
         if sequence.prompt_logprobs is not None:
             budget = min(budget, self.prompt_logits)
         return budget
@@ -36,6 +47,8 @@ class StepBudget:
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
         self._spend(s.sequence, s.num_new_tokens)
+        if self.batch_items is not None and s.sequence.request.lane == "batch":
+            self.batch_items -= s.sequence.num_items_begun(s.num_new_tokens)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         if (s := self.scheduled.pop(sequence, None)) is not None:

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 DECAY = 0.95
 """Weight of a measured step after each further one: some twenty steps count."""
 MIN_CHUNK = 16
-"""Prompt tokens that a step may have in any case, and tokens of the batch lane."""
+"""Prompt tokens that a step may have in any case."""
 BATCH_SHARE = 0.5
 """Sequences of the batch lane may make a step with interactive ones longer by this part."""
+BATCH_STEP_S = 0.005
+"""Time of a step of the batch lane for which an interactive sequence may have to wait. It may be
+longer where a step takes long without any tokens, of which it has twice the time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,13 +76,15 @@ def max_batch_tokens(cost: StepCost, num_interactive_tokens: int) -> int | None:
     """Return how many tokens of the batch lane a step may have; None for any number.
 
     Where weights are read once for all tokens of a step, as on a GPU, those of the batch lane cost
-    little, and many are allowed. A step without interactive tokens has no limit.
+    little, and many are allowed. Without interactive tokens in the step, some are expected soon.
     """
-    if num_interactive_tokens == 0 or not cost.is_known:
+    if not cost.is_known:
         return None
     base_s, token_s = cost.line()
+    if num_interactive_tokens == 0:
+        return max(MIN_CHUNK, math.floor(max(BATCH_STEP_S - base_s, base_s) / token_s))
     step_s = base_s + num_interactive_tokens * token_s
-    return max(MIN_CHUNK, math.floor(BATCH_SHARE * step_s / token_s))
+    return max(1, math.floor(BATCH_SHARE * step_s / token_s))
 
 
 UNLIMITED = PrefillLimit()

@@ -7,10 +7,11 @@ depends on what else the machine does, so running out of it says nothing about t
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
+from subprocess import DEVNULL, Popen
 
 from shared.errors import GrammarNotTried
 from workers.engine.sampling import grammar_sandbox
@@ -22,6 +23,7 @@ TURN_S = 30.0
 """Most grammars take 0.1 s of CPU time, so they pass with a hundredth of a core. After so much wall
 time a trial goes on as long as it gets CPU time and no other tenant waits for its slot."""
 _CPUCLOCK_SCHED = 2
+MAX_OUTPUT = 4096
 NOT_STARTED = "its trial could not be started"
 NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals from outside of the sandbox, such as the kernel's when the machine is out of memory."""
@@ -34,43 +36,64 @@ async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], nic
     sandbox process, as nice(2) does. Raises GrammarNotTried if the machine has no time or no
     process for the trial, or ends it.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", grammar_sandbox.__file__),
-            *(str(MAX_CPU_S), str(niceness)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-        )
-    except OSError as error:  # No memory, processes or file descriptors are left.
-        raise _not_tried(NOT_STARTED) from error
-    try:
-        output = await _output_of(process, definition, is_slot_wanted)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        with theirs:
+            process = _start(theirs, niceness)
+        try:
+            output = await _output_of(process.pid, ours, definition, is_slot_wanted)
+        finally:
             process.kill()
-        await process.wait()
+            await asyncio.to_thread(process.wait)
     _, begun, reason = output.decode().partition(BEGUN)
     if not begun:
         raise _not_tried(NOT_STARTED)
     return _reason_of_end(process.returncode, reason)
 
 
+def _start(channel: socket.socket, niceness: int) -> Popen[bytes]:
+    # uvloop's own way to start a process holds the interpreter's lock for some ten milliseconds, in
+    # which the model waits too; this one for one or two.
+    try:
+        return Popen(
+            [sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S), str(niceness)],
+            stdin=channel.fileno(),
+            stdout=channel.fileno(),
+            stderr=DEVNULL,
+        )
+    except OSError as error:  # No memory, processes or file descriptors are left.
+        raise _not_tried(NOT_STARTED) from error
+
+
 async def _output_of(
-    process: Process, definition: str, is_slot_wanted: Callable[[], bool]
+    pid: int, channel: socket.socket, definition: str, is_slot_wanted: Callable[[], bool]
 ) -> bytes:
-    exchange = asyncio.create_task(process.communicate(definition.encode()))
+    exchange = asyncio.create_task(_exchange(channel, definition.encode()))
     cpu_s = 0.0
     try:
         while not (await asyncio.wait([exchange], timeout=TURN_S))[0]:
-            before, cpu_s = cpu_s, _cpu_s(process.pid)
+            before, cpu_s = cpu_s, _cpu_s(pid)
             if cpu_s == before or is_slot_wanted():
                 raise _not_tried(
                     f"its trial had no result within {TURN_S:g} s, because the machine is busy"
                 )
-        return exchange.result()[0]
+        return exchange.result()
     finally:
         exchange.cancel()
+
+
+async def _exchange(channel: socket.socket, definition: bytes) -> bytes:
+    """Return all that the sandbox writes, until it closes its end."""
+    loop, output = asyncio.get_running_loop(), b""
+    # A sandbox may end before it has read everything, and may have written why.
+    with contextlib.suppress(ConnectionError):
+        await loop.sock_sendall(channel, definition)
+        channel.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(ConnectionError):
+        while part := await loop.sock_recv(channel, MAX_OUTPUT):
+            output += part
+    return output
 
 
 def _cpu_s(pid: int) -> float:

@@ -5,6 +5,7 @@ another gateway does so when this one dies.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Sequence, Set
@@ -20,6 +21,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
+from shared.protocol.text_length import check_text_len
 from shared.state import request_registry
 from shared.state.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
@@ -34,6 +36,8 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, run_until_disconnect
 
+LARGE_BYTES = 2**16
+"""The texts of larger bodies are checked before they are published."""
 # Options that may differ when a client comes back for the same answer.
 _STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
 # Options of an output beside the text, of which the client has chosen the format.
@@ -64,6 +68,8 @@ async def submit(
     request_id, is_named = read_request_id(request, kind, caller.tenant)
     if not is_named:
         await context.quotas.check(caller.tenant, LOG_STREAMS)
+    if request.scope.get("body_bytes", 0) > LARGE_BYTES:
+        await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)
@@ -91,6 +97,18 @@ async def submit(
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
     return await _respond(context, request, active, logs, start, refuse, plan)
+
+
+async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> None:
+    """Raise RequestFailed for a text that no renderer will take, before the broker stores it.
+
+    Without a renderer that tells the model's limit, the text is not checked here.
+    """
+    with contextlib.suppress(Unavailable):
+        max_len = (await context.model_card(plan.requests[0].model)).max_model_len
+        for number, part in enumerate(plan.requests):
+            with translated_errors(kind, options_of_part(plan.options, number)):
+                check_text_len(part, max_len)
 
 
 async def _record_of(

@@ -38,13 +38,10 @@ from shared.protocol.multimodal import (
 )
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Message, Prompt
+from shared.protocol.text_length import check_text_len
 from workers.renderer.processing import prompt
 from workers.renderer.processing.inputs import open_inputs
 from workers.renderer.processing.tokenizer import PromptTokenizer
-
-# English text has 4 to 5 bytes a token, other scripts fewer. Text of more than 16 is long runs of
-# blanks, and an attacker would send 50 MB of them only to have them tokenized.
-MAX_BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +274,10 @@ class Processor:
             self._check_ids(asked.token_ids, "prompt_token_ids")
             return asked.token_ids
         if asked.text is not None:
-            self._check_bytes([asked.text], "prompt")
+            check_text_len(asked, self.max_model_len)
             return self._tokenizer.encode(asked.text, asked.add_special_tokens is not False)
         self.check(asked.messages)
-        self._check_bytes(prompt.client_texts(asked), "messages")
+        check_text_len(asked, self.max_model_len)
         return self._tokenizer.tokenize(asked)
 
     def detokenize(
@@ -313,15 +310,6 @@ class Processor:
             raise InvalidRequest(
                 f"token id {token_ids[i]} is out of the vocabulary of {self.vocab_size}",
                 field=f"{field}[{i}]",
-            )
-
-    def _check_bytes(self, texts: Iterable[str], field: str) -> None:
-        num_bytes = sum(len(text.encode()) for text in texts)
-        if num_bytes > MAX_BYTES_PER_TOKEN * self.max_model_len:
-            raise ContextTooLong(
-                f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
-                f" each of the model's {self.max_model_len} tokens",
-                field=field,
             )
 
 

@@ -17,6 +17,7 @@ from shared.protocol.multimodal import (
     Placement,
 )
 from shared.protocol.requests import Feature, ImagePart, Message, Prompt, TextPart, Tool, ToolCall
+from shared.protocol.text_length import texts_of
 from shared.protocol.value_limits import check_json
 
 Transform = Callable[[Any], Any]
@@ -183,12 +184,6 @@ def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
                 yield MediaPart(part.modality, field, part.url, sampling)
 
 
-def texts_of(message: Message) -> list[str]:
-    if isinstance(message.content, str):
-        return [message.content]
-    return [part.text for part in message.content or [] if isinstance(part, TextPart)]
-
-
 def template_messages(
     messages: Sequence[Message],
     *,
@@ -233,17 +228,6 @@ def parse_arguments(call: ToolCall) -> Any:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return text
     return parsed if isinstance(parsed, dict) else text
-
-
-def client_texts(asked: Prompt) -> Iterator[str]:
-    """Yield all text from the client that a template may write."""
-    for message in asked.messages:
-        yield from texts_of(message)
-        for call in message.tool_calls:
-            yield from (call.id, call.function.name, call.function.arguments)
-        yield from (message.tool_call_id or "", message.name or "")
-    if asked.tools or asked.template_kwargs:
-        yield msgspec.json.encode((asked.tools, asked.template_kwargs)).decode()
 
 
 def strings_by_field(prompt: Prompt) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,43 @@
+"""Limit on the text of a prompt, before anybody tokenizes it. Pure."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from shared.errors import ContextTooLong
+from shared.protocol.requests import GenerateRequest, Message, Prompt, TextPart
+
+# English text has 4 to 5 bytes a token, other scripts fewer. Text of more than 16 is long runs of
+# blanks, and an attacker would send 50 MB of them only to have them tokenized.
+MAX_BYTES_PER_TOKEN = 16
+"""Limit on the text of a prompt, in bytes for each token of the context."""
+
+
+def check_text_len(asked: Prompt | GenerateRequest, max_model_len: int) -> None:
+    """Raise ContextTooLong for text that is too long to be worth counting its tokens."""
+    text = asked.text if isinstance(asked, Prompt) else asked.prompt
+    texts = client_texts(asked) if text is None else [text]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    if num_bytes > MAX_BYTES_PER_TOKEN * max_model_len:
+        raise ContextTooLong(
+            f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
+            f" each of the model's {max_model_len} tokens",
+            field="messages" if text is None else "prompt",
+        )
+
+
+def client_texts(asked: Prompt | GenerateRequest) -> Iterator[str]:
+    """Yield all text from the client that a template may write."""
+    for message in asked.messages or []:
+        yield from texts_of(message)
+        for call in message.tool_calls:
+            yield from (call.id, call.function.name, call.function.arguments)
+        yield from (message.tool_call_id or "", message.name or "")
+    if asked.tools or asked.template_kwargs:
+        yield msgspec.json.encode((asked.tools, asked.template_kwargs)).decode()
+
+
+def texts_of(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content or [] if isinstance(part, TextPart)]
