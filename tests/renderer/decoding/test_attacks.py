@@ -38,6 +38,18 @@ def huge_frames() -> bytes:
     return mjpeg([np.zeros((4096, 2304, 3), np.uint8)] * 2)
 
 
+def huge_first_frame() -> bytes:
+    """FFmpeg would decode it while it opens the file."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("libx264", rate=1, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = 4096, 2304, "yuv420p"
+        black = np.zeros((2304 * 3 // 2, 4096), np.uint8)
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(black, "yuv420p")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
 def wide_frames() -> bytes:
     return mjpeg([np.zeros((8, 16_392, 3), np.uint8)])
 
@@ -81,6 +93,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
     "ten hours": (long_video, MediaTooLarge, r"of 36000 s is over the limit of 3600 s"),
     "many frames": (many_frames, MediaTooLarge, r"more than the limit of 36000 frames"),
     "huge frames": (huge_frames, MediaTooLarge, "2304 x 4096 = 9437184 pixels .* 8388608"),
+    "huge first frame": (huge_first_frame, MediaTooLarge, "4096 x 2304 = 9437184 pixels"),
     "wide frames": (wide_frames, MediaTooLarge, r"16392 x 8 is over the limit of 16384"),
     "changing size": (changing_size, InvalidMedia, r"changes its size from 64 x 48 to 2048"),
     "strange codec": (strange_codec, UnsupportedContent, r"codec ffv1 is not accepted"),
