@@ -21,6 +21,7 @@ from ops.bench.media.clips import renamed
 from ops.bench.rendering import send_task
 from shared import client
 from shared.bus.bus import Bus
+from shared.errors import Overloaded, Unavailable
 from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
 from shared.telemetry import logs
 
@@ -39,6 +40,8 @@ class Sent:
 
     files: int = 0
     refused: int = 0
+    unanswered: int = 0
+    """Times when the broker did not answer, after which the next file is sent."""
     seconds: float = 0.0
 
     @property
@@ -89,6 +92,13 @@ class Senders:
         self.sent = Sent()
 
     async def send(self) -> None:
+        """Send a file, unless the broker is too busy."""
+        try:
+            await self._send()
+        except (Unavailable, Overloaded):
+            self.sent.unanswered += 1
+
+    async def _send(self) -> None:
         url = await client.pin_media(self._bus, renamed(self._data))
         self.sent.files += 1
         if self._use == "stored":
