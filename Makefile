@@ -144,7 +144,7 @@ bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput,
 
 # Apart from .venv: transformers would import it, which fails beside a torch for CPUs.
 TORCHVISION := torchvision==0.28.0
-bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 3 minutes
+bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 6 minutes
 	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision $(TORCHVISION)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m ops.bench.media
 

@@ -59,6 +59,22 @@ def questions() -> Iterator[list[Message]]:
     return map(question, _numbers)
 
 
+async def send_task(bus: Bus, messages: list[Message], receipt: str = "$JS.ACK.none") -> str:
+    """Publish a task to render, and return the request's id.
+
+    A worker that ends the request confirms it by the receipt, to a queue that has no such request.
+    """
+    now_ms = bus.now_ms()
+    request_id = client.new_request_id()
+    # No coordinator asked for this task, so that no request is stored for it.
+    ticket = RequestTicket(now_ms, now_ms + 600_000, 1, receipt)
+    header = TaskHeader(request_id, MODEL, subjects.LANES[0], ticket)
+    data = envelope.encode(Task(header, RenderBody(Prompt(messages))), [])
+    subject = subjects.stage("renderer", MODEL, header.lane, request_id)
+    await bus.publish(subject, data, request_id)
+    return request_id
+
+
 class Sink:
     """Render by the main path, and receive the result."""
 
@@ -79,15 +95,7 @@ class Sink:
 
     async def send(self, messages: list[Message]) -> str:
         """Publish a task, and return the request's id."""
-        now_ms = self._bus.now_ms()
-        request_id = client.new_request_id()
-        # No coordinator asked for this task, so that no request is stored for it.
-        ticket = RequestTicket(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
-        header = TaskHeader(request_id, MODEL, subjects.LANES[0], ticket)
-        data = envelope.encode(Task(header, RenderBody(Prompt(messages))), [])
-        subject = subjects.stage("renderer", MODEL, header.lane, request_id)
-        await self._bus.publish(subject, data, request_id)
-        return request_id
+        return await send_task(self._bus, messages)
 
     async def take(self) -> None:
         await self.take_id()

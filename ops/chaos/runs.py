@@ -55,7 +55,7 @@ RUNS: dict[str, Settings] = {
     ),
     "model": replace(
         DEMO,
-        mix=Mix(images=0.5, clips=0.3),
+        mix=Mix(images=0.5, clips=0.3, sounds=0.2),
         fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
     ),

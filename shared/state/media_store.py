@@ -102,18 +102,26 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
         raise MediaTooLarge(
             f"a file of {head.num_bytes} bytes is over the limit of {max_bytes} bytes"
         )
-    data = bytearray()
+    chunks_read: list[bytes] = []
+    num_bytes = 0
     for first in range(0, head.num_chunks, MAX_CHUNKS_IN_FLIGHT):
         numbers = range(first, min(first + MAX_CHUNKS_IN_FLIGHT, head.num_chunks))
         reads = (
             bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(chunks, n)) for n in numbers
         )
         for chunk in await asyncio.gather(*reads):
-            if chunk is None or len(data) + len(chunk.data) > head.num_bytes:
+            if chunk is None or num_bytes + len(chunk.data) > head.num_bytes:
                 return None
-            data += chunk.data
-    content = bytes(data)
-    return content if await hash_media(content) == name else None
+            chunks_read.append(chunk.data)
+            num_bytes += len(chunk.data)
+    content, found_name = await asyncio.to_thread(_join, chunks_read)
+    return content if found_name == name else None
+
+
+def _join(chunks: list[bytes]) -> tuple[bytes, str]:
+    """Return all bytes and their name; blocks for the time of a copy and a hash of them."""
+    content = b"".join(chunks)
+    return content, hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

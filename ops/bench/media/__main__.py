@@ -6,7 +6,6 @@ product does not, and runs in a process that finds it in the folder of `--torchv
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -25,15 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.bench.media import fields
-from ops.bench.media.clips import SIZE, make_bombs, make_clip, make_speech, renamed
+from ops.bench.media.beside import MAX_P95, Measuring
+from ops.bench.media.clips import SIZE, make_clip, make_speech, renamed
 from ops.bench.media.fields import Timing, measure
-from ops.bench.media.serving import (
-    measure_beside_clips,
-    measure_images,
-    measure_rates,
-    serving,
-    under_attack,
-)
+from ops.bench.media.serving import Images, measure_rates, serving
 from shared.telemetry import logs
 from workers.cli.settings import DEMO_MODEL
 
@@ -42,7 +36,7 @@ NUM_FRAMES = 20
 MAX_PIXELS = 644 * 364
 MAX_MODEL_LEN = 32_768
 MAX_FIELDS_MS, MAX_FEATURES_MS, MAX_DECODER_KIB = 1500.0, 60.0, 100 * 1024
-MIN_REPEATED, MAX_P95 = 20.0, 1.5
+MIN_REPEATED = 20.0
 
 
 def write_video_model(folder: Path) -> Path:
@@ -164,64 +158,60 @@ def table_of_features(folder: Path, count: int) -> tuple[Table, list[str]]:
     return table, missed
 
 
-async def table_of_serving(count: int, images: int) -> tuple[Table, list[str]]:
-    table = Table(title="a renderer of the demo model", title_justify="left")
-    table.add_column("what")
-    table.add_column("figure", justify="right")
+async def tables_of_serving(args: argparse.Namespace) -> tuple[list[Table], list[str]]:
+    rates = Table(title="a renderer of the demo model", title_justify="left")
+    rates.add_column("requests a second")
+    rates.add_column("figure", justify="right")
+    beside = Table(title="image requests beside others", title_justify="left")
+    beside.add_column("the others")
+    for name in ("files a second", "p50 alone", "p50 beside", "p95 alone", "p95 beside", "p95 x"):
+        beside.add_column(name, justify="right")
     missed = []
-    numbers = itertools.count()
-    async with serving() as (bus, sink):
-        fresh, again = await measure_rates(bus, sink, make_clip(), count)
-        table.add_row("requests a second, a new clip each", f"{fresh:.1f}")
-        table.add_row("requests a second, one clip", f"{again:.1f}")
-        if again < MIN_REPEATED * fresh:
-            missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
-        await measure_images(sink, 10, numbers)
-        p50_ms, p95_ms = await measure_images(sink, images, numbers)
-        table.add_row("an image alone, p50 and p95", f"{p50_ms:.1f} ms, {p95_ms:.1f} ms")
-        for name, bomb in make_bombs().items():
-            async with under_attack(sink, bus, bomb) as refused:
-                beside_ms = await measure_images(sink, images, numbers)
-                count_refused = refused()
-            table.add_row(
-                f"beside {name}, {len(bomb)} bytes, {count_refused} refused",
-                f"{beside_ms[0]:.1f} ms, {beside_ms[1]:.1f} ms",
-            )
-            if beside_ms[1] > MAX_P95 * p95_ms:
-                missed.append(f"beside {name} the p95 of images is {beside_ms[1] / p95_ms:.1f} x")
-        # The last, because clips that have been sent are still rendered behind it.
-        p50_ms, p95_ms = await measure_images(sink, images, numbers)
-        found = await measure_beside_clips(sink, bus, make_clip(), images, numbers)
-        table.add_row(
-            f"beside new clips, {found[2]:.2f} a second (alone {p50_ms:.1f} ms, {p95_ms:.1f} ms)",
-            f"{found[0]:.1f} ms, {found[1]:.1f} ms",
-        )
-        if found[1] > MAX_P95 * p95_ms:
-            missed.append(f"beside new clips the p95 of images is {found[1] / p95_ms:.1f} x")
-    return table, missed
+    async with serving() as (bus, sink, url):
+        if not args.only_beside:
+            fresh, again = await measure_rates(bus, sink, make_clip(), args.count)
+            rates.add_row("a new clip each", f"{fresh:.1f}")
+            rates.add_row("one clip", f"{again:.1f}")
+            if again < MIN_REPEATED * fresh:
+                missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
+        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+            async with Images(sink) as images:
+                await images.measure(20)
+                measuring = Measuring(bus, url, images, Path(folder), args.images // args.rounds)
+                for _ in range(args.rounds):
+                    await measuring.round()
+                await measuring.clips()
+    for name, found in measuring.found.items():
+        beside.add_row(name, *found.row())
+        if found.ratio > MAX_P95:
+            missed.append(f"beside {name.strip()} the p95 of images is {found.ratio:.1f} x")
+    return ([] if args.only_beside else [rates]) + [beside], missed
 
 
 def main(args: argparse.Namespace) -> int:
     logs.configure_logging("warning", role="bench")
     torch.set_num_threads(1)
     missed = []
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-        for measured in (
-            table_of_fields(Path(name), args.count, args.torchvision),
-            table_of_features(Path(name) / "sound", 10 * args.count),
-        ):
-            Console().print(measured[0])
-            missed += measured[1]
-    serving_table, serving_missed = uvloop.run(table_of_serving(args.count, args.images))
-    Console().print(serving_table)
-    for target in [*missed, *serving_missed]:
+    if not args.only_beside:
+        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+            for table, targets in (
+                table_of_fields(Path(name), args.count, args.torchvision),
+                table_of_features(Path(name) / "sound", 10 * args.count),
+            ):
+                Console().print(table)
+                missed += targets
+    tables, targets = uvloop.run(tables_of_serving(args))
+    Console().print(*tables, sep="\n")
+    for target in [*missed, *targets]:
         Console().print(f"missed: {target}")
-    return 1 if missed or serving_missed else 0
+    return 1 if missed or targets else 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only-beside", action="store_true", help="only images beside others")
     parser.add_argument("--torchvision", type=Path, default=Path("build/torchvision"))
     raise SystemExit(main(parser.parse_args()))

@@ -40,6 +40,12 @@ def renamed(clip: bytes) -> bytes:
     return clip + struct.pack(">I4sQ", 16, b"free", next(_numbers))
 
 
+def padded(clip: bytes, num_bytes: int) -> bytes:
+    """Return the same MP4 in a file of so many bytes."""
+    rest = num_bytes - len(clip)
+    return clip + struct.pack(">I4s", rest, b"free") + bytes(rest - 8)
+
+
 def make_speech(seconds: int = 10, rate: int = 44_100) -> bytes:
     """Return a WAV of two channels, of harmonics that come and go."""
     time = np.arange(seconds * rate) / rate

@@ -1,42 +1,27 @@
-"""Videos in a real renderer process: requests a second, and images beside other videos."""
+"""Requests with videos and images to a real renderer process."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from ops.bench.media.clips import renamed
+from ops.bench.media.senders import ask_about
 from ops.bench.rendering import Sink, question, renderers
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
-from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
+from shared.protocol.requests import Message
 from workers.cli import settings
-
-ATTACKERS = 4
-"""Hostile videos in flight."""
-SENDERS = 4
-"""New clips in flight."""
-
-
-def ask_about(url: str) -> list[Message]:
-    return [Message("user", [VideoPart(VideoURL(url)), TextPart("What moves?")])]
-
-
-def to_url(data: bytes) -> str:
-    return "data:;base64," + base64.b64encode(data).decode()
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Bus, Sink]]:
-    """Start a broker and a renderer of the demo model; yield when they are ready."""
+async def serving() -> AsyncIterator[tuple[Bus, Sink, str]]:
+    """Start a broker and a renderer of the demo model; yield when they are ready, with a URL."""
     config: Config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         broker = EmbeddedServer(Path(folder) / "nats")
@@ -46,7 +31,7 @@ async def serving() -> AsyncIterator[tuple[Bus, Sink]]:
             await bus.prepare(config.nats, config.delivery)
             sink = await Sink.open(bus)
             async with renderers(config, broker.url, 1, Path(folder) / "workers.log"):
-                yield bus, sink
+                yield bus, sink, broker.url
             await bus.close()
         finally:
             broker.stop()
@@ -69,80 +54,45 @@ async def _rate(sink: Sink, urls: Sequence[str]) -> float:
     return len(urls) / (time.perf_counter() - began)
 
 
-async def measure_images(sink: Sink, count: int, numbers: Iterator[int]) -> tuple[float, float]:
-    """Return p50 and p95 in milliseconds of requests with new images, one after the other."""
-    took_ms = []
-    for seed in itertools.islice(numbers, count):
-        began = time.perf_counter()
-        await sink.ask(question(seed))
-        took_ms.append(1000 * (time.perf_counter() - began))
-    p50_ms, p95_ms = np.percentile(took_ms, [50, 95])
-    return float(p50_ms), float(p95_ms)
+class Images:
+    """Requests with new images, one after the other, beside others whose results are not awaited.
 
-
-async def measure_beside_clips(
-    sink: Sink, bus: Bus, clip: bytes, count: int, numbers: Iterator[int]
-) -> tuple[float, float, float]:
-    """Return p50 and p95 in milliseconds of new images while new clips are sent all the time.
-
-    The third number is that of clips a second.
+    It is a context, and belongs to one event loop.
     """
-    waiting: dict[str, asyncio.Future[None]] = {}
-    num_clips = 0
 
-    async def take_all() -> None:
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        self._taking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Images":
+        self._taking = asyncio.create_task(self._take_all())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._taking is not None
+        self._taking.cancel()
+        await asyncio.gather(self._taking, return_exceptions=True)
+
+    async def ask(self, messages: list[Message]) -> None:
+        request_id = await self._sink.send(messages)
+        async with asyncio.timeout(60):
+            await self._waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
+        del self._waiting[request_id]
+
+    async def measure(self, count: int) -> list[float]:
+        """Return the milliseconds of each request."""
+        took_ms = []
+        for seed in itertools.islice(self._numbers, count):
+            messages = question(seed)
+            began = time.perf_counter()
+            await self.ask(messages)
+            took_ms.append(1000 * (time.perf_counter() - began))
+        return took_ms
+
+    async def _take_all(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            request_id = await sink.take_id()
-            waiting.setdefault(request_id, loop.create_future()).set_result(None)
-
-    async def ask(messages: list[Message]) -> None:
-        request_id = await sink.send(messages)
-        await waiting.setdefault(request_id, loop.create_future())
-        del waiting[request_id]
-
-    async def send_clips() -> None:
-        nonlocal num_clips
-        while True:
-            await ask(ask_about(await client.pin_media(bus, renamed(clip))))
-            num_clips += 1
-
-    loop = asyncio.get_running_loop()
-    tasks = [asyncio.create_task(send_clips()) for _ in range(SENDERS)]
-    tasks.append(asyncio.create_task(take_all()))
-    took_ms = []
-    try:
-        began = time.perf_counter()
-        for seed in itertools.islice(numbers, count):
-            sent = time.perf_counter()
-            await ask(question(seed))
-            took_ms.append(1000 * (time.perf_counter() - sent))
-        rate = num_clips / (time.perf_counter() - began)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    p50_ms, p95_ms = np.percentile(took_ms, [50, 95])
-    return float(p50_ms), float(p95_ms), rate
-
-
-@contextlib.asynccontextmanager
-async def under_attack(sink: Sink, bus: Bus, bomb: bytes) -> AsyncIterator[Callable[[], int]]:
-    """Keep hostile videos in flight, each with another hash; yield a count of those refused."""
-    refused = 0
-
-    async def attack() -> None:
-        nonlocal refused
-        while True:
-            url = await client.pin_media(bus, renamed(bomb))
-            request_id = await sink.send(ask_about(url))
-            async for _ in client.follow(bus, request_id):
-                pass
-            refused += 1
-
-    attackers = [asyncio.create_task(attack()) for _ in range(ATTACKERS)]
-    try:
-        yield lambda: refused
-    finally:
-        for attacker in attackers:
-            attacker.cancel()
-        await asyncio.gather(*attackers, return_exceptions=True)
+            request_id = await self._sink.take_id()
+            self._waiting.setdefault(request_id, loop.create_future()).set_result(None)

@@ -37,7 +37,7 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     ),
     # Most requests have images, and payloads come by any transport.
     "payloads": lambda: Deployment(replace(BASE, mix=replace(BASE.mix, images=0.7), listen=True)),
-    # Engines have no vision tower; most requests have images.
+    # Engines have no towers; most requests have images, clips or sounds.
     "encoders": lambda: Deployment(
         replace(
             BASE,
@@ -47,7 +47,7 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
             rate=4.0,
             renderers=1,
             max_tokens=(8, 48),
-            mix=replace(BASE.mix, images=0.7),
+            mix=replace(BASE.mix, images=0.7, clips=0.3, sounds=0.3),
         )
     ),
     # Most requests go through gateways.

@@ -11,7 +11,7 @@ from ops.demo_hearing.training import sounds
 from ops.demo_hearing.training.sounds import MAX_BEEPS, Spoken, Wave
 
 TASKS = ("count", "level", "digit", "description", "nothing")
-SHARES = (0.38, 0.08, 0.33, 0.18, 0.03)
+SHARES = (0.30, 0.16, 0.35, 0.16, 0.03)
 
 WORDINGS: dict[str, tuple[str, ...]] = {
     "count": (

@@ -120,7 +120,7 @@ def _partials(rng: np.random.Generator) -> NDArray[np.float64]:
     number = int(rng.integers(2, 13))
     ratios = np.arange(1, number + 1) * (1 + rng.random() * 0.15 * rng.random(number))
     loudness = rng.random(number) * np.arange(1, number + 1) ** -rng.uniform(0, 1.5)
-    loudness[0] = max(loudness[0], 0.3 * loudness.max())
+    loudness[0] = max(loudness[0], 0.1 * loudness.max())
     decays = rng.uniform(0, 6) + rng.uniform(0, 1.5) * np.arange(number)
     ratios[0] = 1
     return np.stack([ratios, loudness, rng.random(number), decays])[..., None]

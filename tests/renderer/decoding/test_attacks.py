@@ -5,15 +5,21 @@ import struct
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
+from msgspec.structs import replace
 
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError, UnsupportedContent
 from tests.renderer.decoding import files
 from tests.renderer.decoding.files import av
-from tests.renderer.decoding.reading import FIELD, Reader
+from tests.renderer.decoding.reading import FIELD, LIMITS, Reader
+from workers.renderer.decoding import packet_video
+from workers.renderer.decoding.containers import MATROSKA, MP4
+from workers.renderer.decoding.packet_video import PacketVideo
+from workers.renderer.decoding.refusal import Refusal
 
 MAX_CPU_S = 1.0
 MAX_GROWTH_KIB = 64 * 2**10
@@ -30,6 +36,18 @@ def many_frames() -> bytes:
 
 def huge_frames() -> bytes:
     return mjpeg([np.zeros((4096, 2304, 3), np.uint8)] * 2)
+
+
+def huge_first_frame() -> bytes:
+    """FFmpeg would decode it while it opens the file."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("libx264", rate=1, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = 4096, 2304, "yuv420p"
+        black = np.zeros((2304 * 3 // 2, 4096), np.uint8)
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(black, "yuv420p")))
+        output.mux(stream.encode())
+    return file.getvalue()
 
 
 def wide_frames() -> bytes:
@@ -75,6 +93,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
     "ten hours": (long_video, MediaTooLarge, r"of 36000 s is over the limit of 3600 s"),
     "many frames": (many_frames, MediaTooLarge, r"more than the limit of 36000 frames"),
     "huge frames": (huge_frames, MediaTooLarge, "2304 x 4096 = 9437184 pixels .* 8388608"),
+    "huge first frame": (huge_first_frame, MediaTooLarge, "4096 x 2304 = 9437184 pixels"),
     "wide frames": (wide_frames, MediaTooLarge, r"16392 x 8 is over the limit of 16384"),
     "changing size": (changing_size, InvalidMedia, r"changes its size from 64 x 48 to 2048"),
     "strange codec": (strange_codec, UnsupportedContent, r"codec ffv1 is not accepted"),
@@ -287,3 +306,51 @@ def test_flipped_bytes_end_no_decoder(
         else:
             assert {frame.shape for frame in frames} == {(files.HEIGHT, files.WIDTH, 3)}
     assert not [message for message in outcomes if "signal" in message or "time" in message]
+
+
+@pytest.mark.parametrize("make", [long_video, many_frames])
+def test_the_table_of_an_mp4_is_checked_before_its_packets(
+    make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_packets(*_: object) -> None:
+        raise AssertionError("packets were read")
+
+    monkeypatch.setattr(packet_video, "_note_packets", read_packets)
+    with pytest.raises(Refusal, match="limit"):
+        PacketVideo(make(), MP4, LIMITS)
+
+
+def test_packets_are_read_up_to_the_limit_on_the_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = files.repeated(files.video(num_frames=2), 1_000, Fraction(100), "matroska")
+    noted = []
+    note = packet_video._note_packets
+
+    def noting(*asked: Any) -> Any:
+        noted.append(note(*asked))
+        return noted[-1]
+
+    monkeypatch.setattr(packet_video, "_note_packets", noting)
+    with pytest.raises(Refusal, match="over the limit of 3600 s"):
+        PacketVideo(data, MATROSKA, LIMITS)
+    assert noted[0].num_frames == 38
+
+
+def test_frames_that_an_edit_list_hides_are_not_counted() -> None:
+    """Cameras shorten a video in this way, and leave the frames in the file."""
+    file = io.BytesIO()
+    options = {"avoid_negative_ts": "disabled"}
+    with (
+        av.open(io.BytesIO(files.video("mpeg4", "mov", gop=48))) as template,
+        av.open(file, "w", format="mov", options=options) as output,
+    ):
+        target = output.add_stream_from_template(template.streams.video[0])
+        for packet in template.demux(video=0):
+            if packet.size:
+                packet.stream = target
+                packet.pts -= 40 * packet.duration
+                packet.dts -= 40 * packet.duration
+                output.mux(packet)
+    limits = replace(LIMITS, max_frames=8)
+    assert PacketVideo(file.getvalue(), MP4, limits).probe.num_frames == 8
+    with pytest.raises(Refusal, match="limit of 7 frames"):
+        PacketVideo(file.getvalue(), MP4, replace(LIMITS, max_frames=7))

@@ -48,7 +48,7 @@ class PacketAudio:
             yield np.concatenate(waiting)
 
     def _open(self) -> tuple[InputContainer, AudioStream]:
-        opened = packets.open_container(self._data, self._container)
+        opened = packets.open_container(self._data, self._container, max_pixels=str(MAX_PIXELS))
         codecs = packets.AUDIO_CODECS
         return opened, packets.select_stream(
             opened, opened.streams.audio, codecs, MEDIA["samples"], MAX_PIXELS

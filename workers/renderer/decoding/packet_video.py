@@ -4,6 +4,7 @@ The packets are counted and their times noted without decoding. Wanted frames ar
 FrameCursor.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,13 +44,15 @@ class PacketVideo:
         opened, stream = self._open()
         context = stream.codec_context
         self._coded = context.width, context.height
+        if not any(self._coded):
+            self._coded = self._size_in_header()
         video_file.check_size(*self._coded, limits)
+        if container is containers.MP4 and len(stream.index_entries):
+            _check(_read_table(stream, limits), stream, limits)
         self._packets = _note_packets(opened, stream, container, limits)
-        video_file.check_count(self._packets.num_frames, limits)
-        fps = stream.average_rate
-        duration_s = _duration_s(self._packets, fps, stream.time_base)
-        video_file.check_duration(duration_s, limits)
+        _check(self._packets, stream, limits)
         self._turns = self._read_turns()
+        fps = stream.average_rate
         width, height = self._coded[:: -1 if self._turns % 2 else 1]
         self.probe = VideoProbe(
             width,
@@ -71,11 +74,17 @@ class PacketVideo:
 
     def _open(self) -> tuple[InputContainer, VideoStream]:
         max_pixels = self._limits.max_pixels
-        opened = packets.open_container(self._data, self._container)
+        opened = packets.open_container(self._data, self._container, max_pixels=str(max_pixels))
         codecs = packets.VIDEO_CODECS
         return opened, packets.select_stream(
             opened, opened.streams.video, codecs, MEDIA["frames"], max_pixels
         )
+
+    def _size_in_header(self) -> tuple[int, int]:
+        """Return a size that FFmpeg ignores otherwise, because it is over `max_pixels`."""
+        opened = packets.open_container(self._data, self._container, skip_frame="all")
+        context = opened.streams.video[0].codec_context
+        return context.width, context.height
 
     def _read_turns(self) -> int:
         """Return the number of quarter turns, counterclockwise, that make the frames upright."""
@@ -130,12 +139,23 @@ class PacketVideo:
         return np.rot90(frame.to_ndarray(format="rgb24", threads=1), self._turns)
 
 
+def _read_table(stream: VideoStream, limits: DecodingLimits) -> _Packets:
+    """Return what an MP4's own table says, by which FFmpeg finds the packets; keys are left out.
+
+    This takes a tenth of the time that reading the packets does.
+    """
+    shown = (entry.timestamp for entry in stream.index_entries if not entry.is_discard)
+    times = list(itertools.islice(shown, limits.max_frames + 1))
+    return _Packets(len(times), times, [])
+
+
 def _note_packets(
     opened: InputContainer, stream: VideoStream, container: Container, limits: DecodingLimits
 ) -> _Packets:
     times: list[int] = []
     keys: list[int] = []
     num_frames = 0
+    max_span = limits.max_video_s / (stream.time_base or 1)
     for packet in opened.demux(stream):
         # The last packet is empty, and an edit list has frames decoded that are not shown.
         if packet.size == 0 or packet.is_discard:
@@ -145,6 +165,8 @@ def _note_packets(
             break
         if packet.pts is not None:
             times.append(packet.pts)
+            if packet.pts - times[0] > max_span:
+                break
             if packet.is_keyframe:
                 keys.append(packet.pts)
     # AVI has the order in which frames are decoded, and no times. Without frames that refer to
@@ -155,10 +177,12 @@ def _note_packets(
     return _Packets(num_frames, sorted(times), sorted(keys))
 
 
-def _duration_s(packets: _Packets, fps: Fraction | None, time_base: Fraction | None) -> float:
-    """Return the longer of two durations: by the number of frames, and by their times."""
+def _check(packets: _Packets, stream: VideoStream, limits: DecodingLimits) -> None:
+    """Check the number of frames, and the longer of two durations: by the number, and by times."""
+    fps, time_base = stream.average_rate, stream.time_base
+    video_file.check_count(packets.num_frames, limits)
     counted = packets.num_frames / fps if fps else Fraction(0)
     span = Fraction(0)
     if packets.times and time_base:
         span = (packets.times[-1] - packets.times[0]) * time_base
-    return float(max(counted, span))
+    video_file.check_duration(float(max(counted, span)), limits)

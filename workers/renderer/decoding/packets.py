@@ -32,9 +32,13 @@ _OPTIONS = {
 AnyStream = TypeVar("AnyStream", VideoStream, AudioStream)
 
 
-def open_container(data: Bytes, container: Container) -> InputContainer:
-    """Open a file. Raises FFmpegError."""
-    options = {**_OPTIONS, "format_whitelist": container.name}
+def open_container(data: Bytes, container: Container, **decoder: str) -> InputContainer:
+    """Open a file. Raises FFmpegError.
+
+    FFmpeg decodes the first frames to learn what the header does not say, with the options of
+    `decoder`.
+    """
+    options = {**_OPTIONS, "format_whitelist": container.name, **decoder}
     return av.open(MemoryFile(data), "r", container.name, options)
 
 

@@ -1,6 +1,6 @@
 """Cells about encoders: all of them stop, or die with embeddings that no engine has read.
 
-The requests have images and clips in turn.
+The requests have images, clips and sounds in turn.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import io
 import secrets
 import signal
 
+import numpy as np
+import soundfile
 from PIL import Image
 
 from ops.chaos.matrix.cells.common import WORKER_S, count_answers, new_id, slots_of, wait_for_load
@@ -21,6 +23,8 @@ from shared.protocol import subjects
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import (
     SEQUENCE_HEAD,
+    AudioPart,
+    AudioURL,
     ContentPart,
     GenerateRequest,
     ImagePart,
@@ -77,14 +81,26 @@ def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
 
 
 async def _ask(bus: Bus, number: int) -> list[LogRecord]:
-    file = io.BytesIO()
-    form = "JPEG" if number % 2 else "PNG"
-    Image.new("RGB", (100 + number, 90), "red").save(file, form)
-    # Bytes after the end of an image file make another file, which no worker has seen.
-    data = base64.b64encode(file.getvalue() + secrets.token_bytes(8)).decode()
-    part: ContentPart = ImagePart(ImageURL(f"data:image/png;base64,{data}"))
-    if number % 2:
-        part = VideoPart(VideoURL(f"{SEQUENCE_HEAD.decode()}{data},{data}"))
-    message = Message("user", [part, TextPart("What color is it?")])
+    message = Message("user", [_new_part(number), TextPart("What is it?")])
     request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
     return [record async for record in client.ask(bus, request, new_id(f"shown-{number}"))]
+
+
+def _new_part(number: int) -> ContentPart:
+    """Return a medium that no worker has seen."""
+    file = io.BytesIO()
+    if number % 3 == 2:
+        noise = np.random.default_rng().uniform(-0.5, 0.5, 8_000)
+        soundfile.write(file, noise, 16_000, format="WAV")
+        return AudioPart(AudioURL(f"data:audio/wav;base64,{_base64(file)}"))
+    form = "JPEG" if number % 3 else "PNG"
+    Image.new("RGB", (100 + number, 90), "red").save(file, form)
+    # Bytes after the end of an image file make another file.
+    file.write(secrets.token_bytes(9))
+    if form == "PNG":
+        return ImagePart(ImageURL(f"data:image/png;base64,{_base64(file)}"))
+    return VideoPart(VideoURL(f"{SEQUENCE_HEAD.decode()}{_base64(file)},{_base64(file)}"))
+
+
+def _base64(file: io.BytesIO) -> str:
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,121 @@
+"""Image requests beside the videos of others: hostile ones, and harmless ones.
+
+Each attack is measured at a rate, and in a closed loop: each of some senders sends the next file
+when the last one is refused. Such a loop takes what it can get of the machine, so as many bytes a
+second are then sent in harmless ways: stored without a request, and stored as clips that are
+answered.
+"""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ops.bench.media.clips import make_bombs, make_clip, padded, renamed
+from ops.bench.media.senders import Sent, Use, ask_about, sending
+from ops.bench.media.serving import Images
+from shared import client
+from shared.bus.bus import Bus
+
+RATE = 4.0
+"""Hostile files a second, in the measurements at a rate."""
+AT_ONCE = 4
+"""Senders in a closed loop."""
+MAX_P95 = 1.5
+PAUSE_S = 0.5
+
+
+@dataclass
+class Beside:
+    """Milliseconds of image requests, alone and beside one kind of other work."""
+
+    alone: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    """Files of the others a second, in each round."""
+
+    @property
+    def p95(self) -> tuple[float, float]:
+        return float(np.percentile(self.alone, 95)), float(np.percentile(self.beside, 95))
+
+    @property
+    def ratio(self) -> float:
+        alone, beside = self.p95
+        return beside / alone
+
+    def row(self) -> tuple[str, ...]:
+        medians = [float(np.median(took)) for took in (self.alone, self.beside)]
+        numbers = (np.mean(self.rates), *medians, *self.p95)
+        return *(f"{number:.1f}" for number in numbers), f"{self.ratio:.2f}"
+
+
+class Measuring:
+    def __init__(self, bus: Bus, url: str, images: Images, folder: Path, count: int) -> None:
+        self._bus = bus
+        self._url = url
+        self._images = images
+        self._folder = folder
+        self._count = count
+        self.found: dict[str, Beside] = defaultdict(Beside)
+
+    async def round(self) -> None:
+        """Measure each attack and its controls once."""
+        small = make_clip(1, (64, 48))
+        for name, bomb in make_bombs().items():
+            hostile, harmless = self._folder / "hostile", self._folder / "harmless"
+            hostile.write_bytes(bomb)
+            harmless.write_bytes(padded(small, len(bomb)))
+            title = f"{name}, {len(bomb) / 1e6:.1f} MB"
+            loop = f"{title}, {AT_ONCE} senders"
+            await self._beside(title, self._sending(hostile, "refused", RATE))
+            rate = await self._beside(loop, self._sending(hostile, "refused"))
+            controls: tuple[Use, ...] = ("stored", "asked")
+            for use in controls:
+                others = self._sending(harmless, use, rate)
+                await self._beside(f"{loop}: as many bytes, {use}", others)
+
+    def _sending(
+        self, file: Path, use: Use, rate: float | None = None
+    ) -> AbstractAsyncContextManager[Sent]:
+        return sending(self._url, file, use, rate, AT_ONCE)
+
+    async def clips(self) -> None:
+        """Measure new large clips in a closed loop; some are still rendered behind it."""
+        await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
+
+    async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
+        found = self.found[name]
+        found.alone += await self._images.measure(self._count)
+        async with others as sent:
+            await asyncio.sleep(PAUSE_S)
+            found.beside += await self._images.measure(self._count)
+        found.rates.append(sent.rate)
+        await asyncio.sleep(PAUSE_S)
+        return sent.rate
+
+    @contextlib.asynccontextmanager
+    async def _sending_clips(self) -> AsyncIterator[Sent]:
+        """Send clips from this process, which receives their results."""
+        sent, clip = Sent(), make_clip()
+        loop = asyncio.get_running_loop()
+
+        async def send() -> None:
+            while True:
+                url = await client.pin_media(self._bus, renamed(clip))
+                await self._images.ask(ask_about(url))
+                sent.files += 1
+
+        tasks = [asyncio.create_task(send()) for _ in range(AT_ONCE)]
+        began = loop.time()
+        try:
+            yield sent
+        finally:
+            sent.seconds = loop.time() - began
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""Senders of files, in a process of their own; they end with their standard input.
+
+Clients hash and upload what they send. On the event loop of the process that measures images, this
+would make the images late.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import uvloop
+
+from ops.bench.media.clips import renamed
+from ops.bench.rendering import send_task
+from shared import client
+from shared.bus.bus import Bus
+from shared.errors import Overloaded, Unavailable
+from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
+from shared.telemetry import logs
+
+Use = Literal["stored", "asked", "refused"]
+"""What is done with each file: it is stored; there is a request for it as well; its error is waited
+for."""
+MAX_OPEN = 400
+RECEIPT = "bench.receipt"
+"""Where the end of a request is confirmed; without an answer the renderer would hold the task for
+half a second."""
+
+
+@dataclass
+class Sent:
+    """How many files were sent, and how many of their requests were refused."""
+
+    files: int = 0
+    refused: int = 0
+    unanswered: int = 0
+    """Times when the broker did not answer, after which the next file is sent."""
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.files / self.seconds
+
+
+def ask_about(url: str) -> list[Message]:
+    return [Message("user", [VideoPart(VideoURL(url)), TextPart("What moves?")])]
+
+
+@contextlib.asynccontextmanager
+async def sending(
+    url: str, file: Path, use: Use, rate: float | None = None, at_once: int = 1
+) -> AsyncIterator[Sent]:
+    """Send a file again and again, each time with another hash, at a rate or so many at once.
+
+    The yielded counts are complete at the end.
+    """
+    asked = [url, str(file), use, "--at-once", str(at_once)]
+    if rate is not None:
+        asked += ["--rate", str(rate)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "ops.bench.media.senders", *asked),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    sent = Sent()
+    try:
+        await process.stdout.readline()  # it has begun
+        yield sent
+    finally:
+        process.stdin.close()
+        counts = await process.stdout.read()
+        await process.wait()
+    for name, value in json.loads(counts).items():
+        setattr(sent, name, value)
+
+
+class Senders:
+    def __init__(self, bus: Bus, data: bytes, use: Use) -> None:
+        self._bus = bus
+        self._data = data
+        self._use = use
+        self.sent = Sent()
+
+    async def send(self) -> None:
+        """Send a file, unless the broker is too busy."""
+        try:
+            await self._send()
+        except (Unavailable, Overloaded):
+            self.sent.unanswered += 1
+
+    async def _send(self) -> None:
+        url = await client.pin_media(self._bus, renamed(self._data))
+        self.sent.files += 1
+        if self._use == "stored":
+            return
+        request_id = await send_task(self._bus, ask_about(url), RECEIPT)
+        if self._use == "refused":
+            async for _ in client.follow(self._bus, request_id):
+                pass
+            self.sent.refused += 1
+
+    async def send_always(self) -> None:
+        while True:
+            await self.send()
+
+    async def send_at_rate(self, rate: float) -> None:
+        began, number = time.monotonic(), 0
+        async with asyncio.TaskGroup() as group:
+            open_ones: set[asyncio.Task[None]] = set()
+            while True:
+                await asyncio.sleep(began + number / rate - time.monotonic())
+                number += 1
+                if len(open_ones) < MAX_OPEN:
+                    task = group.create_task(self.send())
+                    open_ones.add(task)
+                    task.add_done_callback(open_ones.discard)
+
+
+async def _run(args: argparse.Namespace) -> None:
+    bus = await Bus.connect(args.url, "bench")
+    await bus.add_responder(RECEIPT, lambda _: b"+OK")
+    senders = Senders(bus, args.file.read_bytes(), args.use)
+    if args.rate is None:
+        works = [senders.send_always() for _ in range(args.at_once)]
+    else:
+        works = [senders.send_at_rate(args.rate)]
+    began = time.monotonic()
+    sending = asyncio.gather(*works)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    await asyncio.wait([sending, ended], return_when=asyncio.FIRST_COMPLETED)
+    senders.sent.seconds = time.monotonic() - began
+    sys.stdout.write(json.dumps(vars(senders.sent)))
+    if sending.done():
+        sending.result()
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    await bus.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("use", choices=get_args(Use))
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--at-once", type=int, default=1)
+    logs.configure_logging("warning", role="bench")
+    uvloop.run(_run(parser.parse_args()))
