@@ -230,10 +230,10 @@ class Decoder : public DecoderBase {
   // whose members share the outputs. Of many, each member takes blocks, which so stay in its L2 cache.
   template <class Work>
   static void in_blocks(Member& member, int num_rows, Work&& work) {
-    const int per_member = (num_rows + member.team_size() * kAloneRows - 1) / (member.team_size() * kAloneRows);
-    const int num_blocks = per_member * member.team_size();
+    if (num_rows < member.team_size() * kMinBlockRows) return work(member, 0, num_rows);
+    const int most = member.team_size() * kAloneRows;
+    const int num_blocks = (num_rows + most - 1) / most * member.team_size();
     const int rows = padded((num_rows + num_blocks - 1) / num_blocks, kRowPadding);
-    if (rows < kMinBlockRows) return work(member, 0, num_rows);
     member.each((num_rows + rows - 1) / rows, [&](int block) {
       Alone alone(member.tiles());
       work(alone, block * rows, std::min(rows, num_rows - block * rows));
