@@ -70,13 +70,15 @@ ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 1,
     "needs Debian's packages chromium and chromium-driver": 65,
+    "needs Debian's package fonts-liberation": 1,
+    "needs Debian's package prometheus": 1,
     "needs curl": 2,
     "needs a Docker engine with the image pagemill": 1,
     "needs docker compose": 3,
     "needs node and npm": 10,
     "needs systemd-analyze": 1,
-    "no AVX-512 for bfloat16": 62,
-    "no compiler, or no AVX-512": 89,
+    "no AVX-512 for bfloat16": 76,
+    "no compiler, or no AVX-512": 90,
 }
 MAY_SKIP = "TESTS_MAY_SKIP"
 

@@ -32,8 +32,8 @@ NOT_OF_REQUESTS = [
     "shared/protocol/versions.py",  # fields, by type
     # Why a grammar cannot be compiled, which follows from the grammar alone.
     "workers/engine/sampling/grammar.py",
-    # Masks of a vocabulary, by the listed token ids alone.
-    *("workers/engine/sampling/logits_processors.py",) * 2,
+    # Masks of a vocabulary, by the listed token ids alone, and what each byte of a mask allows.
+    *("workers/engine/sampling/logits_processors.py",) * 3,
     # Where segments begin, by their lengths alone.
     *("shared/vision/layers.py", "shared/vision/layers.py"),
     # Weights of a resized axis, by its two lengths alone.

@@ -18,6 +18,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from ops.demo_judge.answering import definition, parse_call, sampled_frames
 from ops.demo_judge.cases import MAKERS, asked
+from ops.demo_judge.drawing import FONT_ROOT, FONTS
 from ops.demo_judge.questions import SEEN, UNSEEN
 from ops.demo_training.batches import chat_batch, encoded
 from ops.demo_training.clauses import INDIRECT_QUESTIONS, NOUN_PHRASES
@@ -115,6 +116,10 @@ def test_paraphrases_are_what_their_expressions_say() -> None:
             assert any(expression.fullmatch(text) for expression in expressions), text
 
 
+@pytest.mark.skipif(
+    not all((FONT_ROOT / name).exists() for name in FONTS),
+    reason="needs Debian's package fonts-liberation",
+)
 def test_the_judge_draws_files_in_three_formats_and_of_the_sizes_that_it_names() -> None:
     formats, questions = set(), 0
     for kind in MAKERS:

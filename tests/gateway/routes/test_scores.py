@@ -161,10 +161,10 @@ async def test_documents_are_stored_only_for_requests_that_are_answered_again(
         ("/v1/score", {"text_1": "x", "text_2": ""}, "text_2"),
     ],
 )
-async def test_a_text_over_the_brokers_limit_is_refused_with_its_field(
+async def test_a_text_of_many_times_the_context_is_refused_with_its_field(
     http: httpx.AsyncClient, bus: Bus, path: str, texts: dict[str, Any], field: str
 ) -> None:
     texts = {name: text or "x" * bus.max_payload for name, text in texts.items()}
     answer = await http.post(path, json={"model": "demo"} | texts)
     error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("payload_too_large", field), error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field), error
