@@ -191,8 +191,9 @@ class Decoder : public DecoderBase {
       });
       for_rows(worker, count, [&](int row) { place_row(step, weights, first + row, cache); });
     });
+    // The last rows of a prompt see most, and take longest: they come first.
     member.each(int(items_.size()), [&](int item) {
-      attend_item(member.tiles(), step, items_[item], weights.window, cache, scratch_[member.index()]);
+      attend_item(member.tiles(), step, items_[items_.size() - 1 - item], weights.window, cache, scratch_[member.index()]);
     });
   }
 

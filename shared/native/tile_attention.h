@@ -18,7 +18,7 @@ struct Span {
 };
 
 // Most rows of queries at a time: packing a chunk of a cache is shared by so many.
-constexpr int kTileAttentionRows = 128;
+constexpr int kTileAttentionRows = 512;
 constexpr int kChunkTokens = 512;
 
 // Keys [width / 32][units][32 tokens] and values [value_dim / 32][value_stride], each [width / 2][32 dimensions].
@@ -37,8 +37,9 @@ class TileAttention {
     head_dim_ = head_dim;
     query_dim_ = padded(head_dim, kTileSide * Unit<T>::kSize);
     value_dim_ = padded(head_dim, kPanel);
-    queries_.assign(size_t(kTileAttentionRows) * query_dim_, T{});
-    sums_.assign(size_t(kTileAttentionRows) * value_dim_, 0.0f);
+    const size_t rows = padded(num_rows, kRowsAtOnce);
+    queries_.assign(rows * query_dim_, T{});
+    sums_.assign(rows * value_dim_, 0.0f);
     std::fill_n(greatest_, num_rows, -std::numeric_limits<float>::infinity());
     std::fill_n(totals_, num_rows, 0.0f);
   }
@@ -51,6 +52,7 @@ class TileAttention {
   // the row before.
   template <class See>
   void add(const Tiles& tiles, const Chunk& chunk, float scale, See&& span) {
+    constexpr float kLog2E = 1.44269504088896341f;
     for (int row = 0; row < num_rows_; row += kRowsAtOnce) {
       const int count = std::min(kRowsAtOnce, num_rows_ - row);
       const int first = span(row).first - chunk.first_token, stop = span(row + count - 1).stop - chunk.first_token;
@@ -61,7 +63,8 @@ class TileAttention {
         for (int i = 0; i < count; ++i) {
           const Span seen = span(row + i);
           const int begin = chunk.first_token + token;
-          weigh(row + i, i, {std::clamp(seen.first - begin, 0, width), std::clamp(seen.stop - begin, 0, width)}, width, scale);
+          weigh(row + i, i, {std::clamp(seen.first - begin, 0, width), std::clamp(seen.stop - begin, 0, width)}, width,
+                scale * kLog2E);
         }
         sum(tiles, row, count, chunk, token, width);
       }
@@ -79,8 +82,8 @@ class TileAttention {
   }
 
  private:
-  // So many rows and tokens at once keep scores and weights in the L1 cache.
-  static constexpr int kRowsAtOnce = 2 * kTileSide, kTokensAtOnce = 128;
+  // So many rows and tokens at once keep scores and weights near: 48 KiB of them.
+  static constexpr int kRowsAtOnce = 2 * kTileSide, kTokensAtOnce = 256;
   // Rows that are no power of two apart do not compete for the same sets of the cache.
   static constexpr int kScoreStride = kTokensAtOnce + kLanes, kProbStride = kTokensAtOnce + 2 * kLanes;
 
@@ -106,6 +109,7 @@ class TileAttention {
   }
 
   // Turns a row's scores, which are at a place of the buffers, into weights relative to its greatest score so far.
+  // `scale` makes them exponents of 2.
   void weigh(int row, int place, Span seen, int width, float scale) {
     float* scores = scores_[place];
     std::fill(scores, scores + seen.first, -std::numeric_limits<float>::infinity());
@@ -121,25 +125,27 @@ class TileAttention {
     }
     const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(greatest);
     __m512 total = _mm512_setzero_ps();
-    for (int i = 0; i < width; i += kLanes) {
-      const __m512 weight = exp16(_mm512_fmsub_ps(load16(scores + i), factor, shift));
-      total = _mm512_add_ps(total, weight);
-      store16(probs + i, weight);
+    for (int i = 0; i < width; i += 2 * kLanes) {
+      const __m512 low = power_of_two(_mm512_fmsub_ps(load16(scores + i), factor, shift));
+      const __m512 high = power_of_two(_mm512_fmsub_ps(load16(scores + i + kLanes), factor, shift));
+      total = _mm512_add_ps(total, _mm512_add_ps(low, high));
+      store_all(probs + i, low, high);
     }
     if (greatest > before) shrink(row, before - greatest);
     greatest_[row] = greatest;
     totals_[row] += _mm512_reduce_add_ps(total);
   }
 
-  // Multiplies a row's sums so far with e^exponent.
+  // Multiplies a row's sums so far with 2^exponent.
   void shrink(int row, float exponent) {
-    const __m512 factor = exp16(_mm512_set1_ps(exponent));
+    const __m512 factor = power_of_two(_mm512_set1_ps(exponent));
     totals_[row] *= _mm512_cvtss_f32(factor);
     float* sums = &sums_[size_t(row) * value_dim_];
     for (int dim = 0; dim < value_dim_; dim += kLanes) store16(sums + dim, _mm512_mul_ps(load16(sums + dim), factor));
   }
 
   int num_rows_ = 0, head_dim_ = 0, query_dim_ = 0, value_dim_ = 0;
+  // Greatest scores, as exponents of 2.
   float greatest_[kTileAttentionRows], totals_[kTileAttentionRows];
   std::vector<T> queries_;
   std::vector<float> sums_;

@@ -74,13 +74,22 @@ inline void store16(BF16* to, __m512 values) {
 }
 #endif
 
+inline void store_all(float* to, __m512 low, __m512 high) {
+  store16(to, low);
+  store16(to + kLanes, high);
+}
+#ifdef __AVX512BF16__
+inline void store_all(BF16* to, __m512 low, __m512 high) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+#endif
+
 // Stores the first `count` of 32 numbers. It avoids the stack where possible: a load that spans two
 // recent stores stalls until both have completed.
 template <class T>
 inline void store32(T* to, int count, __m512 low, __m512 high) {
   if (count >= 2 * kLanes) {
-    store16(to, low);
-    store16(to + kLanes, high);
+    store_all(to, low, high);
   } else {
     alignas(64) T numbers[2 * kLanes];
     store16(numbers, low);
@@ -113,6 +122,19 @@ inline __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
   p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
+}
+
+// 2^x for x <= 0, within 3e-6 of itself; 0 for minus infinity. The whole part of x becomes the exponent, and the
+// rest goes into a polynomial with the least greatest error on [0, 1].
+inline __m512 power_of_two(__m512 x) {
+  constexpr int kDown = 0x09;  // rounds down, without exceptions
+  const __m512 rest = _mm512_reduce_ps(x, kDown);
+  __m512 p = _mm512_set1_ps(0.01353417f);
+  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.05201146f));
+  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.24144276f));
+  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.69300383f));
+  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.00000259f));
+  return _mm512_scalef_ps(p, x);
 }
 
 // 1 / (1 + e^-x). exp16 requires x <= 0, so e^-|x| is used for both signs.
