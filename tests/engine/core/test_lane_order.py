@@ -321,6 +321,29 @@ def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> No
     assert num_steps == LANE_DELAY_STEPS["batch"] + 1
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_item_is_encoded_before_those_of_sequences_that_arrived_later(begins: bool) -> None:
+    """Others would be started up to their items, and would then come before those that wait."""
+    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
+    scheduler._last_interactive = 0
+    scheduler.add(with_items("b0", "batch", 0 if begins else 3, 8))
+    for number in range(1, 9):
+        sequence = of_lane(f"b{number}", "batch", 3)
+        sequence.request.items.append(Item("image", "i", PlaceholderRange(2, 1), {}))
+        scheduler.add(sequence)
+    last = with_items("b99", "batch", 0)
+    scheduler.add(last)
+    for _ in range(2):
+        run_step(scheduler, 0)
+    first, *others = (*scheduler._running, *scheduler.waiting)
+    assert first.num_output_tokens == 1, "two items, one a step"
+    assert not any(sequence.num_output_tokens for sequence in others)
+    for _ in range(9):
+        assert last.num_computed_tokens == 0
+        run_step(scheduler, 0)
+    assert last.num_output_tokens == 1
+
+
 def test_an_interactive_sequence_that_waits_for_an_item_of_the_batch_lane_gets_it() -> None:
     """Its prefix is being computed, so that it cannot be in the step."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 4, MAX_MODEL_LEN)

@@ -139,7 +139,8 @@ class Scheduler:
         running = self._running[:]
         prefills = []
         for sequence in running:
-            if sequence.num_uncomputed_tokens > 1:
+            # A last token that begins an item takes its turn like a longer rest of a prompt.
+            if sequence.num_uncomputed_tokens > 1 or sequence.num_items_begun(1):
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
@@ -149,7 +150,7 @@ class Scheduler:
         self._schedule_prefills(prefills, step, num_preemptions)
         if puts_off_items and not step.has_interactive:
             # An interactive sequence may wait for a prefix with an item of the batch lane.
-            step.batch_items = 1
+            step.batch_items, step.is_item_awaited = 1, False
             left = [s for s in self._running if s not in step.scheduled]
             self._schedule_prefills(left, step, num_preemptions)
         # If all that run wait for input, the next step would find what this one has found.
@@ -228,7 +229,8 @@ class Scheduler:
         slot and blocks stay reserved. It waits only for sequences with a better priority, or for
         blocks that are restored before each step, so it is not skipped for ever. A sequence for
         which no prompt logits or tokens of its lane are left is passed over, and nothing is
-        reserved for it: any number of them may wait for a long prompt.
+        reserved for it: any number of them may wait for a long prompt. Where it waits for an item,
+        none behind it that has items is started, or it would need the next one first.
         """
         num_skipped = reserved_blocks = 0
         passed_over: set[str] = set()
@@ -238,12 +240,12 @@ class Scheduler:
             is_full = len(self._running) + num_skipped == self._max_num_seqs
             if is_full and not self._preempt_for(sequence, step):
                 return
-            if step.max_new_tokens(sequence) == 0 or sequence.request_id in passed_over:
+            if not step.can_start(sequence) or sequence.request_id in passed_over:
                 # Later choices wait for the first one, whose log probabilities are logged first.
                 passed_over.add(sequence.request_id)
                 continue
             match = self.prefix_cache.match_prefix(sequence)
-            if step.max_new_tokens(sequence, match.num_tokens) == 0:
+            if not step.can_start(sequence, match.num_tokens):
                 # An item follows at once. A start without tokens would lose the copy of a block.
                 passed_over.add(sequence.request_id)
                 continue

@@ -262,14 +262,14 @@ class Sequence:
         Items that need encoding are counted from 0, without those that have begun. `num_cached`
         tokens of a sequence that has not started count as computed.
         """
-        starts = self._starts_of_items(num_cached)
+        starts = self.starts_of_items(num_cached)
         return starts[number] if number < len(starts) else self.num_uncomputed_tokens
 
     def num_items_begun(self, num_new_tokens: int) -> int:
         """Return the number of items to be encoded that the next tokens begin."""
-        return sum(start < num_new_tokens for start in self._starts_of_items())
+        return sum(start < num_new_tokens for start in self.starts_of_items())
 
-    def _starts_of_items(self, num_cached: int = 0) -> list[int]:
+    def starts_of_items(self, num_cached: int = 0) -> list[int]:
         """Return where items that need encoding begin, counted from the first uncomputed token."""
         num_computed = max(num_cached, self.num_computed_tokens)
         items = (item for item in self.request.items if item.embedding is None)

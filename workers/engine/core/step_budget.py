@@ -20,6 +20,8 @@ class StepBudget:
     """Tokens that sequences of the batch lane may still have in this step, out of the budget."""
     batch_items: int | None = None
     """Items of the batch lane that may still be encoded in this step; None for any number."""
+    is_item_awaited: bool = False
+    """Whether a waiting sequence needs an item of the batch lane, and none is left for it."""
     prompt_logits: int = MAX_PROMPT_LOGITS
     """Prompt tokens that may still have logits in this step."""
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
@@ -27,6 +29,19 @@ class StepBudget:
     @property
     def has_interactive(self) -> bool:
         return any(sequence.request.lane != "batch" for sequence in self.scheduled)
+
+    def can_start(self, sequence: Sequence, num_cached: int = 0) -> bool:
+        """Return whether a waiting sequence can have tokens in this step.
+
+        Once one of the batch lane cannot because of an item, no other that has items can.
+        """
+        if self.batch_items is not None and sequence.request.lane == "batch":
+            starts = sequence.starts_of_items(num_cached)
+            is_next = starts[self.batch_items : self.batch_items + 1] == [0]
+            if is_next or (starts and self.is_item_awaited):
+                self.is_item_awaited = True
+                return False
+        return self.max_new_tokens(sequence, num_cached) > 0
 
     def max_new_tokens(self, sequence: Sequence, num_cached: int = 0) -> int:
         """Return the budget for a sequence, limited by the logits if all its tokens need them.
