@@ -9,6 +9,7 @@ that created it runs again.
 """
 
 import asyncio
+import contextlib
 import functools
 import secrets
 import time
@@ -45,9 +46,9 @@ NEIGHBOURS_TTL_S = 2.0
 # Interval of the search for dead owners, whose memory exists as long as it is mapped here.
 SWEEP_INTERVAL_S = 1.0
 # Pauses before attempts to release a blob, because an owner may be frozen or without a broker for a
-# moment; and how long a caller waits for them.
+# moment. An attempt that takes longer than this has been sent to a frozen owner.
 RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
-RELEASE_WAIT_S = 0.25
+RELEASE_SENT_S = 0.25
 
 _log = structlog.get_logger()
 
@@ -207,37 +208,39 @@ class Blobs:
         if ref.worker == self._worker:
             self._server.acknowledge(ref.key)
         else:
-            await self._send(ref, protocol.ACKNOWLEDGE)
+            with contextlib.suppress(Unavailable):
+                transports = await self._transports_to(ref.worker)
+                await _send(transports, ref, protocol.ACKNOWLEDGE)
 
     async def release(self, ref: BlobRef) -> None:
-        """End the validity of a reference. Return when the owner has confirmed, or soon.
+        """End the validity of a reference.
 
-        If the release never reaches the owner, the reference remains valid until it expires.
+        Return when the owner has confirmed it, has exited, or is frozen and will find it. While no
+        transport reaches the owner, which may be about to return with the broker, this waits for
+        the next attempt. After the last one, the reference remains valid until it expires.
         """
         if ref.worker == self._worker:
             self.discard(ref)
             return
-        await asyncio.wait({self._releasing.start(self._release(ref))}, timeout=RELEASE_WAIT_S)
+        sent = asyncio.Event()
+        self._releasing.start(self._release(ref, sent))
+        await sent.wait()
 
-    async def _release(self, ref: BlobRef) -> None:
-        for pause_s in RELEASE_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            if await self._send(ref, protocol.RELEASE):
-                return
-
-    async def _send(self, ref: BlobRef, operation: protocol.BlobOperation) -> bool:
-        """Send an operation to the owner. Return whether the owner has confirmed it."""
+    async def _release(self, ref: BlobRef, sent: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            transports = await self._transports_to(ref.worker)
-        except Unavailable:
-            return False
-        for transport in transports:
-            try:
-                await transport.send(ref, operation)
-                return True
-            except (OSError, TimeoutError, ValueError, Unavailable):
-                continue
-        return False
+            for pause_s in RELEASE_PAUSES_S:
+                await asyncio.sleep(pause_s)
+                try:
+                    transports = await self._transports_to(ref.worker)
+                except Unavailable:
+                    continue
+                timer = loop.call_later(RELEASE_SENT_S, sent.set)
+                if await _send(transports, ref, protocol.RELEASE):
+                    return
+                timer.cancel()
+        finally:
+            sent.set()
 
     def _get_own(self, ref: BlobRef) -> Blob:
         reader = f"self-{secrets.token_hex(8)}"
@@ -284,6 +287,22 @@ class Blobs:
                 if any(transport.is_closed_by_owner for transport in transports):
                     del self._transports[owner]
                     _close_all(transports)
+
+
+async def _send(
+    transports: Iterable[Transport], ref: BlobRef, operation: protocol.BlobOperation
+) -> bool:
+    """Send an operation to the owner. Return whether it has confirmed it, or has exited."""
+    has_exited = False
+    for transport in transports:
+        try:
+            await transport.send(ref, operation)
+            return True
+        except ConnectionRefusedError:
+            has_exited = True
+        except (OSError, TimeoutError, ValueError, Unavailable):
+            continue
+    return has_exited
 
 
 def _close_all(transports: Iterable[Transport]) -> None:

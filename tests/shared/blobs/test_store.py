@@ -353,6 +353,20 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
             os.kill(owner.pid, signal.SIGKILL)
 
 
+async def test_no_release_is_repeated_for_an_owner_that_has_exited(
+    broker: EmbeddedServer, start: StartBlobs
+) -> None:
+    """What waits for the release would wait for nobody."""
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        os.kill(owner.pid, signal.SIGKILL)
+    ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+    await reader.release(ref)
+    assert all(task.done() for task in reader._releasing)
+
+
 async def test_an_unsent_key_pins_nothing(start: StartBlobs) -> None:
     owner = await start()
     ref = put(owner, b"abc")

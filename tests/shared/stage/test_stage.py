@@ -571,6 +571,40 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
     assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
 
 
+async def test_a_payload_is_released_before_its_task_even_if_its_owner_is_away_for_a_moment(
+    bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that dies behind its acknowledgement leaves no reference to anybody."""
+    stage = make_stage(bus)
+    stage.blobs = reader = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
+    # As after a restart of the broker, which has lost all heartbeats: this one is yet to return.
+    owner = Blobs(bus, "renderer", f"owner-{request_id}", BlobsConfig(arena_mib=1))
+    inbox = await consume(bus, "renderer", model, ack_wait_s=10)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, RequestTicket(bus.now_ms() + 60_000, 0.0, 1, ""))
+    job.inputs = [put_payload(owner)]
+    refused, request = asyncio.Event(), bus.request
+
+    async def ask(*args: Any) -> bytes:
+        try:
+            return await request(*args)
+        except Unavailable:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(bus, "request", ask)
+    async with asyncio.timeout(10):
+        settling = asyncio.create_task(stage.forward(job, RENDERED))
+        await refused.wait()
+        await owner.start()
+        await settling
+    await reader.close()
+    pinned = owner.load()["arena_pinned"]
+    await owner.close()
+    assert inbox.num_in_flight == 0
+    assert pinned == 0
+
+
 async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
