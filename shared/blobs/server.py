@@ -99,9 +99,13 @@ class BlobServer:
 
     def clear(self) -> None:
         """Release all keys, and remove all blobs that have no reader."""
+        self.release_all()
+        self.arena.slots.clear()
+
+    def release_all(self) -> None:
+        """End the validity of all keys. Readers finish what they have opened."""
         for key in list(self._leases):
             self.release(key)
-        self.arena.slots.clear()
 
     def _lease(self, key: bytes, slot: Slot | None, ttl_s: float) -> BlobRef | None:
         if slot is None:

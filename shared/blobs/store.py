@@ -173,6 +173,13 @@ class Blobs:
         """Release a reference of this worker that was not sent to another one."""
         self._server.release(ref.key)
 
+    def release_all(self) -> None:
+        """End the validity of all references to blobs of this worker, as their tasks are lost.
+
+        Whoever has one that was not lost finds the blob gone, and has it made again.
+        """
+        self._server.release_all()
+
     def clear(self) -> None:
         """Remove all blobs without readers, and close all transports."""
         self._close_transports()

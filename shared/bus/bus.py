@@ -5,47 +5,25 @@ This package handles delivery. It does not know the content of messages or the l
 
 import asyncio
 import contextlib
-import json
 import math
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from typing import TypeVar
 
 import structlog
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
-from nats.js import api
-from nats.js.errors import NotFoundError
 
-from shared.bus.connection import (
-    BROKER_DEADLINE_S,
-    MAX_RETRY_S,
-    REPLY_TIMEOUT_S,
-    connect,
-    local_address,
-    retry_until,
-)
-from shared.bus.consumer import Consumer, Puller
+from shared.bus.connection import MAX_RETRY_S, connect, local_address
 from shared.bus.login import Login
 from shared.bus.messaging import Messenger
 from shared.bus.metering import StreamMeter
 from shared.bus.publishing import Publisher
+from shared.bus.queues import Queues
 from shared.bus.reading import StreamReader
-from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.snapshots import StreamSnapshots
-from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
 
 WILDCARDS = ("", "0.0.0.0", "::")
-
-# Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
-# the server's default of 512, a few hundred workers would be refused.
-MAX_WAITING_PULLS = 20_000
-
-# In a cluster each consumer elects a leader first.
-CREATED_AT_ONCE = 16
 
 # Heartbeats come every second; a worker without one for so long counts as dead.
 # A replica that serves reads may lag behind for a moment.
@@ -54,17 +32,13 @@ DEAD_AFTER_S = 3.0
 
 _log = structlog.get_logger()
 
-AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
-
-class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, StreamSnapshots, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, Queues, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
-        self._consumers: list[Puller] = []
         self._restoring: asyncio.Task[None] | None = None
-        self._clock_offset_ms = 0.0
         self._closing = False
 
     @classmethod
@@ -105,7 +79,7 @@ class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, StreamSnapshots, M
             self._restoring = asyncio.create_task(self._restore_streams())
 
     async def _restore_streams(self) -> None:
-        # A single broker restarts without its in-memory streams.
+        # A single broker restarts without its in-memory streams, and the consumers of these.
         while not self._closing:
             try:
                 await self.restore_streams()
@@ -136,120 +110,6 @@ class Bus(Publisher, StreamReader, StreamMeter, StreamKeeper, StreamSnapshots, M
         that this connection comes from.
         """
         return local_address(self._nc) if listen in WILDCARDS else listen
-
-    # -- the broker's clock ---------------------------------------------------------------------
-
-    async def sync_clock(self) -> None:
-        """Measure the offset to the broker's clock, by which all deadlines are set: the clocks of
-        workers may differ by hours.
-
-        Raises Unavailable when the broker does not answer.
-        """
-        loop = asyncio.get_running_loop()
-        sent = loop.time()
-        try:
-            reply = await self._nc.request("$SYS.REQ.USER.INFO", b"", timeout=REPLY_TIMEOUT_S)
-        except NatsError as error:
-            raise Unavailable(f"the broker did not report its time: {error}") from error
-        half_way = (sent + loop.time()) / 2
-        broker_time = datetime.fromisoformat(json.loads(reply.data)["server"]["time"])
-        self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way)
-
-    def now_ms(self) -> float:
-        """Return the time of the broker's clock in Unix milliseconds."""
-        return self.to_broker_ms(asyncio.get_running_loop().time())
-
-    def to_broker_ms(self, monotonic_s: float) -> float:
-        """Convert a time of this machine's monotonic clock to the broker's clock."""
-        return 1000 * monotonic_s + self._clock_offset_ms
-
-    # -- streams and consumers ------------------------------------------------------------------
-
-    async def create_consumer(
-        self,
-        stream: str,
-        durable: str,
-        subject: str,
-        ack_wait_s: float,
-        *,
-        is_prioritized: bool = False,
-    ) -> None:
-        """Create the durable consumer `durable`, or update it if it exists.
-
-        If it `is_prioritized`, its pulls have priorities. Raises Unavailable when the broker does
-        not answer until BROKER_DEADLINE_S.
-        """
-        make = PrioritizedConfig if is_prioritized else api.ConsumerConfig
-        config = make(
-            durable_name=durable,
-            filter_subject=subject,
-            ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=ack_wait_s,
-            # Workers count attempts, because they can write a dead letter. The server would
-            # silently leave the message in the queue for ever.
-            max_deliver=-1,
-            # Credit bounds the messages in flight of each worker. With a common bound, one worker
-            # with many of them would starve the others.
-            max_ack_pending=-1,
-            max_waiting=MAX_WAITING_PULLS,
-        )
-
-        async def create_or_update() -> None:
-            try:
-                existing = await self._js.consumer_info(stream, durable)
-            except NotFoundError:
-                await self._js.add_consumer(stream, config)
-            else:
-                # The server refuses to change this limit.
-                max_waiting = existing.config.max_waiting
-                await self._js.add_consumer(stream, config.evolve(max_waiting=max_waiting))
-
-        await retry_until(
-            BROKER_DEADLINE_S,
-            create_or_update,
-            (NatsError,),
-            f"the broker did not create consumer {durable}",
-        )
-
-    async def consume(
-        self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
-    ) -> Consumer:
-        """Join the durable consumer `durable`, which is created if it does not exist.
-
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
-        """
-        await self.create_consumer(stream, durable, subject, ack_wait_s)
-        return await self._start(Consumer(self._nc, stream, durable, capacity))
-
-    async def create_slot_consumers(
-        self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
-    ) -> None:
-        """Create the consumers of `queues`, like `create_consumer`, several at a time."""
-        for first in range(0, len(queues), CREATED_AT_ONCE):
-            creating = [
-                self.create_consumer(
-                    stream, durable, subject, ack_wait_s, is_prioritized=slot is not None
-                )
-                for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
-            ]
-            await asyncio.gather(*creating)
-
-    async def consume_slots(
-        self,
-        stream: str,
-        queues: Sequence[SlotQueue],
-        capacity: int,
-        ack_wait_s: float,
-        load: Callable[[], float],
-    ) -> SlotConsumer:
-        """Join the consumers of all `queues`, like `consume`, with one capacity for all."""
-        await self.create_slot_consumers(stream, queues, ack_wait_s)
-        return await self._start(SlotConsumer(self._nc, stream, queues, capacity, load))
-
-    async def _start(self, consumer: AnyPuller) -> AnyPuller:
-        self._consumers.append(consumer)
-        await consumer.start()
-        return consumer
 
     # -- heartbeats -----------------------------------------------------------------------------
 

@@ -57,6 +57,11 @@ class Delivery:
         self.receipt = msg.reply
         """Reply subject, with which any worker can acknowledge the message by `Bus.acknowledge`."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the broker has lost the message with its memory."""
+        return self.sequence < self._puller.first_sequence
+
     async def ack(self) -> None:
         """Acknowledge the message, and wait until the server confirms it.
 
@@ -66,7 +71,8 @@ class Delivery:
             return
         self._settled = True
         try:
-            if not await self._acks.send(self.receipt):
+            # The server does not answer for a message that it has lost.
+            if not self.is_lost and not await self._acks.send(self.receipt):
                 _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
             self._puller.on_settled()
@@ -173,8 +179,11 @@ class Puller(ABC):
     `capacity` bounds the messages that are in flight.
     """
 
-    def __init__(self, nc: NatsClient, capacity: int) -> None:
+    def __init__(self, nc: NatsClient, stream: str, capacity: int) -> None:
+        self.stream = stream
         self.capacity = capacity
+        self.first_sequence = 0
+        """Messages before it were in a stream of this name that is lost."""
         self._nc = nc
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -241,7 +250,7 @@ class Consumer(Puller):
     """
 
     def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
-        super().__init__(nc, capacity)
+        super().__init__(nc, stream, capacity)
         self._acks = AckBatcher(nc)
         self._subject = pull_subject(stream, durable)
         # Pull request number → (outstanding messages, loop time at which the request has lapsed).

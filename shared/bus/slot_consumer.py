@@ -92,7 +92,7 @@ class SlotConsumer(Puller):
         load: Callable[[], float],
     ) -> None:
         """`load` returns that of this worker, see `priorities`."""
-        super().__init__(nc, capacity)
+        super().__init__(nc, stream, capacity)
         self._load = load
         self._by_durable = {
             queue.durable: _Queue(

@@ -1,6 +1,7 @@
 """The streams of a cluster: created by the workers, and changed by `pagemill migrate` alone."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import structlog
 from nats.aio.client import Client as NatsClient
@@ -8,11 +9,13 @@ from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus import stream_changes, streams
-from shared.bus.connection import FIRST_RETRY_S, BusPart, retry_until
+from shared.bus.clock import BrokerClock
+from shared.bus.connection import FIRST_RETRY_S, retry_until
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
 from shared.errors import ConfigError, Unavailable
+from shared.protocol import subjects
 
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
@@ -21,7 +24,16 @@ HOW_TO_CHANGE = "`pagemill migrate` changes streams"
 _log = structlog.get_logger()
 
 
-class StreamKeeper(BusPart):
+class TaskStream(NamedTuple):
+    """The stream of tasks, of which a broker that runs alone makes another one when it restarts."""
+
+    since_ms: float = 0.0
+    """Time of its creation, in Unix milliseconds of the broker's clock."""
+    first_sequence: int = 0
+    """No message has a lower sequence, not even in the streams before it."""
+
+
+class StreamKeeper(BrokerClock):
     """The part of `Bus` that creates streams and compares them with a configuration."""
 
     def __init__(self, nc: NatsClient) -> None:
@@ -30,6 +42,7 @@ class StreamKeeper(BusPart):
         """Whether this identity may create streams; otherwise it waits for them."""
         self._durable: list[api.StreamConfig] = []
         self._volatile: list[api.StreamConfig] = []
+        self.tasks = TaskStream()
 
     @property
     def is_prepared(self) -> bool:
@@ -50,11 +63,12 @@ class StreamKeeper(BusPart):
         async def attempt() -> list[Difference]:
             await streams.check_server(self._nc, self._replies, nats)
             if self.creates_streams:
-                await streams.create_missing(self._nc, self._configs)
+                await self._create_missing(self._configs)
             found = await stream_changes.find_differences(self._nc, self._configs)
             missing = [difference.stream for difference in found if not difference.setting]
             if missing:
                 raise Unavailable(f"no coordinator has created stream {missing[0]}")
+            self.tasks = await self.find_tasks()
             return found
 
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
@@ -77,7 +91,17 @@ class StreamKeeper(BusPart):
     async def restore_streams(self) -> None:
         """Create the streams that a single broker has lost with its memory."""
         if self.creates_streams:
-            await streams.create_missing(self._nc, self._volatile)
+            await self._create_missing(self._volatile)
+
+    async def _create_missing(self, configs: list[api.StreamConfig]) -> None:
+        # Microseconds are more than the tasks that any broker could have had before.
+        await streams.create_missing(self._nc, configs, first_task=int(1000 * self.now_ms()))
+
+    async def find_tasks(self) -> TaskStream:
+        """Return the stream of tasks as it is now. Raises NotFoundError."""
+        info = await self._js.stream_info(subjects.STAGES_STREAM)
+        since_ms = 0.0 if info.created is None else 1000 * info.created.timestamp()
+        return TaskStream(since_ms, info.config.first_seq or 0)
 
     async def find_stream_changes(self, now_ms: float) -> list[StreamChange]:
         """Return what would make the streams as they are configured, and the effects.

@@ -1,12 +1,13 @@
 """Required settings of the broker, and the streams in it."""
 
+import asyncio
 import contextlib
 import json
 from typing import Any
 
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
-from nats.js import api
+from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
@@ -35,6 +36,9 @@ HEARTBEAT_TTL_S = 15.0
 # pause of this length.
 NEXT_REPLY_TIMEOUT_S = 0.25
 
+# Within this time the server has created a stream, or refused to.
+CREATING_S = 0.5
+
 _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
 # Server error codes (nats-server's errors.json).
@@ -57,17 +61,6 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             subjects.REQUESTS_FILTER,
             max_msgs=delivery.max_queued,
             max_bytes=delivery.max_request_mib * MIB,
-        ),
-        _work_queue(
-            subjects.STAGES_STREAM,
-            subjects.STAGES_FILTER,
-            max_bytes=delivery.max_stage_mib * MIB,
-            # By then every request has ended, also one for a model without workers.
-            max_age=delivery.max_timeout_s,
-            # A task is stored once, however often it is forwarded.
-            max_msgs_per_subject=1,
-            discard_new_per_subject=True,
-            allow_direct=True,
         ),
         _work_queue(
             subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER, max_msgs=delivery.max_queued
@@ -153,7 +146,7 @@ def _steps(agent: AgentConfig) -> api.StreamConfig:
 
 
 def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
-    """Return the configurations of the streams of current state, which no request depends on.
+    """Return the configurations of the streams of current state, which can be made anew.
 
     A single broker holds them in memory, and loses them and their definitions when it ends. In a
     cluster they are on disk: a replica in memory would have to fetch all data after its restart,
@@ -161,6 +154,18 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
     """
     storage = api.StorageType.MEMORY if replicas == 1 else api.StorageType.FILE
     configs = (
+        # Tasks are made of the requests, which are on disk until they have ended.
+        _work_queue(
+            subjects.STAGES_STREAM,
+            subjects.STAGES_FILTER,
+            max_bytes=delivery.max_stage_mib * MIB,
+            # By then every request has ended, also one for a model without workers.
+            max_age=delivery.max_timeout_s,
+            # A task is stored once, however often it is forwarded.
+            max_msgs_per_subject=1,
+            discard_new_per_subject=True,
+            allow_direct=True,
+        ),
         _stream(
             subjects.ATTEMPTS_STREAM,
             [subjects.ATTEMPTS_FILTER],
@@ -212,10 +217,12 @@ def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
     return api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
 
 
-async def create_missing(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
+async def create_missing(nc: NatsClient, configs: list[api.StreamConfig], first_task: int) -> None:
     """Create the streams that do not exist; those that do stay as they are, whoever made them.
 
-    Raises ConfigError when there is no space for one.
+    A stream of tasks begins with the sequence `first_task`: an acknowledgement names a sequence,
+    and one that is late must not settle a task of a later stream. Raises ConfigError when there is
+    no space for a stream.
     """
     js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
     for config in configs:
@@ -224,17 +231,31 @@ async def create_missing(nc: NatsClient, configs: list[api.StreamConfig]) -> Non
             continue
         except NotFoundError:
             pass
+        if config.name == subjects.STAGES_STREAM and config.storage is api.StorageType.MEMORY:
+            config = config.evolve(first_seq=first_task)
         try:
             await js.add_stream(config)
         except APIError as error:
-            if error.err_code in _INSUFFICIENT_RESOURCES:
+            if error.err_code in _INSUFFICIENT_RESOURCES and not await _is_there(js, config):
+                is_volatile = config.storage is api.StorageType.MEMORY
+                limit = "max_memory_store" if is_volatile else "max_file_store"
                 raise ConfigError(
                     f"nats-server: no space for stream {config.name} of {config.max_bytes} bytes:"
-                    f" {error.description}; raise max_file_store or lower the limits of delivery",
+                    f" {error.description}; raise {limit} or lower the limits of delivery",
                     field="delivery",
                 ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error
+
+
+async def _is_there(js: JetStreamContext, config: api.StreamConfig) -> bool:
+    """Return whether another worker has created the stream, whose space counts twice meanwhile."""
+    await asyncio.sleep(CREATING_S)
+    try:
+        await js.stream_info(config.name or "")
+    except NotFoundError:
+        return False
+    return True
 
 
 async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:

@@ -187,6 +187,7 @@ class Context:
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
         self.stage.blobs = self._blobs
+        self.bus.on_tasks_lost(self._blobs.release_all)
         return self._blobs
 
     async def drain_blobs(self) -> None:

@@ -69,21 +69,23 @@ class Coordinator:
     async def serve(self) -> None:
         await create_queues(self._context)
         loop = WorkerLoop(self._context)
-        requests = await self._consume(
-            subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
-        )
-        cancels = await self._consume(
-            subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
-        )
+        queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
+        requests = await self._consume(*queue, feeds_tasks=True)
+        queue = subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
+        cancels = await self._consume(*queue)
         loop.add_queue(requests, self._request_of, self._admit_or_end)
         loop.add_queue(cancels, self._cancellation_of, self._cancel)
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         self._context.ready(sorted(self._context.config.models), lambda: {"held": loop.num_claimed})
         await loop.run()
 
-    async def _consume(self, stream: str, durable: str, subject: str) -> Consumer:
+    async def _consume(
+        self, stream: str, durable: str, subject: str, *, feeds_tasks: bool = False
+    ) -> Consumer:
         ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
-        return await self._context.bus.consume(stream, durable, subject, CAPACITY, ack_wait_s)
+        return await self._context.bus.consume(
+            stream, durable, subject, CAPACITY, ack_wait_s, feeds_tasks=feeds_tasks
+        )
 
     def _request_of(self, delivery: Delivery) -> Job:
         request_id = request_id_of(delivery.msg_id, delivery.data, delivery.subject)
@@ -122,8 +124,8 @@ class Coordinator:
         admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
         request, tenant = admitted.request, tenant_of(delivery.tenant)
         lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
-        if delivery.attempt == 1:
-            # Later the request may have been admitted before.
+        if delivery.attempt == 1 and delivery.stored_ms >= bus.tasks.since_ms:
+            # Otherwise the request may have been admitted before.
             await self._check_limits(job, job.request_id, admitted, lane)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,

@@ -1,7 +1,6 @@
 """A start never changes a stream; the differences are told, and their effects are counted."""
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 from nats.js import api
@@ -18,14 +17,6 @@ from shared.protocol import subjects
 
 NATS = NatsConfig(unchecked=True)
 KIB = bytes(1024)
-
-
-@pytest.fixture
-def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import nats
 import pytest
 from nats.aio.msg import Msg
 
-from shared.bus import bus as bus_module
+from shared.bus import queues
 from shared.bus.bus import Bus
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
@@ -139,14 +138,6 @@ async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
         process.wait()
 
 
-@pytest.fixture
-def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
 async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
     own_broker: EmbeddedServer,
 ) -> None:
@@ -167,7 +158,7 @@ async def test_prepare_waits_for_a_slow_broker(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # `prepare` has a longer deadline than other requests.
-    monkeypatch.setattr(bus_module, "BROKER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(queues, "BROKER_DEADLINE_S", 0.5)
     pid = int(own_broker.pid_file.read_text())
     bus = await Bus.connect(own_broker.url, "test")
     os.kill(pid, signal.SIGSTOP)
@@ -212,12 +203,10 @@ async def test_batched_acks_reach_a_restarted_server(
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
-    queue = subjects.stage_filter("renderer", "m", "batch")
-    consumer = await bus.consume(subjects.STAGES_STREAM, "test", queue, 64, 30.0)
+    queue = subjects.REQUESTS_STREAM, "test", subjects.REQUESTS_FILTER
+    consumer = await bus.consume(*queue, 64, 30.0)
     names = [str(number) for number in range(64)]
-    await asyncio.gather(
-        *(bus.publish(subjects.stage("renderer", "m", "batch", n), b"", n) for n in names)
-    )
+    await asyncio.gather(*(bus.publish(subjects.request("demo", "t"), b"", n) for n in names))
     deliveries = [await consumer.next() for _ in names]
     await _wait_until_synced(own_broker, time.time_ns())
     first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]
@@ -226,6 +215,6 @@ async def test_batched_acks_reach_a_restarted_server(
     second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
     own_broker.start()
     await asyncio.gather(*first, *second)
-    depth = await bus.queue_depth(subjects.STAGES_STREAM, "test")
+    depth = await bus.queue_depth(subjects.REQUESTS_STREAM, "test")
     assert (depth.num_pending, depth.num_in_flight) == (0, 0)
     await bus.close()

@@ -1,0 +1,180 @@
+"""Consumers of queues: created, joined, and created again when a broker has lost the tasks."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import structlog
+from nats.aio.client import Client as NatsClient
+from nats.errors import Error as NatsError
+from nats.js import api
+from nats.js.errors import NotFoundError
+
+from shared.bus.connection import BROKER_DEADLINE_S, retry_until
+from shared.bus.consumer import Consumer, Puller
+from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
+from shared.bus.stream_keeper import StreamKeeper
+from shared.protocol import subjects
+
+# Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
+# the server's default of 512, a few hundred workers would be refused.
+MAX_WAITING_PULLS = 20_000
+
+# In a cluster each consumer elects a leader first.
+CREATED_AT_ONCE = 16
+
+_log = structlog.get_logger()
+
+AnyPuller = TypeVar("AnyPuller", bound=Puller)
+
+
+class _Queue(NamedTuple):
+    """A durable consumer that this worker has created or joined."""
+
+    stream: str
+    durable: str
+    subject: str
+    ack_wait_s: float
+    is_prioritized: bool
+    feeds_tasks: bool
+
+
+class Queues(StreamKeeper):
+    """The part of `Bus` that creates consumers and pulls from them."""
+
+    def __init__(self, nc: NatsClient) -> None:
+        super().__init__(nc)
+        self._consumers: list[Puller] = []
+        self._queues: dict[tuple[str, str], _Queue] = {}
+        self._on_tasks_lost: list[Callable[[], None]] = []
+        self._has_queues = True
+        """False while consumers that were lost with their tasks have not been created again."""
+
+    async def create_consumer(
+        self,
+        stream: str,
+        durable: str,
+        subject: str,
+        ack_wait_s: float,
+        *,
+        is_prioritized: bool = False,
+        feeds_tasks: bool = False,
+    ) -> None:
+        """Create the durable consumer `durable`, or update it if it exists.
+
+        If it `is_prioritized`, its pulls have priorities. If it `feeds_tasks`, tasks are made of
+        its messages: a consumer that is older than the stream of tasks is replaced, so that all of
+        its messages are delivered again, and the lost tasks are made anew. Raises Unavailable when
+        the broker does not answer until BROKER_DEADLINE_S.
+        """
+        queue = _Queue(stream, durable, subject, ack_wait_s, is_prioritized, feeds_tasks)
+        self._queues[stream, durable] = queue
+        await retry_until(
+            BROKER_DEADLINE_S,
+            lambda: self._create_or_update(queue),
+            (NatsError,),
+            f"the broker did not create consumer {durable}",
+        )
+
+    async def _create_or_update(self, queue: _Queue) -> None:
+        make = PrioritizedConfig if queue.is_prioritized else api.ConsumerConfig
+        config = make(
+            durable_name=queue.durable,
+            filter_subject=queue.subject,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=queue.ack_wait_s,
+            # Workers count attempts, because they can write a dead letter. The server would
+            # silently leave the message in the queue for ever.
+            max_deliver=-1,
+            # Credit bounds the messages in flight of each worker. With a common bound, one worker
+            # with many of them would starve the others.
+            max_ack_pending=-1,
+            max_waiting=MAX_WAITING_PULLS,
+        )
+        try:
+            existing = await self._js.consumer_info(queue.stream, queue.durable)
+        except NotFoundError:
+            await self._js.add_consumer(queue.stream, config)
+            return
+        if queue.feeds_tasks and existing.created.timestamp() * 1000 < self.tasks.since_ms:
+            _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
+            await self._js.delete_consumer(queue.stream, queue.durable)
+            await self._js.add_consumer(queue.stream, config)
+            return
+        # The server refuses to change this limit.
+        max_waiting = existing.config.max_waiting
+        await self._js.add_consumer(queue.stream, config.evolve(max_waiting=max_waiting))
+
+    async def consume(
+        self,
+        stream: str,
+        durable: str,
+        subject: str,
+        capacity: int,
+        ack_wait_s: float,
+        *,
+        feeds_tasks: bool = False,
+    ) -> Consumer:
+        """Join the durable consumer `durable`, which is created as by `create_consumer`.
+
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        """
+        await self.create_consumer(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
+        return await self._start(Consumer(self._nc, stream, durable, capacity))
+
+    async def create_slot_consumers(
+        self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
+    ) -> None:
+        """Create the consumers of `queues`, like `create_consumer`, several at a time."""
+        for first in range(0, len(queues), CREATED_AT_ONCE):
+            creating = [
+                self.create_consumer(
+                    stream, durable, subject, ack_wait_s, is_prioritized=slot is not None
+                )
+                for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
+            ]
+            await asyncio.gather(*creating)
+
+    async def consume_slots(
+        self,
+        stream: str,
+        queues: Sequence[SlotQueue],
+        capacity: int,
+        ack_wait_s: float,
+        load: Callable[[], float],
+    ) -> SlotConsumer:
+        """Join the consumers of all `queues`, like `consume`, with one capacity for all."""
+        await self.create_slot_consumers(stream, queues, ack_wait_s)
+        return await self._start(SlotConsumer(self._nc, stream, queues, capacity, load))
+
+    async def _start(self, consumer: AnyPuller) -> AnyPuller:
+        self._consumers.append(consumer)
+        await consumer.start()
+        return consumer
+
+    def on_tasks_lost(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever a broker that runs alone has lost all tasks in its memory."""
+        self._on_tasks_lost.append(callback)
+
+    async def restore_streams(self) -> None:
+        """Create what a single broker has lost with its memory: streams, and consumers of tasks.
+
+        Raises NotFoundError as long as no worker that may do so has created the stream of tasks.
+        """
+        await super().restore_streams()
+        tasks = await self.find_tasks()
+        if tasks != self.tasks:
+            self.tasks, self._has_queues = tasks, False
+            self._forget_tasks()
+        if not self._has_queues:
+            for queue in list(self._queues.values()):
+                if queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM:
+                    await self._create_or_update(queue)
+            self._has_queues = True
+
+    def _forget_tasks(self) -> None:
+        for consumer in self._consumers:
+            if consumer.stream == subjects.STAGES_STREAM:
+                consumer.first_sequence = self.tasks.first_sequence
+        for callback in self._on_tasks_lost:
+            callback()

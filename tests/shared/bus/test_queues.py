@@ -1,0 +1,157 @@
+"""What becomes of queues when a broker that runs alone has lost its memory."""
+
+import asyncio
+import time
+
+import pytest
+from nats.js import api
+
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
+from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.slot_consumer import SlotQueue
+from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
+
+QUEUE = subjects.stage_consumer("renderer", "demo", "batch")
+REQUESTS = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
+ANSWER_S = 10.0
+
+
+async def connect(broker: EmbeddedServer) -> Bus:
+    bus = await Bus.connect(broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    return bus
+
+
+def restart(broker: EmbeddedServer) -> None:
+    """Restart the broker in order, so that it has written which messages are put off."""
+    broker.stop()
+    broker.start()
+
+
+async def lose_tasks(bus: Bus, broker: EmbeddedServer) -> None:
+    """Restart the broker, and wait until the worker has noticed the loss."""
+    lost = asyncio.Event()
+    bus.on_tasks_lost(lost.set)
+    restart(broker)
+    await asyncio.wait_for(lost.wait(), ANSWER_S)
+
+
+async def put(bus: Bus, task: str) -> None:
+    await bus.publish(subjects.stage("renderer", "demo", "batch", task), task.encode(), task)
+
+
+async def consume_tasks(bus: Bus, ack_wait_s: float = 30.0) -> Consumer:
+    where = subjects.stage_filter("renderer", "demo", "batch")
+    return await bus.consume(subjects.STAGES_STREAM, QUEUE, where, 8, ack_wait_s)
+
+
+async def test_a_worker_goes_on_with_new_tasks_when_those_before_are_lost(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await connect(own_broker)
+    consumer = await consume_tasks(bus)
+    await put(bus, "a")
+    assert (await consumer.next()).data == b"a"
+    restart(own_broker)
+    await put(bus, "b")
+    assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"b"
+    await bus.close()
+
+
+async def test_queues_without_a_worker_are_there_again(own_broker: EmbeddedServer) -> None:
+    bus = await connect(own_broker)
+    where = subjects.stage_filter("renderer", "demo", "batch")
+    queue = SlotQueue(None, QUEUE, where)
+    await bus.create_slot_consumers(subjects.STAGES_STREAM, [queue], 30.0)
+    await lose_tasks(bus, own_broker)
+    await put(bus, "a")
+    async with asyncio.timeout(ANSWER_S):
+        while (depth := await bus.queue_depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
+    await bus.close()
+
+
+async def test_an_acknowledgement_of_a_lost_task_settles_nothing(
+    own_broker: EmbeddedServer,
+) -> None:
+    """Both tasks are the first ones of their streams."""
+    bus = await connect(own_broker)
+    consumer = await consume_tasks(bus, ack_wait_s=1.0)
+    await put(bus, "a")
+    lost = await consumer.next()
+    await lose_tasks(bus, own_broker)
+    await put(bus, "b")
+    first = await asyncio.wait_for(consumer.next(), ANSWER_S)
+    assert lost.is_lost
+    assert not first.is_lost
+    began = time.monotonic()
+    await lost.ack()
+    assert time.monotonic() - began < 0.5, "the server would not answer"
+    # Another worker may not have noticed the loss.
+    await bus._nc.publish(lost.receipt, b"+ACK")
+    again = await asyncio.wait_for(consumer.next(), ANSWER_S)
+    assert (again.data, again.attempt) == (b"b", 2)
+    await again.ack()
+    await bus.close()
+
+
+async def test_requests_are_delivered_again_when_their_tasks_are_lost(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await connect(own_broker)
+    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    for name in ("ended", "put-off", "new"):
+        await bus.publish(subjects.request("demo", "t"), name.encode(), name)
+    ended, put_off, _ = [await consumer.next() for _ in range(3)]
+    await ended.ack()
+    await put_off.retry(3600)
+    await bus._nc.flush()
+    restart(own_broker)
+    found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
+    assert found == {b"put-off", b"new"}
+    await bus.close()
+
+
+@pytest.mark.parametrize("storage", [api.StorageType.FILE, api.StorageType.MEMORY])
+async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
+    own_broker: EmbeddedServer, storage: api.StorageType
+) -> None:
+    """Tasks are on disk in a cluster, and in the streams of older versions."""
+    bus = await connect(own_broker)
+    if storage is api.StorageType.FILE:
+        config = (await bus._js.stream_info(subjects.STAGES_STREAM)).config
+        await bus._js.delete_stream(subjects.STAGES_STREAM)
+        await bus._js.add_stream(config.evolve(storage=storage))
+        bus.tasks = await bus.find_tasks()
+    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    created = (await bus._js.consumer_info(*REQUESTS[:2])).created
+    if storage is api.StorageType.FILE:
+        restart(own_broker)
+        await put(bus, "a")
+    await bus.restore_streams()
+    # A coordinator that starts joins the same consumer.
+    other = await connect(own_broker)
+    await other.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    assert (await bus._js.consumer_info(*REQUESTS[:2])).created == created
+    await bus.publish(subjects.request("demo", "t"), b"r", "r")
+    assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).attempt == 1
+    for each in (bus, other):
+        await each.close()
+
+
+async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
+    own_broker: EmbeddedServer,
+) -> None:
+    first = await connect(own_broker)
+    consumer = await first.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    await first.publish(subjects.request("demo", "t"), b"r", "r")
+    await (await consumer.next()).retry(3600)
+    await first.close()
+    restart(own_broker)
+    second = await connect(own_broker)
+    consumer = await second.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"r"
+    await second.close()
