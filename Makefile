@@ -196,6 +196,7 @@ chaos-agents: .venv/dev  ## agents killed and stopped 500 times under a counting
 chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run kills
 	$(BIN)/python -m ops.chaos run model
+	$(BIN)/python -m ops.chaos run broker
 	$(BIN)/python -m ops.chaos run omni
 	$(BIN)/python -m ops.chaos run leaders
 	$(BIN)/python -m ops.chaos run rolling

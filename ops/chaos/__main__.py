@@ -38,7 +38,9 @@ console = Console(highlight=False, soft_wrap=True)
 
 @app.command
 def run(
-    name: Literal["kills", "model", "omni", "sounds", "leaders", "rolling", "scale", "shipped"],
+    name: Literal[
+        "kills", "model", "broker", "omni", "sounds", "leaders", "rolling", "scale", "shipped"
+    ],
     /,
     *,
     seed: int = 1,

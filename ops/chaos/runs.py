@@ -59,6 +59,17 @@ RUNS: dict[str, Settings] = {
         fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
     ),
+    # The broker dies so often that most requests lose their tasks, some of them several times.
+    "broker": Settings(
+        requests=1000,
+        rate=10.0,
+        gateways=1,
+        timeout_s=120.0,
+        max_tokens=(32, 256),
+        fault_every_s=3.0,
+        faults={"kill:broker": 4, "kill:renderer": 1, "kill:engine": 1, "kill:coordinator": 1},
+        mix=Mix(http=0.25, images=0.5, clips=0.2),
+    ),
     # Half of the answers are spoken, and a tenth are images.
     "omni": Settings(
         engine="demo",

@@ -50,6 +50,19 @@ PAINTINGS = replace(
 )
 SCENARIOS = {
     "calm": BASE,
+    # Many tasks wait when the broker dies, which by then has written that their requests are put
+    # off.
+    "broker deaths": replace(
+        BASE,
+        rate=40.0,
+        concurrency=120,
+        step_ms=40.0,
+        max_num_seqs=8,
+        max_tokens=(32, 64),
+        fault_every_s=6.0,
+        faults={"kill:broker": 1.0},
+        timeout_s=30.0,
+    ),
     # Engines die in the middle of answers.
     "resumes": RESUMES,
     # With so many stop strings, some deaths come where one has begun.

@@ -20,6 +20,20 @@ def ack_before_publish() -> None:
     replace_attribute(Stage, "forward", hasty)
 
 
+@bug("coordinator", "broker deaths", "I1", "I10")
+def lost_tasks_not_made_again() -> None:
+    """The queue of requests is kept, in which requests are put off until their deadlines."""
+    from shared.bus.queues import Queues
+    from shared.bus.stream_keeper import TaskStream
+
+    async def as_ever(self: Queues) -> TaskStream:
+        found = await find(self)
+        return found._replace(since_ms=0.0)
+
+    find = Queues.find_tasks
+    replace_attribute(Queues, "find_tasks", as_ever)
+
+
 @bug("coordinator", "calm", "I1", "I10")
 def message_id_not_unique() -> None:
     from shared.bus.bus import Bus
