@@ -9,7 +9,8 @@ from safetensors import safe_open
 
 from ops.demo_hearing.training.evaluation import Score
 from ops.demo_hearing.training.samples import SHARES, TASKS, WORDINGS
-from ops.demo_hearing.training.sounds import LOCALES, MAX_BEEPS, MAX_S, VARIANTS
+from ops.demo_hearing.training.sounds import MAX_BEEPS, MAX_S
+from ops.demo_hearing.training.speech import LOCALES, VARIANTS
 from ops.demo_hearing.training.trainer import Settings, State
 
 GOAL = 0.9
