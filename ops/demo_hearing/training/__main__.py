@@ -1,7 +1,7 @@
 """Make the demo's model that hears, and a card of how well it does.
 
-espeak-ng speaks the digits of the training, and flite those that judge the model
-(`apt-get install espeak-ng flite`). The product needs neither.
+espeak-ng and SVOX Pico speak the digits of the training, and flite those that judge the model
+(`apt-get install espeak-ng flite`, `pip install py-nanotts`). The product needs none of them.
 
     python -m ops.demo_hearing.training train judge
 
@@ -20,7 +20,7 @@ import torch
 
 from ops.demo_hearing.training.card import write_card
 from ops.demo_hearing.training.evaluation import evaluate
-from ops.demo_hearing.training.sounds import record_digits
+from ops.demo_hearing.training.speech import record_digits
 from ops.demo_hearing.training.trainer import STATE_FILE, Settings, State, Trainer
 
 

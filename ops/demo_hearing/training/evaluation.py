@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from ops.demo_hearing.training.judging import Case, beep_cases, digit_cases
 from ops.demo_hearing.training.model import AUDIO_MARKS, count_tokens, transformers
 from ops.demo_hearing.training.samples import draw_sample
-from ops.demo_hearing.training.sounds import RATE, Spoken, Wave
+from ops.demo_hearing.training.sounds import RATE, Wave
+from ops.demo_hearing.training.speech import Spoken
 
 
 @dataclass(slots=True)

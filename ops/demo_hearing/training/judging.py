@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ops.demo_hearing.training.samples import describe_beeps
-from ops.demo_hearing.training.sounds import MAX_BEEPS, RATE, WORDS, Wave, read_wave
+from ops.demo_hearing.training.sounds import MAX_BEEPS, RATE, Wave, read_wave
+from ops.demo_hearing.training.speech import WORDS
 
 FLITE_VOICES = ("kal", "awb", "rms", "slt")
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ops.demo_hearing.training import sounds
-from ops.demo_hearing.training.sounds import MAX_BEEPS, Spoken, Wave
+from ops.demo_hearing.training.sounds import MAX_BEEPS, Wave
+from ops.demo_hearing.training.speech import Spoken, vary
 
 TASKS = ("count", "level", "digit", "description", "nothing")
-SHARES = (0.30, 0.16, 0.35, 0.16, 0.03)
+SHARES = (0.32, 0.12, 0.38, 0.15, 0.03)
 
 WORDINGS: dict[str, tuple[str, ...]] = {
     "count": (
@@ -85,9 +86,8 @@ def draw_sample(rng: np.random.Generator, bank: Sequence[Spoken]) -> Sample:
     question = str(rng.choice(WORDINGS[task]))
     if task == "digit" or (task == "description" and rng.random() < 0.5):
         spoken = bank[int(rng.integers(len(bank)))]
-        wave = sounds.change_speed(spoken.wave, float(rng.uniform(0.84, 1.2)))
         answer = str(spoken.digit) if task == "digit" else f"the digit {spoken.digit}"
-        heard = sounds.in_a_room(rng, wave)
+        heard = sounds.in_a_room(rng, vary(rng, spoken.wave))
         return Sample(task, question, answer, heard, spoken.digit, first)
     number, high = int(rng.integers(1, MAX_BEEPS + 1)), bool(rng.random() < 0.5)
     answers = {

@@ -23,7 +23,7 @@ from ops.demo_hearing.training.model import (
     loss_of,
 )
 from ops.demo_hearing.training.samples import Sample, draw_sample
-from ops.demo_hearing.training.sounds import Spoken
+from ops.demo_hearing.training.speech import Spoken
 from ops.demo_training.saving import save_half
 from ops.demo_training.scenes import console
 
