@@ -8,6 +8,7 @@ chaos-bugs` runs them all, and first each scenario without a bug.
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,17 @@ def test_every_bug_has_a_scenario_and_an_invariant() -> None:
     for bug in BUGS.values():
         assert bug.scenario in SCENARIOS
         assert bug.invariants
+
+
+def test_what_a_scenario_hides_is_found_by_the_next() -> None:
+    # In a process of its own, because the tests' own has threads.
+    script = """
+        import importlib.util
+        from ops.chaos.__main__ import in_fork
+        from shared.models.lazy_module import hide_torch
+        in_fork(hide_torch)
+        assert importlib.util.find_spec("torch") is not None
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

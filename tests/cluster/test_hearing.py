@@ -21,22 +21,22 @@ from ops.browser import ENTER, MISSING, browsing
 from ops.demo_hearing.training.evaluation import Listener
 from ops.demo_hearing.training.sounds import RATE, Wave, beeps
 from shared.bus.bus import Bus
+from shared.protocol.records import Failure
+from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message
 from tests import preloaded
-from tests.cluster.conftest import Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import Cluster, answer, start_cluster, stop_cluster
 from workers.renderer.media.splitter import split_sound
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "ops" / "demo_hearing"
-CONFIG = f"""
-models:
-  hearing:
-    path: {MODEL}
-    max_images: 0
+# The configuration that ships with the model, and what tests need: encoders, and short waits.
+SHIPPED = (MODEL / "pagemill.yaml").read_text()
+CONFIG = f"""{SHIPPED.replace("path: .", f"path: {MODEL}")}
     tower: encoder
-    sampling_defaults: {{temperature: 0.0, max_tokens: 16}}
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
 """
 QUESTION = "What do you hear?"
+FIFTH = "messages[0].content[4].audio_url.url"
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,33 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
         told: Any = caught.value.body
         assert (told["code"], told["param"]) == (code, "messages[0].content[0].audio_url.url")
         assert message in told["message"]
+    # A client is told the field that it has sent.
+    part = {"type": "input_audio", "input_audio": {"data": encoded(b"RIFF"), "format": "wav"}}
+    with pytest.raises(APIStatusError) as caught:
+        await ask(api, part)
+    refused: Any = caught.value.body
+    assert refused["param"] == "messages[0].content[0].input_audio.data"
     url = "data:;base64," + encoded(long)
     assert await ask(api, {"type": "audio_url", "audio_url": {"url": url, "overflow": "cut"}})
+
+
+async def test_too_many_sounds_are_refused(api: AsyncOpenAI, hearing: Cluster) -> None:
+    # None of them can be heard: they are counted before any is read.
+    url = "data:audio/wav;base64,AAAA"
+    told = "audios in the request: 5, over the limit of 4 (max_audios)"
+    parts: list[dict[str, Any]] = [{"type": "audio_url", "audio_url": {"url": url}}] * 5
+    with pytest.raises(APIStatusError) as caught:
+        await ask(api, *parts)
+    refused: Any = caught.value.body
+    assert (caught.value.status_code, refused["code"]) == (422, "media_too_large")
+    assert (refused["param"], refused["message"]) == (FIFTH, told)
+    message = Message("user", [AudioPart(AudioURL(url))] * 5)
+    bus = await Bus.connect(hearing.url, "test")
+    [failure] = await answer(bus, GenerateRequest("hearing", [message]))
+    await bus.close()
+    assert isinstance(failure, Failure)
+    assert (failure.error.code, failure.error.field) == ("media_too_large", FIFTH)
+    assert failure.error.message == told
 
 
 async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener) -> None:

@@ -254,6 +254,25 @@ async def test_faults_are_named(client: Bus, video: VideoURL, code: tuple[str, .
     assert failure.error.field == "messages[0].content[0].video_url.url"
 
 
+async def test_too_many_videos_are_refused(client: Bus) -> None:
+    # None of them can be decoded: they are counted before any is read.
+    url, third = data_url(b"no video"), "messages[0].content[2].video_url.url"
+    parts = [{"type": "video_url", "video_url": {"url": url}}] * 3
+    body = {"model": "demo", "messages": [{"role": "user", "content": parts}]}
+    [beat] = await living(client, "gateway")
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        reply = await http.post(f"{beat.url}/v1/chat/completions", json=body)
+    told = reply.json()["error"]
+    message = Message("user", [VideoPart(VideoURL(url))] * 3)
+    [failure] = await answer(client, GenerateRequest("demo", [message], SAMPLING))
+    assert isinstance(failure, Failure)
+    assert reply.status_code == 422
+    assert (told["code"], told["param"]) == ("media_too_large", third)
+    assert (failure.error.code, failure.error.field) == ("media_too_large", third)
+    limit = "videos in the request: 3, over the limit of 2 (max_videos)"
+    assert told["message"] == failure.error.message == limit
+
+
 # -- deaths ---------------------------------------------------------------------------------------
 
 

@@ -23,19 +23,25 @@ NatsUrl = Annotated[
 Images = Annotated[
     list[Path] | None,
     Parameter(
-        name=["--image", "-i"], help="An image for the question; repeat the option for several."
+        name=["--image", "-i"],
+        negative=(),
+        help="An image for the question; repeat the option for several.",
     ),
 ]
 Videos = Annotated[
     list[Path] | None,
     Parameter(
-        name=["--video", "-v"], help="A video for the question; repeat the option for several."
+        name=["--video", "-v"],
+        negative=(),
+        help="A video for the question; repeat the option for several.",
     ),
 ]
 Sounds = Annotated[
     list[Path] | None,
     Parameter(
-        name=["--audio", "-a"], help="A sound for the question; repeat the option for several."
+        name=["--audio", "-a"],
+        negative=(),
+        help="A sound for the question; repeat the option for several.",
     ),
 ]
 ModelName = Annotated[

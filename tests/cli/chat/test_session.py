@@ -158,6 +158,22 @@ def test_a_path_that_has_no_meaning_is_refused(
     assert code == 1
 
 
+def test_a_video_is_not_left_out_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("clip.mp4", "a.wav", "notes.txt"):
+        Path(name).write_bytes(b"")
+    line = "@clip.mp4 and @a.wav but not @missing.mp4 nor @notes.txt"
+    conversation, _ = talk(monkeypatch, tmp_path / "chat.json", BreakingConnection(), line)
+    assert contents(conversation)[0] == line
+    noted = [line for line in capsys.readouterr().err.splitlines() if "not attached" in line]
+    assert noted == [
+        "clip.mp4 is not attached: `pagemill ask --video` asks about such a file",
+        "a.wav is not attached: `pagemill ask --audio` asks about such a file",
+    ]
+
+
 def test_bytes_that_are_no_text_are_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

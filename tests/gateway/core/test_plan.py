@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from shared.protocol.requests import VideoPart
+from workers.gateway.core.field_names import client_field_of
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.openai.chat import plan_chat
+from workers.gateway.openai.chat import MAX_NAMED_SOUNDS, plan_chat
 from workers.gateway.openai.completions import plan_completion
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
 
@@ -46,6 +47,24 @@ def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(options: Any) -> No
         assert isinstance(content, list)
         found = [part.video_url.use_audio for part in content if isinstance(part, VideoPart)]
         assert found == expected
+
+
+def test_errors_of_a_sound_name_the_field_that_the_client_has_sent() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}
+    url = {"type": "audio_url", "audio_url": {"url": "data:,"}}
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [url, sound]}]
+    chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
+    options = plan_chat(chat).options
+    of_url, of_sound = (f"messages[1].content[{i}].audio_url.url" for i in range(2))
+    assert client_field_of(of_url, "chat", options) == of_url
+    assert client_field_of(of_sound, "chat", options) == "messages[1].content[1].input_audio.data"
+
+
+def test_the_fields_of_countless_sounds_are_not_stored() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "", "format": ""}}
+    messages = [{"role": "user", "content": [sound] * 1000}]
+    chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
+    assert len(plan_chat(chat).options["fields"]) == MAX_NAMED_SOUNDS
 
 
 def test_other_options_of_processors_are_refused() -> None:

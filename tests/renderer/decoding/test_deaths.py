@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from shared.config_renderer import RendererConfig
 from shared.errors import InvalidMedia, UnsupportedContent, WorkerFailure
 from shared.models.media import DecodedVideo, FramePlan
-from shared.protocol.multimodal import VIDEO, FrameSampling
+from shared.protocol.multimodal import AUDIO, VIDEO, FrameSampling, Modality
 from tests.renderer.decoding import files
 from tests.renderer.decoding.reading import FIELD, LIMITS, Reader
 from tests.renderer.threads import in_thread
@@ -180,6 +180,18 @@ def test_a_decoder_ends_when_nobody_waits_for_it(dying: Reader) -> None:
             time.sleep(0.01)
     while decoders(dying.pool):
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("modality", [VIDEO, AUDIO])
+def test_an_empty_file_needs_no_decoder(modality: Modality) -> None:
+    media = MediaDecoders(RendererConfig(), in_thread)
+    with (
+        pytest.raises(InvalidMedia, match=f"the {modality}'s file is empty") as caught,
+        media.open(modality, b"", FIELD),
+    ):
+        pass
+    assert caught.value.field == FIELD
+    assert media._tools.pool.spawning.pid is None
 
 
 def test_a_closed_pool_starts_nothing() -> None:

@@ -1,6 +1,7 @@
 """Frames of videos: exactly those that are asked for, as a decoder yields them that reads all."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ from numpy.typing import NDArray
 from PIL import ImageSequence
 
 from shared.errors import InvalidMedia
+from shared.protocol.multimodal import content_hash
 from tests.renderer.decoding import files
 from tests.renderer.decoding.files import av
-from tests.renderer.decoding.reading import Reader
+from tests.renderer.decoding.reading import FIELD, Reader
 
 INDEXES = [0, 3, 3, 11, 12, 13, 30, 31, 46, 47]
 KINDS = [
@@ -116,6 +118,33 @@ def test_animated_images_are_videos(reader: Reader, kind: str) -> None:
         np.testing.assert_array_equal(frame, np.asarray(images[index]))
         if kind != "GIF":
             np.testing.assert_array_equal(frame, files.picture(20 * index))
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_the_memory_of_a_refused_file_is_free(reader: Reader, num_read: int) -> None:
+    """Also while somebody has the error, whose traceback holds a frame."""
+    assert num_kib_shared() == 0
+    with pytest.raises(InvalidMedia, match="refused") as caught:
+        read_and_refuse(reader, num_read)
+    assert num_kib_shared() == 0
+    assert caught.tb is not None
+
+
+def read_and_refuse(reader: Reader, num_read: int) -> None:
+    data = files.video()
+    with reader.pool.open("frames", data, content_hash(data), FIELD) as decoding:
+        decoding.probe_video()
+        frames = decoding.read_frames(range(4))
+        sums = [next(frames).sum() for _ in range(num_read)]
+        assert (num_kib_shared() > 0) == bool(sums)
+        raise InvalidMedia("refused")
+
+
+def num_kib_shared() -> int:
+    """Return how much of this process is memory that decoders share with it."""
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    ours = [line for part in maps if "memfd:pagemill" in part for line in part.splitlines()]
+    return sum(int(line.split()[1]) for line in ours if line.startswith("Rss:"))
 
 
 def test_a_sequence_of_jpeg_files_is_a_video_without_a_rate(reader: Reader) -> None:

@@ -204,6 +204,10 @@ def test_animations_are_refused(fmt: str) -> None:
     assert "animated" in refusal(data)
 
 
+def test_an_empty_file_is_called_empty() -> None:
+    assert refusal(b"") == "the image's file is empty"
+
+
 def test_the_byte_limit_holds_before_base64_is_decoded() -> None:
     limits = RendererConfig(max_image_bytes=1000)
     assert "1000 bytes" in refusal(bytes(1001), MediaTooLarge, limits)

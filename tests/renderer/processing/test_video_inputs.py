@@ -85,7 +85,7 @@ def test_the_sampling_is_a_part_of_the_hash(processor: Processor) -> None:
 
 def test_videos_over_the_limit_are_refused_before_they_are_read(folder: Path) -> None:
     parts = [VideoPart(VideoURL("data:,"))] * 3
-    with pytest.raises(MediaTooLarge, match="3 videos are over the limit of 2") as caught:
+    with pytest.raises(MediaTooLarge, match=r"3, over the limit of 2 \(max_videos\)") as caught:
         Processor(ModelConfig(str(folder))).check([Message("user", [*parts])])
     assert caught.value.field == "messages[0].content[2].video_url.url"
 

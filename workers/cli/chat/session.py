@@ -261,8 +261,13 @@ def _enable_line_editing() -> None:
 
 
 def _is_image_file(path: str) -> bool:
-    kind, _ = mimetypes.guess_type(path)
-    return (kind or "").startswith("image/") and Path(path).expanduser().is_file()
+    """Return whether a message attaches this file, and note that it does not attach videos."""
+    kind = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
+    if kind not in ("image", "video", "audio") or not Path(path).expanduser().is_file():
+        return False
+    if kind != "image":
+        print_note(f"{path} is not attached: `pagemill ask --{kind}` asks about such a file")
+    return kind == "image"
 
 
 def _read_image(argument: str) -> str:

@@ -1,9 +1,11 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
+from typing import Annotated
 
 import msgspec
 import yaml
+from cyclopts import Parameter
 from rich.console import Console
 
 from shared.config import Right
@@ -17,7 +19,13 @@ from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
 
-def key(name: str, /, *, tenant: str | None = None, right: list[Right] | None = None) -> int:
+def key(
+    name: str,
+    /,
+    *,
+    tenant: str | None = None,
+    right: Annotated[list[Right] | None, Parameter(negative=())] = None,
+) -> int:
     """Make an API key for the gateway. Print the key, only this once, and its configuration.
 
     Parameters

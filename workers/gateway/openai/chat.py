@@ -1,5 +1,6 @@
 """Chat completions: the plan of a request. Pure."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ from workers.gateway.schemas.openai_request import (
     ProcessorKwargs,
 )
 
+MAX_NAMED_SOUNDS = 100
+
 
 class ToolPlan(Struct, frozen=True):
     """Format of the tool calls of an answer: the model's own, or one that it is constrained to."""
@@ -71,7 +74,8 @@ def plan_chat(
     structure = tools.structure
     if strict and tools.form is not None and structure is None and card is not None:
         structure = strict_structure(request, card)
-    sampling, fields = sampling_of(request) | _logprobs_of(request), client_fields_of(request)
+    sampling = sampling_of(request) | _logprobs_of(request)
+    fields = client_fields_of(request) | _sound_fields(request.messages)
     limit = request.max_completion_tokens
     if limit is not None:
         if sampling.get("max_tokens", limit) != limit:
@@ -127,6 +131,22 @@ def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _sound_fields(messages: Sequence[ChatMessage]) -> dict[str, str]:
+    """Return the client's names of sounds that are given as base64, by the names on the bus.
+
+    They are stored with the request, so there is a limit on them. A model takes fewer sounds.
+    """
+    found = (
+        f"messages[{i}].content[{j}]"
+        for i, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if isinstance(part, ChatInputAudioPart)
+    )
+    named = itertools.islice(found, MAX_NAMED_SOUNDS)
+    return {f"{part}.audio_url": f"{part}.input_audio.data" for part in named}
 
 
 def _part_of(part: ChatPart, use_audio: bool) -> ContentPart:

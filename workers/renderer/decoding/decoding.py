@@ -98,6 +98,13 @@ class Decoding:
     def __exit__(self, *_: object) -> None:
         self._hang_up()
         self._undo.close()
+        try:
+            self._memory.close()
+        except BufferError:
+            # The traceback of an error holds a frame until Python's collector comes. Its pages,
+            # which are many for a large frame, do not wait for that.
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_REMOVE)
 
     @property
     def is_probed(self) -> bool:

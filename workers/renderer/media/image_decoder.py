@@ -127,7 +127,9 @@ def _name_format(data: bytes) -> str | None:
 def check_num_bytes(
     num_bytes: int, limits: RendererConfig, field: str, modality: Modality = IMAGE
 ) -> None:
-    """Raises MediaTooLarge for a file of more bytes than one of this modality may have."""
+    """Raises InvalidMedia for an empty file, MediaTooLarge for one over the modality's limit."""
+    if not num_bytes:
+        raise InvalidMedia(f"the {modality}'s file is empty", field=field)
     limit = limits.max_bytes[modality]
     if num_bytes > limit:
         raise MediaTooLarge(

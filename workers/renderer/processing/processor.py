@@ -236,7 +236,8 @@ class Processor:
             limit = self._inputs[modality].limit
             if len(named) > limit:
                 raise MediaTooLarge(
-                    f"{len(named)} {modality}s are over the limit of {limit} per request",
+                    f"{modality}s in the request: {len(named)}, over the limit of {limit}"
+                    f" (max_{modality}s)",
                     field=named[limit],
                 )
 

@@ -30,9 +30,10 @@ from shared.protocol.sampling import SamplingParams
 from workers.renderer.decoding.spawning import SPAWNER
 
 NUM_VIDEOS = 12
-NUM_FRAMES = 6
+# The model that hears has 768 tokens for two large frames, and its context is 2,048.
+NUM_FRAMES = 2
 # Decoding one takes tens of milliseconds, so that there is time to kill its decoder.
-SIZE = (1600, 1200)
+SIZE = (2800, 2100)
 POLL_S = 0.001
 KILLED_SHARE = 0.5
 KILL_SPAWNER_EACH = 4
