@@ -170,6 +170,10 @@ CLEAN: dict[str, RecordedRun] = {
         make_run([]),
         clients=[RequestSent(1.0, ID, 1, 0, True), SessionFailed(1.2, ID, 1, "overloaded", "full")],
     ),
+    "given up, and stored by a broker that had been stopped": replace(
+        make_run([failure("deadline_exceeded", 0)], "deadline"),
+        clients=[RequestSent(1.0, ID, 1, 0, True), SessionFailed(9.0, ID, 1, "silence", "nothing")],
+    ),
     "a payload of whose key nobody knows any more": with_workers(
         with_final(make_run(), beats=[PINNED]), WorkerEvent(1.0, "borrowed", "engine-1:aa", at=99)
     ),
