@@ -224,7 +224,7 @@ def _show(
     took: dict[str, list[float]], outcomes: dict[str, Counter[str]], max_concurrent: int
 ) -> None:
     alone = p95(took[""])
-    table = Table("the steady tenant", "answers", "p50", "p95", "max", f"p95 to alone, goal {GOAL}")
+    table = Table("the steady tenant", "answers", "p50", "p95", "max", f"ratio of p95, goal {GOAL}")
     for key, times in took.items():
         name = FLOODS.get(key, "alone").format(max_concurrent)
         cells = (statistics.median(times), p95(times), max(times))

@@ -25,8 +25,9 @@ from workers.renderer.media.tools import MediaTools
 from workers.renderer.media.video_decoder import decode_video
 from workers.renderer.threads import InThread, Result
 
-BATCH_NICENESS = 15
-"""Of threads that decode media for the batch lane."""
+BATCH_NICENESS = 5
+"""Of threads that decode media for the batch lane. Beside others that want the whole processor they
+get a quarter of it: with much less, a large image would miss the ack wait."""
 
 MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
 """Decodes one file, within limits; errors name the field that is the last argument.
