@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-sampling bench-serve bench-slots bench-step-limit simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-sampling bench-serve bench-slots bench-step-limit simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -118,6 +118,9 @@ bench-sampling: .venv/dev  ## the sampler by kind of parameters, beside a plain 
 
 bench-step-limit: .venv/dev  ## curve of engine.max_step_ms, MODEL a folder; 15 minutes
 	$(BIN)/python -m ops.bench.step_limit $(if $(MODEL),--model $(MODEL))
+
+bench-lanes: .venv/dev  ## what short steps of the batch lane cost it beside interactive requests; 2 minutes
+	$(BIN)/python -m ops.bench.lanes $(if $(MODEL),--model $(MODEL))
 
 bench-payload: .venv/dev  ## a tensor by every transport, on one host and between two
 	$(BIN)/python -m ops.bench.payload

@@ -63,15 +63,13 @@ class EmbeddedServer:
         # The server parses a variable like the rest of its configuration, so a path needs quotes.
         variables = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
         with log_file.open("ab") as log:
-            # The server gets its own session, because Ctrl-C in the terminal must not stop it
-            # before the workers have drained.
+            # Ctrl-C in the terminal must not stop it before the workers have drained.
             self._process = subprocess.Popen(
                 [find_binary(), "-c", str(config_file), "-P", str(self.pid_file)],
                 env=COLLECTOR | os.environ | variables | dict(self.variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=become_child,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_listening(self.port):
@@ -122,6 +120,24 @@ class EmbeddedServer:
             self._process.send_signal(signal_number)
         self._process.wait(10)
         self._process = None
+
+
+def become_child() -> None:
+    """Give this new process a process group of its own, and let it end with its parent."""
+    leave_process_group()
+    end_with_parent()
+
+
+def leave_process_group() -> None:
+    """Give this process a group of its own: signals of a terminal are for the others.
+
+    The session stays the same. Where Linux groups processes by sessions (`sched_autogroup_enabled`,
+    outside of containers and services), niceness counts within a session alone, so that a worker's
+    work of low priority would take as much time from the others as all that they do.
+    """
+    os.setpgid(0, 0)
+    # A terminal with `tostop` would stop processes that write from another group.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:

@@ -8,6 +8,7 @@ where they are: the decoder tells what is wrong with them.
 import re
 
 import msgspec
+import numpy as np
 
 from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
 
@@ -28,6 +29,8 @@ MAX_ESCAPES = 2**22
 # More than any field may have by itself, so that the errors of fields are more exact.
 MAX_DEPTH = 64
 
+LARGE_BYTES = 2**12
+
 # Up to the next bracket or the end of the next string. A string without an end has no match.
 _JSON_TOKEN = re.compile(
     rb'[^"\[\]{}]*+(?:(?P<string>"[^"\\]*+(?:\\.[^"\\]*+)*+")|(?P<open>[\[{])|(?P<close>[\]}]))',
@@ -47,9 +50,9 @@ def check_msgpack(data: bytes) -> None:
 
 def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
     """Raise ValidationError for a limit that the text exceeds."""
-    num_brackets = data.count(b"[") + data.count(b"{")
-    num_quotes, num_commas = data.count(b'"'), data.count(b",")
-    if data.count(b"\\") > 2 * MAX_ESCAPES:
+    num_arrays, num_objects, num_quotes, num_commas, num_backslashes = count_bytes(data, b'[{",\\')
+    num_brackets = num_arrays + num_objects
+    if num_backslashes > 2 * MAX_ESCAPES:
         raise _error(f"Expected at most {MAX_ESCAPES} escapes", b"")
     num_tokens = num_brackets + num_quotes // 2
     # Each of the other values is behind a bracket or a comma, and RUN_LEN of them count at most
@@ -64,6 +67,17 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
         or (num_brackets + num_commas > MAX_EXPONENTS and _num_exponents(data) > MAX_EXPONENTS)
     ):
         walk_json(data, max_values)
+
+
+def count_bytes(data: bytes, wanted: bytes) -> list[int]:
+    """Return how often each wanted byte occurs.
+
+    A gateway's event loop counts large bodies, for which NumPy takes a fifth of the time.
+    """
+    if len(data) < LARGE_BYTES:
+        return [data.count(byte) for byte in wanted]
+    array = np.frombuffer(data, np.uint8)
+    return [int(np.count_nonzero(array == byte)) for byte in wanted]
 
 
 def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:

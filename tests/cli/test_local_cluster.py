@@ -65,6 +65,21 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
         await cluster.stop()
 
 
+async def test_processes_have_groups_of_their_own_within_the_session(tmp_path: Path) -> None:
+    """Ctrl-C is for the supervisor alone, and niceness counts between all of them."""
+    config = Config({}, nats=NatsConfig(port=0, store_dir=str(tmp_path)))
+    log_file = tmp_path / "workers.log"
+    cluster = LocalCluster(config, None, [WorkerSpec("coordinator")], log_file=log_file)
+    await cluster.start()
+    try:
+        broker = int((tmp_path / "nats-server.pid").read_text())
+        pids = [broker, *cluster.pids("coordinator")]
+        assert [os.getpgid(pid) for pid in pids] == pids
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+    finally:
+        await cluster.stop()
+
+
 class Shown(readiness.Quiet):
     def __init__(self) -> None:
         self.titles: list[str] = []

@@ -29,7 +29,8 @@ def main():
         case "fail": raise ValueError("a mistake")
         case "say": print(os.getcwd(), tempfile.gettempdir(), dict(os.environ), file=sys.stderr)
         case "modules": print("colorsys" in sys.modules, file=sys.stderr)
-        case "session": print(os.getsid(0) == os.getpid(), file=sys.stderr)
+        case "group": print(os.getpgid(0) == os.getpid(), file=sys.stderr)
+        case "session": print(os.getsid(0) == int(sys.argv[2]), file=sys.stderr)
         case "drain":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
             print("ready", flush=True, file=sys.stderr)
@@ -117,10 +118,16 @@ async def test_exit_codes_and_signals_are_reported(served: Served) -> None:
     assert [await process.wait() for process in waiting] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
-async def test_a_process_has_the_modules_and_a_session_of_its_own(served: Served) -> None:
-    for question in ("modules", "session"):
+async def test_a_process_has_the_modules_and_a_group_of_its_own(served: Served) -> None:
+    for question in ("modules", "group"):
         await (await served.start(question)).wait()
     assert served.log.read_text().split() == ["started", "True"] * 2
+
+
+async def test_a_process_is_in_the_session_of_the_supervisor(served: Served) -> None:
+    """Only so does Linux compare the niceness of all workers of `pagemill up`."""
+    await (await served.start("session", str(os.getsid(0)))).wait()
+    assert served.log.read_text().split() == ["started", "True"]
 
 
 async def test_environment_folder_and_temporary_files(served: Served, tmp_path: Path) -> None:

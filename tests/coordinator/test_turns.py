@@ -82,13 +82,13 @@ def admitted(model: str, tenant: str = "", **fields: Any) -> Admitted:
     return admit(subject, "r", data, models, {model: pipeline_of(config)})
 
 
-async def fill(bus: Bus, model: str, num_tasks: int) -> None:
-    durable = subjects.stage_consumer("engine", model, "batch")
-    where = subjects.stage_filter("engine", model, "batch")
+async def fill(bus: Bus, model: str, num_tasks: int, stage: str = "engine") -> None:
+    durable = subjects.stage_consumer(stage, model, "batch")
+    where = subjects.stage_filter(stage, model, "batch")
     consumer = await bus.consume(subjects.STAGES_STREAM, durable, where, MANY_CLAIMED, 60.0)
     for number in range(num_tasks):
-        name = f"{model}-{number}"
-        await bus.publish(subjects.stage("engine", model, "batch", name), b"x", name)
+        name = f"{model}-{stage}-{number}"
+        await bus.publish(subjects.stage(stage, model, "batch", name), b"x", name)
     for _ in range(min(num_tasks, MANY_CLAIMED)):
         await consumer.next()
     await consumer.stop()
@@ -111,6 +111,16 @@ async def test_who_uses_too_much_of_a_busy_model_goes_behind_the_others(
     # The same tenant does nothing to another model.
     other = admitted(f"{model}-other", sampling_params=SamplingParams(max_tokens=1000))
     assert await turns.lane_of(other, "flood", 100) == "interactive"
+
+
+async def test_tasks_of_all_stages_make_a_model_busy(bus: Bus) -> None:
+    model = f"m-{secrets.token_hex(4)}"
+    await fill(bus, model, MANY_CLAIMED - 1)
+    await fill(bus, model, 1, stage="renderer")
+    turns = Turns(bus, {})
+    await turns.lane_of(admitted(model), "steady", 100)
+    long = admitted(model, sampling_params=SamplingParams(max_tokens=1000))
+    assert await turns.lane_of(long, "flood", 100) == "batch"
 
 
 async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer, end_with_parent
+from shared.bus.embedded_server import EmbeddedServer, become_child
 from shared.bus.local_keys import forget_keys
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
@@ -286,7 +286,7 @@ class LocalCluster:
             arguments += ["--stage", spec.stage]
         if self._config_file is not None:
             arguments += ["--config", str(self._config_file)]
-        # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
+        # With a group of its own, a worker does not receive Ctrl-C, which starts the drain here.
         # Without a file, a worker writes its log to the stderr of this process.
         log = (
             open_for_append(self.log_file)
@@ -306,8 +306,7 @@ class LocalCluster:
                 "workers",
                 *arguments,
                 stderr=stderr,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=become_child,
             )
 
     async def _wait_ready(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared.bus.embedded_server import end_with_parent
+from shared.bus.embedded_server import end_with_parent, leave_process_group
 
 MAX_MESSAGE_BYTES = 1 << 17
 
@@ -75,7 +75,7 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
     `channel` is a SOCK_SEQPACKET socket. A forked process has the arguments in `sys.argv[1:]`; it
     runs `main` and ends with SystemExit, which passes through the caller of this function.
     """
-    os.setsid()
+    leave_process_group()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     gc.disable()
@@ -176,7 +176,7 @@ def _send(channel: socket.socket, event: Event) -> None:
 
 def _become_worker(start: Start, descriptors: list[int]) -> None:
     """Set up what another process would have got from `exec`."""
-    os.setsid()
+    leave_process_group()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """Turns of tenants: one that uses too much of a busy model is served behind the others."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import structlog
@@ -17,8 +17,8 @@ READ_S = 0.25
 """Requests within this time share what was read of the queues."""
 RETRY_S = 30.0
 """Time until the next reading behind one that failed, as with keys that do not permit it."""
-MANY_CLAIMED = 8
-"""With so many tasks of a queue in its workers, one more has to share their time."""
+MANY_CLAIMED = 4
+"""With so many tasks of a model in the workers of its stages, one more has to share their time."""
 BYTES, TOKENS, MEDIA = 2**16, 64, 8
 """So many bytes of a request, and tokens that it may write, cost as much as a request by itself; a
 medium costs as much as `MEDIA` requests."""
@@ -58,11 +58,11 @@ class Turns:
                 self._read_s += RETRY_S
                 _log.warning("queues_not_read", reason=error.message)
                 return self._busy
-            self._busy = {
-                subjects.model_of_stage(depth.subject)
-                for depth in depths
-                if depth.num_pending or depth.num_in_flight >= MANY_CLAIMED
-            }
+            claimed: Counter[str] = Counter()
+            for depth in depths:
+                many = MANY_CLAIMED if depth.num_pending else depth.num_in_flight
+                claimed[subjects.model_of_stage(depth.subject)] += many
+            self._busy = {model for model, number in claimed.items() if number >= MANY_CLAIMED}
         return self._busy
 
 

@@ -68,6 +68,7 @@ class ImageCache:
         max_tokens: int | None = None,
         *,
         is_item: bool = False,
+        lane: str = "interactive",
     ) -> PreparedImage:
         """Prepare a file, or an item that another server has processed.
 
@@ -91,7 +92,7 @@ class ImageCache:
         if (cached := await self._find(processor, modality, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return cached
-        image = await self._process(mm_hash, modality, process, field, ttl_s)
+        image = await self._process(mm_hash, modality, process, field, ttl_s, lane)
         ref = self._put(mm_hash, image, ttl_s)
         metadata = processor.metadata(modality, image.fields)
         return PreparedImage(
@@ -134,6 +135,7 @@ class ImageCache:
         process: Callable[[], ProcessedImage],
         field: str,
         ttl_s: float,
+        lane: str,
     ) -> ProcessedImage:
         """Process an image once for all requests that need it at the same time."""
         task = self._processing.get(mm_hash)
@@ -141,7 +143,7 @@ class ImageCache:
         if task is None:
 
             async def run() -> ProcessedImage:
-                image = await self._decoders.run(modality, process)
+                image = await self._decoders.run(modality, process, lane)
                 # It is stored before the task ends; a request in between would process it again.
                 if (ref := self._put(mm_hash, image, ttl_s)) is not None:
                     self._blobs.discard(ref)
@@ -156,5 +158,5 @@ class ImageCache:
         except RequestError as error:
             if isinstance(error, ContextTooLong) and not is_own:
                 # The other request had less room.
-                return await self._process(mm_hash, modality, process, field, ttl_s)
+                return await self._process(mm_hash, modality, process, field, ttl_s, lane)
             raise type(error)(error.message, field=field) from None

@@ -65,6 +65,7 @@ class RenderPath:
 
         ticket = None if header is None else header.ticket
         embeds = header is not None and header.embedding is not None
+        lane = "interactive" if header is None else header.lane
         scope = "" if ticket is None else ticket.cache_scope
         token_ids = await self._in_text_thread(begin)
         if asked.token_ids is not None:
@@ -78,7 +79,14 @@ class RenderPath:
         async for part, source in _sources(asked, media):
             async with _keeping(media, source):
                 image = await self.images.prepare(
-                    processor, part, source.data, scope, ttl_s, room, is_item=is_item
+                    processor,
+                    part,
+                    source.data,
+                    scope,
+                    ttl_s,
+                    room,
+                    is_item=is_item,
+                    lane=lane,
                 )
                 prepared.append(image)
                 room += 1 - image.num_tokens

@@ -19,6 +19,7 @@ from shared.protocol.value_limits import (
     MAX_VALUES,
     check_json,
     check_msgpack,
+    count_bytes,
     walk_json,
     walk_msgpack,
 )
@@ -121,6 +122,12 @@ def test_text_that_is_not_closed_is_refused_by_msgspec_too(data: bytes) -> None:
     if not walk_json(data):
         with pytest.raises(UNDECODABLE):
             msgspec.json.decode(data)
+
+
+@pytest.mark.parametrize("times", [1, 2**10])
+def test_bytes_are_counted_alike_in_bodies_of_any_size(times: int) -> None:
+    data = b'{"a": [1, "\\""], "\xff": 2}' * times
+    assert count_bytes(data, b'{",\\\xff') == [times, 7 * times, 2 * times, times, times]
 
 
 def test_brackets_in_strings_do_not_count() -> None:

@@ -6,7 +6,6 @@ its own contains such failures. The process runs this file, which imports nothin
 product, so that it starts in some 50 ms. `workers.engine.sampling.grammar_trial` starts it.
 """
 
-import os
 import re
 import resource
 import sys
@@ -45,9 +44,8 @@ def error_of(matcher: LLMatcher) -> str:
     return TOO_COMPLEX if "panic" in text else text[:MAX_REASON_LEN]
 
 
-def main(max_cpu_s: int, niceness: int) -> None:
+def main(max_cpu_s: int) -> None:
     """Compile the definition read from stdin, try it, and write the error to stdout."""
-    os.nice(niceness)
     # The limits also end this process if the engine dies meanwhile. The first ends it by SIGXCPU,
     # which tells it from a process that somebody has killed.
     resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
@@ -70,4 +68,4 @@ def main(max_cpu_s: int, niceness: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

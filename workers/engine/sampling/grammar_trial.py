@@ -6,6 +6,7 @@ depends on what else the machine does, so running out of it says nothing about t
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -56,14 +57,18 @@ def _start(channel: socket.socket, niceness: int) -> Popen[bytes]:
     # uvloop's own way to start a process holds the interpreter's lock for some ten milliseconds, in
     # which the model waits too; this one for one or two.
     try:
-        return Popen(
-            [sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S), str(niceness)],
+        process = Popen(
+            [sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)],
             stdin=channel.fileno(),
             stdout=channel.fileno(),
             stderr=DEVNULL,
         )
     except OSError as error:  # No memory, processes or file descriptors are left.
         raise _not_tried(NOT_STARTED) from error
+    with contextlib.suppress(ProcessLookupError):
+        # From here, because most of its time is that of its start.
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + niceness)
+    return process
 
 
 async def _output_of(

@@ -89,8 +89,9 @@ class Spawning:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment | _ONE_THREAD,
-                # Ctrl-C in a terminal is for the renderer, which drains before it ends.
-                start_new_session=True,
+                # Ctrl-C in a terminal is for the renderer, which drains before it ends. The session
+                # stays the same: the niceness of decoders would count within another one alone.
+                process_group=0,
             )
             undo.pop_all()
         self._control = ours

@@ -1,6 +1,7 @@
 """Media decoders: one function per modality, from a file's bytes to decoded media."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,6 +25,10 @@ from workers.renderer.media.tools import MediaTools
 from workers.renderer.media.video_decoder import decode_video
 from workers.renderer.threads import InThread, Result
 
+BATCH_NICENESS = 5
+"""Of threads that decode media for the batch lane. Beside others that want the whole processor they
+get a quarter of it: with much less, a large image would miss the ack wait."""
+
 MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
 """Decodes one file, within limits; errors name the field that is the last argument.
 
@@ -42,12 +47,16 @@ DECODERS: Mapping[Modality, MediaDecoder] = {
 class MediaDecoders:
     """The decoders of a renderer, and the threads that wait for them.
 
-    Videos and sounds have threads of their own, so that images do not wait behind them.
+    Videos and sounds have threads of their own, so that images do not wait behind them. So does the
+    batch lane: Linux gives its threads the time that others leave, and lets no thread go back to a
+    higher priority.
     """
 
     def __init__(self, config: RendererConfig, in_thread: InThread) -> None:
         self._in_thread = in_thread
         self._threads = ThreadPoolExecutor(config.decoders, "decode")
+        self._batch_image_threads = _patient_threads(config.threads, "batch-image")
+        self._batch_threads = _patient_threads(config.decoders, "batch-decode")
         self._tools = MediaTools(config, DecoderPool(_limits_of(config), config.decoders))
 
     def start(self) -> None:
@@ -55,7 +64,8 @@ class MediaDecoders:
         self._tools.pool.start()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._batch_image_threads, self._batch_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._tools.pool.close()
 
     def open(
@@ -74,11 +84,21 @@ class MediaDecoders:
         tools = replace(self._tools, tenant=tenant, sampling=sampling)
         return DECODERS[modality](data, tools, field)
 
-    async def run(self, modality: Modality, function: Callable[[], Result]) -> Result:
+    async def run(
+        self, modality: Modality, function: Callable[[], Result], lane: str = "interactive"
+    ) -> Result:
         """Run a function that decodes media of this modality in a thread."""
-        if modality == IMAGE:
+        if modality == IMAGE and lane != "batch":
             return await self._in_thread(function)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        threads = self._threads
+        if lane == "batch":
+            threads = self._batch_image_threads if modality == IMAGE else self._batch_threads
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
+
+
+def _patient_threads(number: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool of threads that run while others of higher priority do not need the time."""
+    return ThreadPoolExecutor(number, name, os.nice, (BATCH_NICENESS,))
 
 
 def _limits_of(config: RendererConfig) -> DecodingLimits:
