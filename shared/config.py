@@ -127,8 +127,7 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_request_mib: Positive = 1024
     """Limit on all accepted requests together, with their media. Further requests are refused."""
     max_stage_mib: Positive = 2048
-    """Limit on all forwarded work together, which a broker that runs alone has in its memory.
-    Beyond it, stages wait before they forward more."""
+    """Limit on forwarded work, in memory where the broker runs alone. Beyond it, stages wait."""
     max_token_log_mib: Positive = 2048
     """Limit on all token logs together. Beyond it, the oldest are deleted."""
     max_dead_mib: Positive = 512

@@ -45,7 +45,7 @@ class Turn:
     seconds: float = 0.0
     num_batch_tokens: int = 0
     took_s: list[float] = field(default_factory=list)
-    """Of interactive requests, from their arrival to their last token."""
+    """Times of interactive requests, from their arrival to their last token."""
 
     def add(self, other: "Turn") -> None:
         self.seconds += other.seconds

@@ -8,7 +8,6 @@ where they are: the decoder tells what is wrong with them.
 import re
 
 import msgspec
-import numpy as np
 
 from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
 
@@ -76,6 +75,9 @@ def count_bytes(data: bytes, wanted: bytes) -> list[int]:
     """
     if len(data) < LARGE_BYTES:
         return [data.count(byte) for byte in wanted]
+    # Workers set the number of its threads before they import it.
+    import numpy as np
+
     array = np.frombuffer(data, np.uint8)
     return [int(np.count_nonzero(array == byte)) for byte in wanted]
 

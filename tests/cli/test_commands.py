@@ -57,7 +57,7 @@ def test_version_and_help(tmp_path: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         told = list(pool.map(lambda command: run(command, "--help", cwd=tmp_path), commands))
     assert {one.returncode for one in told} == {0}
-    # Of an option that may be repeated, cyclopts makes another one that means nothing here.
+    # For an option that may be repeated, cyclopts makes another one, which means nothing here.
     assert not any("--empty-" in one.stdout for one in told)
 
 

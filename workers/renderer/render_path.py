@@ -79,14 +79,7 @@ class RenderPath:
         async for part, source in _sources(asked, media):
             async with _keeping(media, source):
                 image = await self.images.prepare(
-                    processor,
-                    part,
-                    source.data,
-                    scope,
-                    ttl_s,
-                    room,
-                    is_item=is_item,
-                    lane=lane,
+                    processor, part, source.data, scope, ttl_s, room, is_item=is_item, lane=lane
                 )
                 prepared.append(image)
                 room += 1 - image.num_tokens

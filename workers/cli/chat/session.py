@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from rich.markup import escape
 
@@ -263,11 +264,11 @@ def _enable_line_editing() -> None:
 def _is_image_file(path: str) -> bool:
     """Return whether a message attaches this file, and note that it does not attach videos."""
     kind = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
-    if kind not in ("image", "video", "audio") or not Path(path).expanduser().is_file():
+    if kind not in get_args(multimodal.Modality) or not Path(path).expanduser().is_file():
         return False
-    if kind != "image":
+    if kind != multimodal.IMAGE:
         print_note(f"{path} is not attached: `pagemill ask --{kind}` asks about such a file")
-    return kind == "image"
+    return kind == multimodal.IMAGE
 
 
 def _read_image(argument: str) -> str:

@@ -26,8 +26,8 @@ from workers.renderer.media.video_decoder import decode_video
 from workers.renderer.threads import InThread, Result
 
 BATCH_NICENESS = 5
-"""Of threads that decode media for the batch lane. Beside others that want the whole processor they
-get a quarter of it: with much less, a large image would miss the ack wait."""
+"""Niceness of the threads that decode media for the batch lane. Beside others that want the whole
+processor they get a quarter of it: with much less, a large image would miss the ack wait."""
 
 MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
 """Decodes one file, within limits; errors name the field that is the last argument.
