@@ -1,7 +1,8 @@
 """Consumers of queues: created, joined, and created again when a broker has lost the tasks."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -10,10 +11,11 @@ from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import BROKER_DEADLINE_S, retry_until
+from shared.bus.connection import BROKER_DEADLINE_S, REPLY_TIMEOUT_S, retry_until
 from shared.bus.consumer import Consumer, Puller
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.stream_keeper import StreamKeeper
+from shared.errors import Unavailable
 from shared.protocol import subjects
 
 # Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
@@ -22,6 +24,9 @@ MAX_WAITING_PULLS = 20_000
 
 # In a cluster each consumer elects a leader first.
 CREATED_AT_ONCE = 16
+
+# In a consumer's metadata: the first sequence of the stream of tasks to which its messages went.
+_FED = "pagemill.tasks"
 
 _log = structlog.get_logger()
 
@@ -63,16 +68,16 @@ class Queues(StreamKeeper):
         """Create the durable consumer `durable`, or update it if it exists.
 
         If it `is_prioritized`, its pulls have priorities. If it `feeds_tasks`, tasks are made of
-        its messages: a consumer that is older than the stream of tasks is replaced, so that all of
-        its messages are delivered again, and the lost tasks are made anew. Raises Unavailable when
-        the broker does not answer until BROKER_DEADLINE_S.
+        its messages: when it has fed another stream of tasks than the present one, which is lost,
+        it is reset, so that all of its messages are delivered again, and the tasks are made anew.
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
         queue = _Queue(stream, durable, subject, ack_wait_s, is_prioritized, feeds_tasks)
         self._queues[stream, durable] = queue
         await retry_until(
             BROKER_DEADLINE_S,
             lambda: self._create_or_update(queue),
-            (NatsError,),
+            (NatsError, Unavailable),
             f"the broker did not create consumer {durable}",
         )
 
@@ -90,20 +95,33 @@ class Queues(StreamKeeper):
             # with many of them would starve the others.
             max_ack_pending=-1,
             max_waiting=MAX_WAITING_PULLS,
+            metadata={_FED: str(self.tasks.first_sequence)} if queue.feeds_tasks else None,
         )
         try:
             existing = await self._js.consumer_info(queue.stream, queue.durable)
         except NotFoundError:
             await self._js.add_consumer(queue.stream, config)
             return
-        if queue.feeds_tasks and existing.created.timestamp() * 1000 < self.tasks.since_ms:
-            _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
-            await self._js.delete_consumer(queue.stream, queue.durable)
-            await self._js.add_consumer(queue.stream, config)
-            return
+        if queue.feeds_tasks:
+            await self._reset_if_fed_another(queue, existing.config.metadata or {})
         # The server refuses to change this limit.
         max_waiting = existing.config.max_waiting
         await self._js.add_consumer(queue.stream, config.evolve(max_waiting=max_waiting))
+
+    async def _reset_if_fed_another(self, queue: _Queue, metadata: Mapping[str, str]) -> None:
+        """Have all messages delivered again if the tasks that were made of them are lost.
+
+        A consumer without the mark has fed the stream of an older version, which is on disk.
+        """
+        if int(metadata.get(_FED, "0")) == self.tasks.first_sequence:
+            return
+        _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
+        # As good as another consumer. One that is deleted and made anew at once may find that the
+        # server removes its files: nats-server 2.15.1 removes those of the old one in its own time.
+        subject = f"$JS.API.CONSUMER.RESET.{queue.stream}.{queue.durable}"
+        reply = json.loads((await self._nc.request(subject, timeout=REPLY_TIMEOUT_S)).data)
+        if "error" in reply:
+            raise Unavailable(f"consumer {queue.durable} was not reset: {reply['error']}")
 
     async def consume(
         self,

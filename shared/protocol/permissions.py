@@ -115,8 +115,8 @@ def permissions_of(identity: str) -> Permissions:
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
                     *_purges(subjects.STAGES_STREAM),
-                    # It replaces its consumer when tasks are lost.
-                    f"$JS.API.CONSUMER.DELETE.{subjects.REQUESTS_STREAM}.*",
+                    # All requests are to be delivered again when their tasks are lost.
+                    f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
                     # What each tenant has stored is measured by consumers that are removed again.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
