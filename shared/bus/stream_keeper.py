@@ -86,7 +86,8 @@ class StreamKeeper(BrokerClock):
     ) -> None:
         """Set which streams there are to be."""
         self._durable = streams.durable_streams(delivery, agent, nats.replicas)
-        self._volatile = streams.volatile_streams(delivery, nats.replicas)
+        is_alone = not self._nc._server_info.get("cluster")
+        self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
 
     async def restore_streams(self) -> None:
         """Create the streams that a single broker has lost with its memory."""
@@ -118,8 +119,12 @@ class StreamKeeper(BrokerClock):
 
         Raises ConfigError for one that the broker refuses, and Unavailable.
         """
+        changes = list(changes)
         try:
-            await stream_changes.apply_changes(self._nc, self._configs, changes)
+            if any(not change.difference.setting for change in changes):
+                await self._create_missing(self._configs)
+            others = [change for change in changes if change.difference.setting]
+            await stream_changes.apply_changes(self._nc, self._configs, others)
         except NatsError as error:
             raise Unavailable(f"the broker did not change its streams: {error}") from error
 

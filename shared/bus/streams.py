@@ -145,14 +145,18 @@ def _steps(agent: AgentConfig) -> api.StreamConfig:
     )
 
 
-def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
+def volatile_streams(
+    delivery: DeliveryConfig, replicas: int, *, is_alone: bool = True
+) -> list[api.StreamConfig]:
     """Return the configurations of the streams of current state, which can be made anew.
 
-    A single broker holds them in memory, and loses them and their definitions when it ends. In a
-    cluster they are on disk: a replica in memory would have to fetch all data after its restart,
-    and was seen not to catch up under load.
+    A broker that `is_alone` holds them in memory, and loses them and their definitions when it
+    ends, together with all connections. In a cluster they are on disk: a server may restart while
+    the connections to others stay, and a replica in memory would have to fetch all data, and was
+    seen not to catch up under load.
     """
-    storage = api.StorageType.MEMORY if replicas == 1 else api.StorageType.FILE
+    is_alone = is_alone and replicas == 1
+    storage = api.StorageType.MEMORY if is_alone else api.StorageType.FILE
     configs = (
         # Tasks are made of the requests, which are on disk until they have ended.
         _work_queue(

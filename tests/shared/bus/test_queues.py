@@ -1,6 +1,7 @@
 """What becomes of queues when a broker that runs alone has lost its memory."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -157,3 +158,27 @@ async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
     consumer = await second.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"r"
     await second.close()
+
+
+async def test_a_migration_creates_a_stream_of_tasks_that_is_known_as_another_one(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await connect(own_broker)
+    before = await bus.find_tasks()
+    await bus._js.delete_stream(subjects.STAGES_STREAM)
+    await bus.change_streams(await bus.find_stream_changes(bus.now_ms()))
+    assert (await bus.find_tasks()).first_sequence > before.first_sequence
+    await bus.close()
+
+
+async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are_lost(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await connect(own_broker)
+    now_ms = bus.now_ms()
+    assert bus.tasks.since_ms <= now_ms
+    bus._restore()
+    assert bus.tasks.since_ms == math.inf
+    await bus.restore_streams()
+    assert bus.tasks.since_ms <= now_ms
+    await bus.close()
