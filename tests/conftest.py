@@ -10,6 +10,7 @@ import signal
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
+from pathlib import Path
 
 import httpcore2
 import hypothesis
@@ -226,6 +227,15 @@ def no_error_shows_internals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A nats-server on a free port."""
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that no other test uses."""
+    server = EmbeddedServer(tmp_path / "nats")
     server.start()
     yield server
     server.stop()

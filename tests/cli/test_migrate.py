@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import pty
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,6 @@ from tests.cluster.conftest import PAGEMILL, ROOT, start_cluster, stop_cluster
 
 CONFIG = "models: {{demo: {{path: nowhere}}}}\ndelivery: {{max_token_log_mib: {mib}}}\n"
 NUM_MESSAGES = 1500
-
-
-@pytest.fixture
-def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

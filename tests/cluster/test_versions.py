@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,10 @@ class Fleet:
 
 
 @pytest.fixture
-def broker_of_its_own(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 async def fleet(
-    broker_of_its_own: EmbeddedServer, tmp_path: Path, newer_code: Path
+    own_broker: EmbeddedServer, tmp_path: Path, newer_code: Path
 ) -> AsyncIterator[tuple[Fleet, Bus]]:
-    fleet = Fleet(tmp_path, broker_of_its_own.url, newer_code)
+    fleet = Fleet(tmp_path, own_broker.url, newer_code)
     bus = await Bus.connect(fleet.url, "test")
     for role in ROLES:
         for newer in (False, True):
