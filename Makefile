@@ -49,7 +49,7 @@ image-wheels: .venv/installed  ## compose/wheels: what an image needs that is bu
 image:  ## the image `pagemill`, by Docker
 	docker build --file compose/Dockerfile --tag pagemill .
 
-rolling: .venv/dev  ## workers of an older commit beside those of this tree, in every order; 10 minutes
+rolling: .venv/dev  ## workers of older commits beside those of this tree, in every order; 30 minutes
 	$(BIN)/python -m ops.rolling
 
 cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes

@@ -1,9 +1,9 @@
-"""`make rolling`: workers of an older commit beside those of this tree, in every order.
+"""`make rolling`: workers of older commits beside those of this tree, in every order.
 
-For each role, a worker of the other version joins a complete fleet of one version; then the fleet
-is replaced role by role, in both directions. Each cell sends requests of all kinds, and every one
-of them must be answered. With videos, which the older commit does not know, its workers have to
-leave them to the newer ones. Needs the history of this repository.
+Each worker of the other version joins a complete fleet of one version; then the fleet is replaced
+worker by worker, in both directions. Each cell sends requests of all kinds that both versions
+know, and every one of them must be answered. Videos, which the oldest commit does not know, its
+workers have to leave to the newer ones. Needs the history of this repository.
 """
 
 import argparse
@@ -12,16 +12,37 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from ops.rolling.fleet import NEW, ROLES, Fleet, running, unpack
-from ops.rolling.load import send_all
+from ops.rolling.fleet import MAKES_MEDIA, NEW, WORKERS, Fleet, running, unpack
+from ops.rolling.load import MEDIA, PLAIN, VIDEO, Kind, send_all
 from shared.protocol.versions import range_words
 from shared.telemetry import logs
 
-OLD_COMMIT = "b08c8524"
-# Roles whose older worker can leave a task: an older gateway or coordinator is a client's end.
-LEAVES = ("engine", "prefill", "encoder", "renderer")
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """An older commit, and what it has."""
+
+    commit: str
+    workers: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    leaves: tuple[str, ...] = ()
+    """Workers that leave videos to newer ones; coordinators of that age refuse them."""
+
+    @property
+    def makes_media(self) -> bool:
+        return any(name in MAKES_MEDIA for name in self.workers)
+
+
+_FIRST_WORKERS = ("engine", "prefill", "encoder", "renderer", "coordinator", "gateway")
+OLDER = (
+    # Before keys, tenants, versions of messages, videos and agents.
+    Older("b08c8524", _FIRST_WORKERS, PLAIN, _FIRST_WORKERS[:4]),
+    # Before tasks were in the memory of a broker.
+    Older("919530a9", tuple(WORKERS), PLAIN + MEDIA + VIDEO),
+)
 OTHER = {"old": "new", "new": "old"}
 
 
@@ -37,10 +58,9 @@ class Run:
         self._number = number
         self.num_cells = self.num_requests = self.num_failures = 0
 
-    async def cell(self, fleet: Fleet, name: str, *, with_video: bool = False) -> None:
+    async def cell(self, fleet: Fleet, name: str, kinds: tuple[Kind, ...]) -> None:
         began = time.monotonic()
-        gateways = await fleet.gateways()
-        tally = await send_all(gateways, self._number, with_video=with_video)
+        tally = await send_all(await fleet.gateways(), self._number, kinds)
         self.num_cells += 1
         self.num_requests += tally.total
         self.num_failures += tally.failures.total()
@@ -59,44 +79,49 @@ async def _versions(fleet: Fleet) -> str:
     return ", ".join(f"{words}: {count}" for words, count in sorted(ranges.items()))
 
 
-async def beside(run: Run, trees: dict[str, Path], base: str, roles: list[str]) -> None:
-    """Join a worker of the other version to a fleet of `base`, role by role; then replace all."""
-    other = OTHER[base]
+async def beside(run: Run, older: Older, trees: dict[str, Path], base: str) -> None:
+    """Join each worker of the other version to a fleet of `base`; then replace all."""
+    other, names, kinds = OTHER[base], older.workers, older.kinds
     with tempfile.TemporaryDirectory(prefix="pagemill-rolling-") as folder:
-        async with running(Path(folder), trees) as fleet:
+        async with running(Path(folder), trees, makes_media=older.makes_media) as fleet:
             await fleet.start(base, "coordinator")
-            await fleet.start(base, *(role for role in ROLES if role != "coordinator"))
-            await run.cell(fleet, f"all {base}")
-            for role in roles:
-                await fleet.start(other, role)
-                await run.cell(fleet, f"{base}, and a further {role} that is {other}")
-                if base == "new" and role in LEAVES:
-                    name = f"{base}, and a further {role} that is {other}, videos"
-                    await run.cell(fleet, name, with_video=True)
-                await fleet.stop(other, role)
+            await fleet.start(base, *(name for name in names if name != "coordinator"))
+            await run.cell(fleet, f"all {base}", kinds)
+            for name in names:
+                await fleet.start(other, name)
+                cell = f"{base}, and a further {name} that is {other}"
+                await run.cell(fleet, cell, kinds)
+                if base == "new" and name in older.leaves:
+                    await run.cell(fleet, f"{cell}, videos", VIDEO)
+                await fleet.stop(other, name)
             # An upgrade goes from the last stage to the first, and a way back the other way.
-            for role in roles if base == "old" else roles[::-1]:
-                await fleet.start(other, role)
-                await fleet.stop(base, role)
-                await run.cell(fleet, f"{base}, and so far replaced by {other}: up to the {role}")
+            for name in names if base == "old" else names[::-1]:
+                await fleet.start(other, name)
+                await fleet.stop(base, name)
+                cell = f"{base}, and so far replaced by {other}: up to the {name}"
+                await run.cell(fleet, cell, kinds)
 
 
 async def check(arguments: argparse.Namespace) -> int:
     run = Run(arguments.requests)
-    with tempfile.TemporaryDirectory(prefix="pagemill-old-") as folder:
-        old = unpack(arguments.old, Path(folder))
-        for base in arguments.base or ("old", "new"):
-            await beside(run, {"old": old, "new": NEW}, base, arguments.role or list(ROLES))
+    for older in OLDER:
+        if arguments.old not in (None, older.commit):
+            continue
+        with tempfile.TemporaryDirectory(prefix="pagemill-old-") as folder:
+            trees = {"old": unpack(older.commit, Path(folder)), "new": NEW}
+            for base in arguments.base or OTHER:
+                say(f"{older.commit} is the old version")
+                await beside(run, older, trees, base)
     say(f"{run.num_cells} cells, {run.num_requests} requests, {run.num_failures} failures")
     return 1 if run.num_failures else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make rolling", description=__doc__)
-    parser.add_argument("--old", default=OLD_COMMIT, help="the older commit")
+    commits = [older.commit for older in OLDER]
+    parser.add_argument("--old", choices=commits, help="one older commit; by default all")
     parser.add_argument("--requests", type=int, default=200, help="requests of each cell")
-    parser.add_argument("--base", action="append", choices=("old", "new"), help="by default both")
-    parser.add_argument("--role", action="append", choices=ROLES, help="by default all")
+    parser.add_argument("--base", action="append", choices=OTHER, help="by default both")
     arguments = parser.parse_args()
     logs.configure_logging("error", role="rolling")
     return asyncio.run(check(arguments))

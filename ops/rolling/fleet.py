@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tarfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
@@ -17,23 +19,75 @@ from shared.bus.login import Login
 from shared.protocol.messages import Heartbeat
 
 NEW = Path(__file__).parents[2]
-ROLES = ("engine", "prefill", "encoder", "renderer", "coordinator", "gateway")
-"""In the order in which a rolling upgrade restarts them."""
+_OPS = NEW / "ops"
+WORKERS = {
+    "vocoder": ("generator", "--model", "demo", "--stage", "code2wav"),
+    "painter": ("generator", "--model", "painter"),
+    "talker": ("engine", "--model", "demo", "--stage", "talker"),
+    "engine": ("engine", "--model", "demo"),
+    "prefill": ("prefill", "--model", "demo"),
+    "encoder": ("encoder", "--model", "demo"),
+    "renderer": ("renderer",),
+    "coordinator": ("coordinator",),
+    "agent": ("agent",),
+    "gateway": ("gateway",),
+}
+"""The workers of a fleet: each one's role and options, in the order of a rolling upgrade."""
+MAKES_MEDIA = ("vocoder", "painter", "talker")
 START_S = 180.0
-CONFIG = """
-models:
-  demo:
-    path: {model}
-    max_model_len: 1024
-    tower: encoder
-    prefill: prefill
-    min_prefill_tokens: 64
-    sampling_defaults: {{temperature: 0.0, max_tokens: 8}}
-nats: {{unchecked: true}}
-blobs: {{inline_kib: 1}}
-gateway: {{port: 0}}
-metrics: {{port: 0}}
-"""
+_DEMO: dict[str, Any] = {
+    "path": str(_OPS / "demo_model"),
+    "max_model_len": 1024,
+    "tower": "encoder",
+    "prefill": "prefill",
+    "min_prefill_tokens": 64,
+    "sampling_defaults": {"temperature": 0.0, "max_tokens": 8},
+}
+_VOICE: dict[str, Any] = {
+    "talker": {
+        "role": "engine",
+        "path": str(_OPS / "demo_voice" / "talker"),
+        "inputs": {"text": {"from": "engine", "function": "speech", "mode": "stream"}},
+        "output": {"name": "codes", "kind": "codes"},
+        "sampling_defaults": {"temperature": 0.0, "max_tokens": 40},
+        "voices": ["alloy"],
+    },
+    "code2wav": {
+        "role": "generator",
+        "path": str(_OPS / "demo_voice"),
+        "inputs": {"codes": {"from": "talker", "function": "follow", "mode": "stream"}},
+        "output": {"name": "audio", "kind": "audio"},
+        "chunks": {"first": [3, 5], "size": 8, "left": 2, "right": 2},
+    },
+}
+_PAINTER: dict[str, Any] = {
+    "path": str(_OPS / "demo_painter"),
+    "stages": {
+        "renderer": {"enabled": False},
+        "engine": {"enabled": False},
+        "dit": {
+            "role": "generator",
+            "inputs": {"prompt": {"from": "request", "function": "paint"}},
+            "output": {"name": "image", "kind": "image"},
+            "sizes": ["90x90"],
+            "sampling_defaults": {"steps": 4},
+        },
+    },
+}
+
+
+def config_of(makes_media: bool) -> dict[str, Any]:
+    """Return the configuration of a fleet, with or without a voice and a painter."""
+    models = {"demo": _DEMO}
+    if makes_media:
+        models = {"demo": _DEMO | {"stages": _VOICE}, "painter": _PAINTER}
+    return {
+        "models": models,
+        "nats": {"unchecked": True},
+        "blobs": {"inline_kib": 1},
+        "gateway": {"port": 0},
+        "metrics": {"port": 0},
+    }
 
 
 def unpack(commit: str, folder: Path) -> Path:
@@ -46,7 +100,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 @dataclass(eq=False)
 class Fleet:
-    """The workers that run, by role and version."""
+    """The workers that run, by version and name."""
 
     url: str
     config: Path
@@ -55,29 +109,29 @@ class Fleet:
     log: Path
     _running: dict[tuple[str, str], asyncio.subprocess.Process] = field(default_factory=dict)
 
-    async def start(self, version: str, *roles: str) -> None:
-        """Start a worker of each role, and wait until all are ready."""
-        for role in roles:
+    async def start(self, version: str, *names: str) -> None:
+        """Start these workers of `WORKERS`, and wait until all are ready."""
+        for name in names:
             tree = self.trees[version]
             with self.log.open("ab") as stderr:
-                self._running[version, role] = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "workers", "worker", role, "--model", "demo"),
+                self._running[version, name] = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "workers", "worker", *WORKERS[name]),
                     *("--config", str(self.config), "--nats", self.url),
                     cwd=tree,
                     env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
                     stderr=stderr,
                 )
-        wanted = {self._running[version, role].pid for role in roles}
+        wanted = {self._running[version, name].pid for name in names}
         async with asyncio.timeout(START_S):
             while not wanted <= {beat.pid for beat in await self.beats()}:
-                for role in roles:
-                    ended = self._running[version, role].returncode
-                    assert ended is None, f"the {version} {role} has ended with {ended}"
+                for name in names:
+                    ended = self._running[version, name].returncode
+                    assert ended is None, f"the {version} {name} has ended with {ended}"
                 await asyncio.sleep(0.2)
 
-    async def stop(self, version: str, *roles: str) -> None:
-        """Drain the workers of these roles."""
-        ending = [self._running.pop((version, role)) for role in roles]
+    async def stop(self, version: str, *names: str) -> None:
+        """Drain these workers."""
+        ending = [self._running.pop((version, name)) for name in names]
         for process in ending:
             process.terminate()
         await asyncio.gather(*(process.wait() for process in ending))
@@ -97,18 +151,20 @@ class Fleet:
 
     async def stop_all(self) -> None:
         for version in self.trees:
-            roles = [role for of, role in self._running if of == version]
+            names = [name for of, name in self._running if of == version]
             with contextlib.suppress(ProcessLookupError):
-                await self.stop(version, *roles)
+                await self.stop(version, *names)
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, trees: dict[str, Path]) -> AsyncIterator[Fleet]:
+async def running(
+    folder: Path, trees: dict[str, Path], *, makes_media: bool
+) -> AsyncIterator[Fleet]:
     """Run a broker of its own, whose streams the first coordinator creates."""
     server = EmbeddedServer(folder / "nats")
     await asyncio.to_thread(server.start)
     config = folder / "pagemill.yaml"
-    config.write_text(CONFIG.format(model=NEW / "ops" / "demo_model"), encoding="utf-8")
+    config.write_text(json.dumps(config_of(makes_media)), encoding="utf-8")
     fleet = Fleet(server.url, config, trees, folder / "workers.log")
     try:
         yield fleet

@@ -5,7 +5,7 @@ import base64
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,29 +15,98 @@ from ops.rolling.fleet import NEW
 
 AT_ONCE = 8
 TIMEOUT_S = 120.0
+# The header of a WAV file has 44 bytes.
+MIN_SOUND_BYTES = 1000
 _IMAGE = NEW / "ops" / "demo_images" / "red.png"
 _VIDEO = NEW / "ops" / "demo_recordings" / "star_moves_right.webp"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of request, and how its answer is judged."""
+
+    path: str
+    body: dict[str, Any]
+    find_fault: Callable[[httpx.Response], str | None]
+    """Return what is wrong with an answer of status 200, and None for a complete one."""
+
+
+def _chat_fault(answer: httpx.Response) -> str | None:
+    choices = answer.json()["choices"]
+    return None if all(choice["finish_reason"] for choice in choices) else "an incomplete answer"
+
+
+def _two_choices_fault(answer: httpx.Response) -> str | None:
+    return _chat_fault(answer) if len(answer.json()["choices"]) == 2 else "a choice is missing"
+
+
+def _spoken_fault(answer: httpx.Response) -> str | None:
+    message = answer.json()["choices"][0]["message"]
+    return _chat_fault(answer) if (message.get("audio") or {}).get("data") else "no sound"
+
+
+def _stream_fault(answer: httpx.Response) -> str | None:
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    if events[-1:] != ["[DONE]"]:
+        return "a stream without its end"
+    errors = [json.loads(event)["error"]["code"] for event in events[:-1] if '"error"' in event]
+    return errors[0] if errors else None
+
+
+def _speech_fault(answer: httpx.Response) -> str | None:
+    is_sound = answer.content.startswith(b"RIFF") and len(answer.content) > MIN_SOUND_BYTES
+    return None if is_sound else "no sound"
+
+
+def _painting_fault(answer: httpx.Response) -> str | None:
+    png = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    return None if png.startswith(b"\x89PNG") else "no image"
+
+
+def _response_fault(answer: httpx.Response) -> str | None:
+    status = answer.json()["status"]
+    return None if status in ("completed", "incomplete") else f"the response is {status}"
 
 
 def _url(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _bodies(with_video: bool) -> list[dict[str, Any]]:
-    """Return one body of each kind; their texts are longer than what a prefill worker leaves."""
-    image = {"type": "image_url", "image_url": {"url": _url("image/png", _IMAGE.read_bytes())}}
-    video = {"type": "video_url", "video_url": {"url": _url("image/webp", _VIDEO.read_bytes())}}
-    long_text = "What can you do? " * 30
-    kinds: list[dict[str, Any]] = [
-        {"content": "What can you do?"},
-        {"content": long_text, "stream": True},
-        {"content": [image, {"type": "text", "text": "What color is the shape?"}]},
-        {"content": "Name a color.", "n": 2, "temperature": 1.0, "seed": 3, "logprobs": True},
-        {"content": "Name a color.", "response_format": {"type": "json_object"}},
-    ]
-    if with_video:
-        kinds = [{"content": [video, {"type": "text", "text": "Which way does it move?"}]}]
-    return kinds
+def _chat(
+    content: Any, find_fault: Callable[[httpx.Response], str | None] = _chat_fault, **more: Any
+) -> Kind:
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}], **more}
+    return Kind("/v1/chat/completions", body, find_fault)
+
+
+def _part(kind: str, url: str) -> dict[str, Any]:
+    return {"type": kind, kind: {"url": url}}
+
+
+_QUESTION = "What can you do?"
+_IMAGE_PART = _part("image_url", _url("image/png", _IMAGE.read_bytes()))
+_VIDEO_PART = _part("video_url", _url("image/webp", _VIDEO.read_bytes()))
+
+PLAIN = (
+    _chat(_QUESTION),
+    # Longer than what a prefill worker leaves.
+    _chat(f"{_QUESTION} " * 30, _stream_fault, stream=True),
+    _chat([_IMAGE_PART, {"type": "text", "text": "What color is the shape?"}]),
+    _chat("Name a color.", _two_choices_fault, n=2, temperature=1.0, seed=3, logprobs=True),
+    _chat("Name a color.", response_format={"type": "json_object"}),
+)
+VIDEO = (_chat([_VIDEO_PART, {"type": "text", "text": "Which way does it move?"}]),)
+MEDIA = (
+    _chat(
+        _QUESTION,
+        _spoken_fault,
+        modalities=["text", "audio"],
+        audio={"voice": "alloy", "format": "wav"},
+    ),
+    Kind("/v1/audio/speech", {"model": "demo", "input": "Hello."}, _speech_fault),
+    Kind("/v1/images/generations", {"model": "painter", "prompt": "a red circle"}, _painting_fault),
+    Kind("/v1/responses", {"model": "demo", "input": _QUESTION}, _response_fault),
+)
 
 
 @dataclass
@@ -53,48 +122,36 @@ class Tally:
         return self.answered + self.failures.total()
 
 
-async def send_all(gateways: Sequence[str], number: int, *, with_video: bool = False) -> Tally:
+async def send_all(gateways: Sequence[str], number: int, kinds: Sequence[Kind]) -> Tally:
     """Send requests to the gateways in turn, and wait for all answers."""
-    tally, bodies = Tally(), _bodies(with_video)
+    tally = Tally()
     pairs = zip(range(number), itertools.cycle(gateways), strict=False)
     # A run of kinds at each gateway: otherwise one gateway would get the same kinds only.
-    work = iter([(url, bodies[n // len(gateways) % len(bodies)]) for n, url in pairs])
+    work = iter([(url, kinds[n // len(gateways) % len(kinds)]) for n, url in pairs])
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
 
         async def send() -> None:
             loop = asyncio.get_running_loop()
-            for url, body in work:
+            for url, kind in work:
                 began = loop.time()
-                failure = await _send(client, url, body)
+                failure = await _send(client, url, kind)
                 tally.slowest_s = max(tally.slowest_s, loop.time() - began)
                 if failure is None:
                     tally.answered += 1
                 else:
-                    tally.failures[failure] += 1
+                    tally.failures[f"{kind.path}: {failure}"] += 1
 
         await asyncio.gather(*(send() for _ in range(AT_ONCE)))
     return tally
 
 
-async def _send(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> str | None:
+async def _send(client: httpx.AsyncClient, url: str, kind: Kind) -> str | None:
     """Return None for a complete answer, and otherwise what is wrong."""
-    parameters = {key: value for key, value in body.items() if key != "content"}
-    question = {"model": "demo", "messages": [{"role": "user", "content": body["content"]}]}
     try:
-        answer = await client.post(f"{url}/v1/chat/completions", json=question | parameters)
+        answer = await client.post(url + kind.path, json=kind.body)
     except httpx.HTTPError as error:
         return type(error).__name__
     if answer.status_code != 200:
         told = answer.json().get("error", {})
         return f"{answer.status_code} {told.get('code')}: {told.get('message')}"
-    if not parameters.get("stream"):
-        choices = answer.json()["choices"]
-        is_complete = len(choices) == parameters.get("n", 1) and all(
-            choice["finish_reason"] for choice in choices
-        )
-        return None if is_complete else "an incomplete answer"
-    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    if events[-1:] != ["[DONE]"]:
-        return "a stream without its end"
-    errors = [json.loads(event)["error"]["code"] for event in events[:-1] if '"error"' in event]
-    return errors[0] if errors else None
+    return kind.find_fault(answer)

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -125,11 +126,18 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
                 maker = Maker(rng, text["vocab_size"], folder)
                 asked = _workloads(maker, rng, model, max_model_len)
                 found = await _round(servers[name], asked, name)
+                _report_round(number, name, found)
                 if number == 0:  # The first round compiles, connects and fills caches.
                     continue
                 for workload, figure, value in found:
                     figures[workload][name][figure].append(value)
     return figures
+
+
+def _report_round(number: int, name: str, found: list[tuple[str, str, float]]) -> None:
+    """Write the figures of one round, for those who cannot wait for all of them."""
+    cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in found]
+    sys.stderr.write(f"round {number}, {name}: {', '.join(cells)}\n")
 
 
 def _workloads(
