@@ -295,19 +295,20 @@ class ModelRunner:
 
     def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
         """Return the rotary positions of the step: int64 [num_position_rows, num_tokens]."""
-        return self._to_device(
-            np.concatenate([self._sequence_positions(s) for s in scheduled], axis=1)
-        )
-
-    def _sequence_positions(self, s: ScheduledSequence) -> NDArray[np.int64]:
-        start, stop = s.sequence.num_computed_tokens, _end_of(s)
-        prepared = self._prepared.get(s.sequence.request_id)
-        prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
-        # Prompt tokens have positions of their own; those of later tokens are consecutive.
-        num_prompt = prompt.shape[1]
-        from_prompt = prompt[:, start:stop]
-        consecutive = np.arange(max(start, num_prompt), max(stop, num_prompt)) + delta
-        return np.concatenate([from_prompt, np.tile(consecutive, (len(prompt), 1))], axis=1)
+        num_tokens = sum(s.num_new_tokens for s in scheduled)
+        positions = np.empty((len(self._no_positions), num_tokens), np.int64)
+        begin = 0
+        for s in scheduled:
+            start, stop = s.sequence.num_computed_tokens, _end_of(s)
+            end = begin + stop - start
+            prepared = self._prepared.get(s.sequence.request_id)
+            prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
+            # Prompt tokens have positions of their own; those of later tokens are consecutive.
+            middle = begin + max(0, min(stop, prompt.shape[1]) - start)
+            positions[:, begin:middle] = prompt[:, start : start + middle - begin]
+            positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta
+            begin = end
+        return self._to_device(positions)
 
     def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
