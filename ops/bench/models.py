@@ -59,6 +59,27 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
         shutil.copy(tokenizer / name, folder)
 
 
+def write_random_qwen2(folder: Path, tokenizer: Path) -> None:
+    """Write a model in the shape of Qwen2.5-0.5B, in bfloat16, with the tokenizer of a folder."""
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(tokenizer / name, folder)
+
+
 def write_random_qwen2vl(folder: Path, demo: Path) -> None:
     """Write a Qwen2-VL with 14 M parameters in layers, in bfloat16, otherwise the demo model.
 
