@@ -20,6 +20,7 @@ from shared.protocol import subjects
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
 HOW_TO_CHANGE = "`pagemill migrate` changes streams"
+NOT_CHANGED = "only a new stream can have it"
 
 _log = structlog.get_logger()
 
@@ -142,7 +143,7 @@ def _report(found: Sequence[Difference]) -> None:
             setting=difference.setting,
             value=difference.wanted_words,
             cluster_value=difference.found_words,
-            hint=HOW_TO_CHANGE,
+            hint=NOT_CHANGED if difference.is_fixed else HOW_TO_CHANGE,
         )
     for difference in found:
         if difference.is_essential:

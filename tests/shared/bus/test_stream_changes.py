@@ -10,6 +10,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.stream_changes import StreamChange, differences, words_of
+from shared.bus.stream_keeper import HOW_TO_CHANGE, NOT_CHANGED
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
 from shared.errors import ConfigError
@@ -67,6 +68,21 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
         "value": "1 MiB",
         "cluster_value": "2,048 MiB",
     }
+    await other.close()
+
+
+async def test_a_start_does_not_advise_a_change_that_no_command_can_make(
+    own: Bus, own_broker: EmbeddedServer
+) -> None:
+    """Tasks stay on disk where an older version has created their stream."""
+    config = (await own._js.stream_info(subjects.STAGES_STREAM)).config
+    await own._js.delete_stream(subjects.STAGES_STREAM)
+    await own._js.add_stream(config.evolve(storage=api.StorageType.FILE, first_seq=None))
+    other = await Bus.connect(own_broker.url, "coordinator-2")
+    with capture_logs() as logs:
+        await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
+    hints = {e["setting"]: e["hint"] for e in logs if e["event"] == "stream_differs"}
+    assert hints == {"storage": NOT_CHANGED, "max_bytes": HOW_TO_CHANGE}
     await other.close()
 
 
