@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from matplotlib import pyplot
@@ -26,6 +27,8 @@ MARKERS = {"single": "o", "batch32": "s", "prefix16": "^", "mm16": "D"}
 INTENSITIES = (0.5, 8000.0)
 # A shorter phase consists mostly of other work.
 MIN_DECODED = 0.05
+
+Fill = Literal["full", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def _draw_limits(axis: Axes, machine: Machine) -> None:
 
 
 def _keys(colours: dict[str, str], rows: list[Row]) -> list[Line2D]:
-    def key(label: str, marker: str, colour: str, fill: str) -> Line2D:
+    def key(label: str, marker: str, colour: str, fill: Fill) -> Line2D:
         return Line2D(
             [], [], label=label, marker=marker, color=colour, linestyle="", fillstyle=fill
         )
