@@ -3,12 +3,10 @@
 import asyncio
 import math
 import time
-from pathlib import Path
 
 import pytest
 from nats.js import api
 
-from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
@@ -145,20 +143,6 @@ async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
     assert (delivery.data, delivery.attempt) == (b"r", 1)
     for each in (bus, other):
         await each.close()
-
-
-async def test_tasks_are_on_disk_in_a_cluster_with_one_replica(tmp_path: Path) -> None:
-    """A member that restarts would lose them, and the others would go on."""
-    brokers = Cluster(tmp_path / "brokers")
-    await brokers.start()
-    bus = await Bus.connect(brokers.url, "test")
-    try:
-        await bus.prepare(NatsConfig(replicas=1), DeliveryConfig())
-        config = (await bus._js.stream_info(subjects.STAGES_STREAM)).config
-        assert (config.num_replicas, config.storage) == (1, api.StorageType.FILE)
-    finally:
-        await bus.close()
-        await brokers.stop()
 
 
 async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
