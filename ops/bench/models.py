@@ -53,10 +53,7 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        shutil.copy(tokenizer / name, folder)
+    _write(LlamaForCausalLM(config), folder, tokenizer)
 
 
 def write_random_qwen2(folder: Path, tokenizer: Path) -> None:
@@ -74,7 +71,11 @@ def write_random_qwen2(folder: Path, tokenizer: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(config)
+    _write(Qwen2ForCausalLM(config), folder, tokenizer)
+
+
+def _write(model: Any, folder: Path, tokenizer: Path) -> None:
+    """Write a model in bfloat16, with the tokenizer of another folder."""
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, folder)

@@ -23,7 +23,7 @@ from shared.telemetry import logs
 
 @dataclass(frozen=True, slots=True)
 class Older:
-    """An older commit, and what it has."""
+    """An older commit, and the workers and kinds of requests that it knows."""
 
     commit: str
     workers: tuple[str, ...]
@@ -131,7 +131,12 @@ def main() -> int:
     commits = [older.commit for older in OLDER]
     parser.add_argument("--old", choices=commits, help="one older commit; by default all")
     parser.add_argument("--requests", type=int, default=200, help="requests of each cell")
-    parser.add_argument("--base", action="append", choices=OTHER, help="by default both")
+    parser.add_argument(
+        "--base",
+        action="append",
+        choices=OTHER,
+        help="the version of the first fleet; by default both, if both can be first",
+    )
     arguments = parser.parse_args()
     logs.configure_logging("error", role="rolling")
     return asyncio.run(check(arguments))

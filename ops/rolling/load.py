@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,16 +29,14 @@ class Kind:
     path: str
     body: dict[str, Any]
     find_fault: Callable[[httpx.Response], str | None]
-    """Return what is wrong with an answer of status 200, and None for a complete one."""
+    """A function that returns the fault of an answer of status 200, and None for a complete one."""
 
 
-def _chat_fault(answer: httpx.Response) -> str | None:
+def _chat_fault(answer: httpx.Response, num_choices: int = 1) -> str | None:
     choices = answer.json()["choices"]
+    if len(choices) != num_choices:
+        return f"{len(choices)} choices, not {num_choices}"
     return None if all(choice["finish_reason"] for choice in choices) else "an incomplete answer"
-
-
-def _two_choices_fault(answer: httpx.Response) -> str | None:
-    return _chat_fault(answer) if len(answer.json()["choices"]) == 2 else "a choice is missing"
 
 
 def _spoken_fault(answer: httpx.Response) -> str | None:
@@ -92,7 +91,14 @@ PLAIN = (
     # Longer than what a prefill worker leaves.
     _chat(f"{_QUESTION} " * 30, _stream_fault, stream=True),
     _chat([_IMAGE_PART, {"type": "text", "text": "What color is the shape?"}]),
-    _chat("Name a color.", _two_choices_fault, n=2, temperature=1.0, seed=3, logprobs=True),
+    _chat(
+        "Name a color.",
+        partial(_chat_fault, num_choices=2),
+        n=2,
+        temperature=1.0,
+        seed=3,
+        logprobs=True,
+    ),
     _chat("Name a color.", response_format={"type": "json_object"}),
 )
 VIDEO = (_chat([_VIDEO_PART, {"type": "text", "text": "Which way does it move?"}]),)
