@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -129,17 +130,20 @@ class AckBatcher:
     idempotent. When the consumer's leader changes within a batch, its first ones may be lost all
     the same: their messages are redelivered after the ack wait, to a worker that finds the work
     done.
+
+    Two deliveries may have one receipt: a broker that was killed counts again what it had not
+    stored.
     """
 
     def __init__(self, nc: NatsClient) -> None:
         self._nc = nc
-        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._waiting: dict[str, list[asyncio.Future[bool]]] = {}
         self._sender: asyncio.Task[None] | None = None
 
     async def send(self, receipt: str) -> bool:
         """Send an acknowledgement. Return whether the server has confirmed it."""
         confirmation: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[receipt] = confirmation
+        self._waiting.setdefault(receipt, []).append(confirmation)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_batches())
         # After a crash the server may have forgotten the delivery of the batch's last message, and
@@ -151,7 +155,7 @@ class AckBatcher:
             while self._waiting:
                 batch, self._waiting = self._waiting, {}
                 confirmed = await self._send_batch(list(batch))
-                for confirmation in batch.values():
+                for confirmation in itertools.chain.from_iterable(batch.values()):
                     if not confirmation.done():
                         confirmation.set_result(confirmed)
         finally:

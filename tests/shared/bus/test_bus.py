@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from shared.bus.bus import Bus
-from shared.bus.consumer import Consumer
+from shared.bus.consumer import Consumer, Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.metering import LogUse
 from shared.bus.replies import Replies
@@ -117,6 +117,19 @@ async def test_a_retry_is_redelivered_after_its_delay(bus: Bus, model: str) -> N
     assert time.monotonic() - began >= 0.5
     assert again.attempt == 2
     await again.ack()
+
+
+async def test_one_receipt_is_acknowledged_by_two_deliveries(bus: Bus, model: str) -> None:
+    """A broker that was killed delivers again what it does not know to be delivered."""
+    consumer = await consume(bus, model)
+    await put(bus, model, "a")
+    first = await consumer.next()
+    again = Delivery(first._msg, consumer, consumer._acks)
+    consumer.num_in_flight += 1
+    async with asyncio.timeout(10):
+        await asyncio.gather(first.ack(), again.ack())
+    assert consumer.num_in_flight == 0
+    await consumer.stop()
 
 
 async def test_no_more_messages_are_in_flight_than_the_capacity(bus: Bus, model: str) -> None:
