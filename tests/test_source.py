@@ -162,7 +162,7 @@ def test_no_module_makes_code_of_data() -> None:
     assert in_all(CODE) == {
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
-        "workers.cli.commands.serve": {"importlib.import_module"},
+        "workers.cli.commands.worker": {"importlib.import_module"},
         "workers.cli.preloader": {"importlib.import_module"},
     }
 

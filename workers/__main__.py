@@ -12,7 +12,7 @@ from workers.cli.terminal import run_app
 # processor time, and a container's health check runs every few seconds.
 COMMANDS = (
     "workers.cli.commands.serve:up",
-    "workers.cli.commands.serve:worker",
+    "workers.cli.commands.worker:worker",
     "workers.cli.commands.models:pull",
     "workers.cli.commands.models:models",
     "workers.cli.commands.requests:ask",

@@ -109,7 +109,7 @@ def test_workers_that_compute_nothing_load_no_torch() -> None:
     roles.sort(key="renderer".__eq__)
     assert len(roles) > 3
     script = (
-        "import sys; from workers.cli.commands.serve import load_main\n"
+        "import sys; from workers.cli.commands.worker import load_main\n"
         f"for role in {roles!r}:\n"
         "    load_main(role)\n"
         "    assert sys.modules.get('torch') is None, role\n"
@@ -363,7 +363,7 @@ async def test_json_lines_in_a_pipe_are_those_of_the_file(
 
 def test_a_renderer_computes_in_no_threads_of_numpy() -> None:
     code = (
-        "import os; from workers.cli.commands.serve import load_main; load_main('renderer');"
+        "import os; from workers.cli.commands.worker import load_main; load_main('renderer');"
         " import numpy; a = numpy.ones((256, 256), numpy.float32); a @ a;"
         " print(len(os.listdir('/proc/self/task')))"
     )

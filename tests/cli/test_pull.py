@@ -23,6 +23,7 @@ from tests.cluster.conftest import PAGEMILL, ROOT
 from workers.cli import settings
 from workers.cli.commands import serve
 from workers.cli.commands.models import pull_model
+from workers.cli.commands.worker import worker
 from workers.cli.models import download
 from workers.cli.models.download import check_disk
 from workers.cli.models.hub import RemoteFile, RemoteModel, calling_library, translated
@@ -417,9 +418,7 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
         assert raised.value.field == "HF_ENDPOINT"
 
 
-@pytest.mark.parametrize(
-    "start", [serve.up, lambda: serve.up(str(DEMO)), lambda: serve.worker("engine")]
-)
+@pytest.mark.parametrize("start", [serve.up, lambda: serve.up(str(DEMO)), lambda: worker("engine")])
 def test_no_worker_starts_with_such_an_endpoint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Callable[[], int]
 ) -> None:

@@ -1,5 +1,6 @@
 """Loads a model from a folder in Hugging Face format, or raises ConfigError."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,12 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
-    decoder = _build_decoder(
-        family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
-    )
+    with ThreadPoolExecutor(1) as beside:
+        # The kernels copy the weights meanwhile, which takes nothing from the interpreter.
+        tokenizer = beside.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+        decoder = _build_decoder(
+            family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
+        )
     num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
     set_step("warming up")
     warm_up(decoder, block_size)
@@ -117,7 +121,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     return LoadedModel(
         model=decoder,
         tower=load_tower(folder, dtype, engine.device, engine.kernels) if needs_tower else None,
-        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        tokenizer=tokenizer.result(),
         eos_token_ids=_read_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,

@@ -33,7 +33,7 @@ from ops.chaos.plan import ROOT
 from shared.config import Config
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.commands import serve
+from workers.cli.commands.worker import worker
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import run_app
 
@@ -216,7 +216,7 @@ def image_lines(rounds: Sequence[Round]) -> list[str]:
 
 def _run_worker() -> None:
     forked = App(name="pagemill")
-    forked.command(serve.worker)
+    forked.command(worker)
     run_app(forked)
 
 

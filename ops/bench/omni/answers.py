@@ -24,7 +24,7 @@ from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from tests import omni
 from workers.cli import settings
-from workers.cli.commands import serve
+from workers.cli.commands.worker import worker
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import run_app
 from workers.roles import WorkerSpec
@@ -98,7 +98,7 @@ def print_report(found: Sequence[tuple[float, float]]) -> None:
 
 def _run_worker() -> None:
     forked = App(name="pagemill")
-    forked.command(serve.worker)
+    forked.command(worker)
     run_app(forked)
 
 

@@ -26,7 +26,7 @@ from ops.chaos.worker.resources import take_snapshot
 from shared.stage import runtime
 from shared.stage.runtime import Context
 from workers.cli import settings
-from workers.cli.commands.serve import load_main
+from workers.cli.commands.worker import load_main
 
 app = App(name="chaos-worker")
 

@@ -1,10 +1,7 @@
-"""Commands that run workers: `pagemill up` and `pagemill worker`."""
+"""The command `pagemill up`: all roles on this machine."""
 
-import gc
-import importlib
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,17 +11,17 @@ from cyclopts.validators import Number
 
 from shared.config import Config
 from shared.errors import ConfigError
-from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from workers.actuator import follow_plan
 from workers.cli import settings
 from workers.cli.commands.models import pull_model
+from workers.cli.commands.worker import worker
 from workers.cli.first_use import start_agent_on_first_use
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
-from workers.cli.options import ConfigFile, NatsUrl, check_role
+from workers.cli.options import ConfigFile, NatsUrl
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
@@ -127,70 +124,3 @@ def _run_forked() -> None:
     forked = App(name="pagemill")
     forked.command(worker)
     run_app(forked)
-
-
-def worker(
-    role: Annotated[str, Parameter(validator=check_role)],
-    /,
-    *,
-    model: str | None = None,
-    stage: str | None = None,
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
-) -> int:
-    """Run one worker until SIGTERM, Ctrl-C or the end of its terminal drains it.
-
-    The exit code is 78 for a configuration that will never work.
-
-    Parameters
-    ----------
-    role
-        The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
-        autoscaler or gateway.
-    model
-        The model that an engine, an encoder or a generator serves; needed only when several are
-        configured.
-    stage
-        The stage of the model's pipeline that the worker serves; by default the one named like its
-        role, or else the only one of this role.
-    """
-    try:
-        # transformers imports the hub's library.
-        check_endpoint()
-        file = settings.find_config_file(config)
-        loaded = settings.load_config(file)
-        login = settings.login_of(loaded, role, nats)
-    except ConfigError as error:
-        print_refusal(error)
-        return runtime.EXIT_CONFIG
-    if model is None and len(loaded.models) == 1:
-        model = next(iter(loaded.models))
-    # Idle threads of torch would otherwise spin, and take the processors from the engine's own
-    # kernels and from other workers. torch reads the variable at its import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return uvloop.run(
-        runtime.run(
-            role, load_main(role), loaded, login, model, stage, partial(settings.load_config, file)
-        )
-    )
-
-
-def load_main(role: str) -> runtime.Main:
-    """Import the module of a role, in the process that is to run it, and return its `main`."""
-    spec = role_of(role)
-    if not spec.uses_torch and not spec.may_load_torch:
-        # A renderer needs the tokenizers and image processors of transformers.
-        hide_torch()
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        # The threads of a renderer are as many as it may compute with. numpy's library would divide
-        # each of their products, and its idle threads spin, and take the processors from images
-        # while a video is resized. It reads the variable when numpy is imported.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # An import of transformers makes millions of objects that stay: collections in the middle of it
-    # free nothing and take a seventh of its time.
-    gc.disable()
-    try:
-        main: runtime.Main = importlib.import_module(spec.module).main
-    finally:
-        gc.enable()
-    return main

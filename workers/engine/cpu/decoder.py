@@ -10,6 +10,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,14 +133,11 @@ class NativeModel(DecoderModel):
         """Pointer arrays of the cache's keys and values."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
-        layers = (_Layer * config.num_hidden_layers)()
-        windows = layer_windows(config)
-        for index in range(config.num_hidden_layers):
-            self._pack_layer(decoder.layers[index], layers[index])
-            layers[index].window = windows[index] or 0
-            decoder.layers[index] = torch.nn.Identity()
-        self._layers = layers
-        head = self._pack([model.get_output_embeddings().weight])
+        self._layers = layers = (_Layer * config.num_hidden_layers)()
+        with ThreadPoolExecutor(num_threads) as pool:
+            packed = pool.submit(self._pack, [model.get_output_embeddings().weight])
+            list(pool.map(self._take_layer, range(config.num_hidden_layers)))
+        head = packed.result()
         if model.get_output_embeddings().weight is not self._embed_tokens.weight:
             model.get_output_embeddings().weight = None
         self._config = _Config(
@@ -267,6 +265,13 @@ class NativeModel(DecoderModel):
 
     # -- weights ----------------------------------------------------------------------------------
 
+    def _take_layer(self, index: int) -> None:
+        """Pack a layer's weights, and free torch's copy of them. Thread-safe."""
+        decoder: Any = self.family.decoder
+        self._pack_layer(decoder.layers[index], self._layers[index])
+        self._layers[index].window = layer_windows(decoder.config)[index] or 0
+        decoder.layers[index] = torch.nn.Identity()
+
     def _pack_layer(self, layer: Any, to: _Layer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -286,8 +291,9 @@ class NativeModel(DecoderModel):
             to.key_norm = self._pin(attention.k_norm.weight)
 
     def _pin(self, weight: Tensor) -> int:
-        self._pinned.append(weight.detach().float().contiguous())
-        return self._pinned[-1].data_ptr()
+        pinned = weight.detach().float().contiguous()
+        self._pinned.append(pinned)
+        return pinned.data_ptr()
 
     def _pack(self, weights: Sequence[Tensor], stride: int = PANEL) -> int:
         """Pack matrices and return their address.

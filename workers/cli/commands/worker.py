@@ -1,0 +1,87 @@
+"""The command `pagemill worker`: one worker in this process."""
+
+import gc
+import importlib
+import os
+from functools import partial
+from typing import Annotated
+
+import uvloop
+from cyclopts import Parameter
+
+from shared.errors import ConfigError
+from shared.models.lazy_module import hide_torch
+from shared.stage import runtime
+from workers.cli import settings
+from workers.cli.models.local import check_endpoint
+from workers.cli.options import ConfigFile, NatsUrl, check_role
+from workers.cli.terminal import print_refusal
+from workers.roles import role_of
+
+
+def worker(
+    role: Annotated[str, Parameter(validator=check_role)],
+    /,
+    *,
+    model: str | None = None,
+    stage: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Run one worker until SIGTERM, Ctrl-C or the end of its terminal drains it.
+
+    The exit code is 78 for a configuration that will never work.
+
+    Parameters
+    ----------
+    role
+        The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
+        autoscaler or gateway.
+    model
+        The model that an engine, an encoder or a generator serves; needed only when several are
+        configured.
+    stage
+        The stage of the model's pipeline that the worker serves; by default the one named like its
+        role, or else the only one of this role.
+    """
+    try:
+        # transformers imports the hub's library.
+        check_endpoint()
+        file = settings.find_config_file(config)
+        loaded = settings.load_config(file)
+        login = settings.login_of(loaded, role, nats)
+    except ConfigError as error:
+        print_refusal(error)
+        return runtime.EXIT_CONFIG
+    if model is None and len(loaded.models) == 1:
+        model = next(iter(loaded.models))
+    # Idle threads of torch would otherwise spin, and take the processors from the engine's own
+    # kernels and from other workers. torch reads the variable at its import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return uvloop.run(
+        runtime.run(
+            role, load_main(role), loaded, login, model, stage, partial(settings.load_config, file)
+        )
+    )
+
+
+def load_main(role: str) -> runtime.Main:
+    """Import the module of a role, in the process that is to run it, and return its `main`."""
+    spec = role_of(role)
+    if not spec.uses_torch and not spec.may_load_torch:
+        # A renderer needs the tokenizers and image processors of transformers.
+        hide_torch()
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        # The threads of a renderer are as many as it may compute with. numpy's library would divide
+        # each of their products, and its idle threads spin, and take the processors from images
+        # while a video is resized. It reads the variable when numpy is imported.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # An import of transformers makes millions of objects that stay: collections free nothing of
+    # them, take a seventh of the time of the import, and 0.2 s each behind it.
+    gc.disable()
+    try:
+        main: runtime.Main = importlib.import_module(spec.module).main
+    finally:
+        gc.freeze()
+        gc.enable()
+    return main
