@@ -12,6 +12,7 @@ from pathlib import Path
 import nats
 import pytest
 from nats.aio.msg import Msg
+from nats.js.api import StorageType
 
 from shared.bus import queues
 from shared.bus.bus import Bus
@@ -20,6 +21,7 @@ from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
 from shared.bus.streams import NEXT_REPLY_TIMEOUT_S
 from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
+from shared.config_agent import AgentConfig
 from shared.errors import ConfigError, Overloaded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -218,3 +220,25 @@ async def test_batched_acks_reach_a_restarted_server(
     depth = await bus.queue_depth(subjects.REQUESTS_STREAM, "test")
     assert (depth.num_pending, depth.num_in_flight) == (0, 0)
     await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "storage"),
+    [
+        ("", StorageType.MEMORY),
+        ('cluster { name: "c", listen: "127.0.0.1:-1" }', StorageType.FILE),
+    ],
+    ids=["alone", "in a cluster"],
+)
+async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
+    tmp_path: Path, settings: str, storage: StorageType
+) -> None:
+    """In a cluster, another server would not notice the restart of the one that has lost them."""
+    process, url = start_server(tmp_path, settings)
+    bus = await Bus.connect(url, "test")
+    bus.configure_streams(NatsConfig(), DeliveryConfig(), AgentConfig())
+    stored = {config.name: config.storage for config in bus._configs}
+    assert stored[subjects.STAGES_STREAM] == storage
+    await bus.close()
+    process.terminate()
+    process.wait(10)
