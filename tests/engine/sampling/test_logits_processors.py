@@ -30,8 +30,7 @@ logit_rows = st.lists(st.floats(-30, 30, width=32), min_size=13, max_size=13).ma
 
 def adjusted(logits: Tensor, *sequences: Sequence) -> Tensor:
     """[vocab_size] for one sequence, else [num_sequences, vocab_size]."""
-    rows = logits.expand(len(sequences), -1).clone()
-    process_logits(rows, list(sequences))
+    rows = process_logits(logits.expand(len(sequences), -1), list(sequences))
     return rows[0] if len(sequences) == 1 else rows
 
 

@@ -162,3 +162,29 @@ def test_a_value_that_is_no_number_ranks_first() -> None:
     logits = random_logits(2, 1, 20_000)
     logits[0, 12_345] = torch.nan
     assert rank(logits).token_ids[0, 0] == 12_345
+
+
+def test_rows_are_ranked_together_as_each_by_itself() -> None:
+    """Rows differ in how many logits are as great as the 256th maximum of a group."""
+    logits = random_logits(4, 4, 20_001)
+    logits[1] = 0.5
+    logits[2, 300:] = -torch.inf
+    logits[3, 12_345] = torch.nan
+    ranked = rank(logits)
+    for row in range(4):
+        expected = logits[row].nan_to_num(torch.inf).sort(descending=True).values[:256]
+        assert ranked.logits[row].nan_to_num(torch.inf).tolist() == expected.tolist()
+        assert logits[row, ranked.token_ids[row]].allclose(ranked.logits[row], 0, 0, equal_nan=True)
+        assert len(set(ranked.token_ids[row].tolist())) == 256
+
+
+@pytest.mark.parametrize("vocab_size", [3_001, 50_000])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0, 50.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_the_mass_is_within_its_bounds(vocab_size: int, spread: float, temperature: float) -> None:
+    logits = spread * random_logits(5, 20, vocab_size)
+    greatest, temperatures = logits.amax(-1, keepdim=True), torch.full((20, 1), temperature)
+    low, high = ranked_module._bound_mass(logits, greatest, temperatures)
+    mass = to_units(unnormalized_probs(logits, greatest, temperatures)).sum(-1, keepdim=True)
+    assert bool(((low <= mass) & (mass <= high)).all())
+    assert bool(((high - low) <= mass * 1e-5 + 2 * vocab_size).all())

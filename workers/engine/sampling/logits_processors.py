@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.protocol.sampling import SamplingParams
@@ -35,9 +36,9 @@ def needs_processing(sequence: Sequence) -> bool:
     )
 
 
-def process_logits(logits: Tensor, sequences: list[Sequence]) -> None:
-    """Change `logits` [num_sequences, vocab_size] float32 in place, one row per sequence."""
-    _apply_masks(logits, sequences)
+def process_logits(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Return `logits` [num_sequences, vocab_size] float32 as changed, one row per sequence."""
+    logits = _apply_masks(logits, sequences)
     _restrict_to_allowed(logits, sequences)
     banned = [
         (row, token_id) for row, s in enumerate(sequences) for token_id in _banned_token_ids(s)
@@ -46,6 +47,7 @@ def process_logits(logits: Tensor, sequences: list[Sequence]) -> None:
         logits[tuple(torch.tensor(banned, device=logits.device).T)] = -torch.inf
     _add_biases(logits, sequences)
     _penalize(logits, sequences)
+    return logits
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -56,23 +58,32 @@ def _has_penalties(params: SamplingParams) -> bool:
     )
 
 
-def _apply_masks(logits: Tensor, sequences: list[Sequence]) -> None:
+def _apply_masks(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Return a copy of the logits, which are minus infinity where a grammar allows no token."""
     masks = [
         (row, words)
         for row, sequence in enumerate(sequences)
         if sequence.token_mask is not None and (words := sequence.token_mask.allowed()) is not None
     ]
     if not masks:
-        return
-    packed = torch.from_numpy(np.stack([words for _, words in masks])).to(logits.device)
-    each_byte = packed.view(torch.uint8).int().flatten()
-    by_byte = _limits_by_byte(logits.device).index_select(0, each_byte)
-    limits = by_byte.view(len(masks), -1)[:, : logits.shape[1]]
+        return logits.clone()
+    limits = _limits_of(np.stack([words for _, words in masks]), logits.device)
+    limits = limits.view(len(masks), -1)[:, : logits.shape[1]]
+    if len(masks) == len(logits):
+        return torch.minimum(logits, limits)
     rows = [row for row, _ in masks]
-    if len(rows) == len(logits):
-        torch.minimum(logits, limits, out=logits)
-    else:
-        logits[rows] = torch.minimum(logits[rows], limits)
+    masked = logits.clone()
+    masked[rows] = torch.minimum(logits[rows], limits)
+    return masked
+
+
+def _limits_of(packed: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return the greatest logit that each bit allows, as eight for each byte of `packed`."""
+    each_byte, table = packed.view(np.uint8).ravel(), _limits_by_byte(device)
+    if device.type == "cpu":
+        # NumPy takes half of PyTorch's time, if it need not check the indexes.
+        return torch.from_numpy(np.take(table.numpy(), each_byte, axis=0, mode="clip"))
+    return table.index_select(0, torch.from_numpy(each_byte).to(device).int())
 
 
 @lru_cache
@@ -154,7 +165,8 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
             )
         ).to(logits.device)
 
-    seen: Tensor = torch.unique(flat_indexes(all_tokens=True))
+    # A token that is there several times is written several times, always with the same score.
+    seen = flat_indexes(all_tokens=True)
     scores, factor = flat[seen], penalties[seen // vocab_size, 0]
     flat[seen] = torch.where(scores < 0, scores * factor, scores / factor)
     generated, counts = torch.unique(flat_indexes(all_tokens=False), return_counts=True)

@@ -83,8 +83,7 @@ def _sample_rows(logits: Tensor, sequences: list[Sequence], operations: _Operati
     """Sample from `logits` [num_sequences, vocab_size] float32."""
     if operations.is_processed:
         check_finite(logits.amax(-1))
-        logits = logits.clone()
-        process_logits(logits, sequences)
+        logits = process_logits(logits, sequences)
     if operations.is_greedy:
         token_ids = _argmax(logits)
         _check_greatest(logits.gather(1, token_ids[:, None]), operations)
