@@ -16,6 +16,7 @@ from typing import Any
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login
+from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat
 
 NEW = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ class Fleet:
                 )
         wanted = {self._running[version, name].pid for name in names}
         async with asyncio.timeout(START_S):
-            while not wanted <= {beat.pid for beat in await self.beats()}:
+            while not await self._are_ready(wanted):
                 for name in names:
                     ended = self._running[version, name].returncode
                     assert ended is None, f"the {version} {name} has ended with {ended}"
@@ -144,6 +145,12 @@ class Fleet:
             return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
         finally:
             await bus.close()
+
+    async def _are_ready(self, pids: set[int]) -> bool:
+        """Whether these workers are ready; not if the broker is too busy to say."""
+        with contextlib.suppress(Unavailable):
+            return pids <= {beat.pid for beat in await self.beats()}
+        return False
 
     async def gateways(self) -> list[str]:
         """Return the URLs of the gateways that run."""
