@@ -5,17 +5,15 @@ of the whole vocabulary, of which bounds will do: if both lead to the same thres
 exact one. Rows that the ranked tokens do not decide are truncated over the whole vocabulary.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.sampling.estimates import estimate
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 from workers.engine.sampling.truncation import (
-    MAX_EXPONENT,
-    UNITS,
     Filters,
     draw,
     mass_to_keep,
@@ -27,8 +25,6 @@ from workers.engine.sampling.truncation import (
 
 NUM_RANKED = 256
 GROUP_SIZE = 32
-FLOAT_ERROR = 2.0**-24
-"""Relative error of one operation in float32."""
 
 
 class Ranked(NamedTuple):
@@ -86,9 +82,10 @@ def draw_filtered(logits: Tensor, ranked: Ranked, filters: Filters, points: Tens
     filters_by_mass_only = (filters.min_p == 0) & (filters.top_k >= vocab_size)
     is_open = ~holds_all & filters_by_mass_only & (filters.top_p < 1)
     for chunk in iterate_chunks(_true_rows(is_open), logits):
-        low[chunk], high[chunk] = _bound_mass(
+        _, sums, error = estimate(
             take_rows(logits, chunk), greatest[chunk], filters.temperature[chunk]
         )
+        low[chunk], high[chunk] = (sums[:, -1:] - error).long(), (sums[:, -1:] + error).long()
     first, last = (torch.searchsorted(ends, mass_to_keep(m, filters.top_p)) for m in (low, high))
     by_mass = weights.gather(1, first.clamp(max=num_ranked - 1))
     is_decided = holds_all | is_open & (first == last) & (by_mass > last_weight)
@@ -105,22 +102,6 @@ def draw_filtered(logits: Tensor, ranked: Ranked, filters: Filters, points: Tens
 def _true_rows(column: Tensor) -> list[int]:
     rows: list[int] = column[:, 0].nonzero()[:, 0].tolist()
     return rows
-
-
-def _bound_mass(logits: Tensor, greatest: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds of the units of all tokens together, int64 [num_rows, 1]."""
-    num_rows, vocab_size = logits.shape
-    # PyTorch's powers of two take a quarter of the time of `exp`, and are less exact.
-    scale = (math.log2(math.e) / temperature.double()).float()
-    weights = logits.sub(greatest).mul_(scale).clamp_min_(-MAX_EXPONENT).exp2_()
-    num_grouped = vocab_size - vocab_size % GROUP_SIZE
-    groups = weights[:, :num_grouped].view(num_rows, GROUP_SIZE, num_grouped // GROUP_SIZE)
-    mass = UNITS * (groups.sum(1).double().sum(-1) + weights[:, num_grouped:].double().sum(-1))
-    # Each unit is rounded down; sums in float64 are exact in comparison. The exponents differ by
-    # three roundings from those of the weights, and their mean by mass is the entropy at most.
-    powers = 2 + 3 * math.log(vocab_size)
-    error = vocab_size + mass * ((GROUP_SIZE + powers) * FLOAT_ERROR)
-    return (mass - error).long()[:, None], (mass + error).long()[:, None]
 
 
 def _draw(units: Tensor, token_ids: Tensor, points: Tensor) -> Tensor:

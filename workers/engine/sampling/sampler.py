@@ -19,10 +19,11 @@ from torch import Tensor
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
+from workers.engine.sampling.estimates import draw_unfiltered
 from workers.engine.sampling.logits_processors import needs_processing, process_logits
 from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
-from workers.engine.sampling.truncation import Filters, draw, unnormalized_probs
+from workers.engine.sampling.truncation import Filters
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow, and are treated as greedy sampling."""
@@ -35,11 +36,7 @@ class _Operations(NamedTuple):
     is_greedy: bool
     is_filtered: bool
     is_processed: bool
-
-    @property
-    def writes_rows(self) -> bool:
-        """Whether there are results as large as the rows, so that these are taken in chunks."""
-        return self.is_processed or not (self.is_greedy or self.is_filtered)
+    """They are copied, and therefore taken in chunks."""
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
@@ -55,7 +52,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
         groups[_operations_of(sequence)].append(row)
     token_ids = [0] * len(sequences)
     for operations, rows in groups.items():
-        for chunk in iterate_chunks(rows, logits) if operations.writes_rows else [rows]:
+        for chunk in iterate_chunks(rows, logits) if operations.is_processed else [rows]:
             of_chunk = [sequences[row] for row in chunk]
             chosen = _sample_rows(take_rows(logits, chunk).float(), of_chunk, operations)
             for row, token_id in zip(chunk, chosen, strict=True):
@@ -95,7 +92,7 @@ def _sample_rows(logits: Tensor, sequences: list[Sequence], operations: _Operati
         greatest = logits.amax(-1, keepdim=True)
         _check_greatest(greatest, operations)
         filters, points = _parameters_of(sequences, logits)
-        token_ids = draw(unnormalized_probs(logits, greatest, filters.temperature), points)
+        token_ids = draw_unfiltered(logits, greatest, filters.temperature, points)
     chosen: list[int] = token_ids.tolist()
     return chosen
 

@@ -6,7 +6,8 @@ first. top_k counts, and top_p sums, the tokens that the filter before it has le
 A weight is the probability relative to the greatest one, in units of 2^-40. Integer sums do not
 depend on the order of the summands, so a row yields the same token in any batch.
 
-This is the definition over the whole vocabulary; `ranked` finds the same token with less work.
+This is the definition over the whole vocabulary; `ranked`, behind filters, and `estimates`, without
+any, find the same token with less work.
 """
 
 import math
