@@ -21,7 +21,9 @@ from workers.cli.terminal import errors, print_line
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
 RELOAD_S = 1.0
 
-keys = App(name="keys", help="Make and replace keys, with which clients and workers sign in to the broker.")
+keys = App(
+    name="keys", help="Make and replace keys, with which clients and workers sign in to the broker."
+)
 
 Folder = Annotated[
     Path | None,
