@@ -26,7 +26,7 @@ NumPreviews = Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)]
 
 
 class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the images of a request are painted. What is left out is as the stage is configured."""
+    """How the images of a request are painted. Fields that are left out have the stage's values."""
 
     size: ImageSize | None = None
     """Width and height in pixels; by default the first size of the stage."""

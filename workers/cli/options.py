@@ -47,6 +47,10 @@ Sounds = Annotated[
 ModelName = Annotated[
     str | None, Parameter(help="Name of the model; by default the first one that is configured.")
 ]
+RequestId = Annotated[
+    str,
+    Parameter(help="Id of the request, as the commands and the header X-Request-Id show it."),
+]
 
 
 def check_role(_: object, name: str | None) -> None:

@@ -30,7 +30,7 @@ async def audit(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """List what operators and people have done, the newest first.
+    """List the audit log: what operators and approvers have done, the newest first.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from workers.cli.terminal import errors, format_time, print_line, print_note
 
 
 async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
-    """Copy all requests, answers, responses, media and dead letters of a cluster that runs.
+    """Copy all requests, answers, responses, media and dead letters of a running cluster.
 
     Parameters
     ----------
@@ -50,14 +50,16 @@ async def restore(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Restore a backup while no worker runs; start them afterwards.
+    """Restore a backup while no worker runs; start the workers afterwards.
 
     The broker is the configured one. The embedded broker is started for this, and stopped again.
 
     Parameters
     ----------
+    path
+        Folder or file that `pagemill backup` has written.
     replace
-        Remove the streams that the broker has.
+        Remove the streams of Pagemill that the broker has, with all that is in them.
     """
     loaded = load(config)
     with read_archive(path) as archive:

@@ -26,7 +26,7 @@ def key(
     tenant: str | None = None,
     right: Annotated[list[Right] | None, Parameter(negative=())] = None,
 ) -> int:
-    """Make an API key for the gateway. Print the key, only this once, and its configuration.
+    """Make an API key for the gateway; print the key, which is not stored, and its configuration.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def key(
     tenant
         Tenant whose caches and requests the key shares; by default a tenant of its own.
     right
-        What the key is good for: requests (the default), or metrics for `/metrics`. Repeat the
+        What the key allows: requests (the default), or metrics for `/metrics`. Repeat the
         option for both.
     """
     stderr = Console(stderr=True)
@@ -56,7 +56,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     Parameters
     ----------
     kernels
-        Print instead what was measured on this machine, and which kernels were chosen by it.
+        Print instead the times of kernels on this machine, and which of them were chosen.
     """
     if kernels:
         return _print_kernels()

@@ -20,7 +20,7 @@ from shared.protocol.requests import decode_request
 from shared.state import dead_letters
 from workers.cli.audited import audited
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.options import ConfigFile, NatsUrl, RequestId, find_login
 from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
 from workers.roles import AGENT
 
@@ -53,9 +53,15 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
 
 @dead.command(name="show")
 async def show_letter(
-    request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print one dead letter: cause, attempts, traceback, and the request itself."""
+    """Print one dead letter: cause, attempts, traceback, and the request itself.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object.
+    """
     async with connected(find_login(config, nats), "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
     print_json(letter) if json else _print_letter(letter)
@@ -64,9 +70,9 @@ async def show_letter(
 
 @dead.command(name="requeue")
 async def requeue_letter(
-    request_id: str, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Publish the request of a dead letter again, under the same id, or go on with a response.
+    """Publish the request of a dead letter again, under the same id, or continue a response.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ DOCKER_SOCKET = Path("/var/run/docker.sock")
 async def docker_proxy(
     *, socket: Path = DOCKER_SOCKET, project: str | None = None, config: ConfigFile = None
 ) -> int:
-    """Start and stop containers of pools for autoscalers, which never see Docker's own socket.
+    """Start and stop containers of pools for autoscalers, which have no access to Docker's socket.
 
     It listens on `scale.docker_proxy`, and touches nothing but containers of one compose project
     and of the services of `scale.pools`. The exit code is 78 for a configuration that will never

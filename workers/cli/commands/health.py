@@ -24,7 +24,7 @@ def health(
     ready: bool = False,
     config: ConfigFile = None,
 ) -> int:
-    """Check the workers of this machine or container, which `metrics.listen` and `port` find.
+    """Check the workers of this machine or container, at `metrics.listen` and `metrics.port`.
 
     The exit code is 0 if there are workers and all of them are well, and otherwise 1.
 
@@ -33,7 +33,7 @@ def health(
     role
         Check the workers of this role only.
     ready
-        Check whether they take work, too, and not only whether they live.
+        Check also whether they take work.
     """
     metrics = load(config).metrics
     if metrics.listen is None or metrics.port == 0:

@@ -21,7 +21,9 @@ from workers.cli.terminal import errors, print_line
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
 RELOAD_S = 1.0
 
-keys = App(name="keys", help="Make and replace the keys by which the broker knows its clients.")
+keys = App(
+    name="keys", help="Make and replace keys, with which clients and workers sign in to the broker."
+)
 
 Folder = Annotated[
     Path | None,
@@ -64,9 +66,9 @@ async def remove_tenant(
 
 @keys.command(name="rotate")
 async def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Replace keys: those of roles, as `engine`, and of tenants, as `tenants/acme`; by default all.
+    """Replace the keys of roles, such as `engine`, or of tenants, such as `tenants/acme`; or all.
 
-    Workers read the new key when they connect again, which the server makes them do.
+    The server disconnects workers with the old key; they read the new one and connect again.
     """
     async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
         for file in keyring.rotate(names):
@@ -112,8 +114,8 @@ def _reload(keyring: Keyring, config: Path | None) -> None:
         except (OSError, ValueError):
             pass
     errors.print(
-        f"{keyring.accounts_file} is written; servers that run read it at"
-        " `nats-server --signal reload`, and that of a new tenant when they reload twice",
+        f"{keyring.accounts_file} is written; a running server reads it at"
+        " `nats-server --signal reload`; after add-tenant, reload twice",
         highlight=False,
         soft_wrap=True,
     )

@@ -23,7 +23,7 @@ async def migrate(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Change the broker's streams to this configuration and version, after a question.
+    """Show where the broker's streams differ from the configuration, and change them after asking.
 
     Workers create the streams that are missing, and never change one. The exit code is 1 when
     something would be changed and is not.

@@ -23,7 +23,7 @@ COLUMNS = ("name", "family", "size", "state")
 
 
 def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
-    """Download what serving needs of a model from the hub; run it again to continue a download.
+    """Download the files of a model that serving needs, or continue an interrupted download.
 
     The hub is that of HF_ENDPOINT, and HF_TOKEN is the token for gated models. Only configuration,
     tokenizer and safetensors are downloaded, and each file's checksum is compared with the hub's.
@@ -64,7 +64,7 @@ def pull_model(name: str, revision: str | None = None, folder: Path | None = Non
 
 async def models(
     *,
-    json: Annotated[bool, Parameter(help="Print a JSON object a line.")] = False,
+    json: Annotated[bool, Parameter(help="Print one JSON object per line.")] = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:

@@ -41,7 +41,7 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Have images painted of a text, and write them to PNG files. Ctrl-C cancels the request.
+    """Generate images from a text, and write them to PNG files. Ctrl-C cancels the request.
 
     Parameters
     ----------

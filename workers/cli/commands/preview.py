@@ -67,6 +67,8 @@ async def tokenize(
 
     Parameters
     ----------
+    text
+        The text to tokenize.
     json
         Print one JSON object.
     """

@@ -35,6 +35,7 @@ from workers.cli.options import (
     Images,
     ModelName,
     NatsUrl,
+    RequestId,
     Sounds,
     Videos,
     find_login,
@@ -138,7 +139,7 @@ async def ask(
 
 
 async def follow(
-    request_id: str,
+    request_id: RequestId,
     /,
     *,
     start: Annotated[int, Parameter(name=["--from"])] = 0,
@@ -169,7 +170,9 @@ async def follow(
             return EXIT_INTERRUPTED
 
 
-async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def cancel(
+    request_id: RequestId, /, *, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
     """Cancel a request in any stage; its answer ends with the error `cancelled`.
 
     The exit code is 0 for a request that is cancelled, 1 for one that is not known, and 2 for one
@@ -231,9 +234,15 @@ def _print_end(status: RequestStatus, when: str = "") -> int:
 
 
 async def where(
-    request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print the status of a request or a response: where it is, for how long, and why."""
+    """Print the status of a request or a response: where it is, for how long, and why.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object.
+    """
     async with connected(find_login(config, nats), "where") as bus:
         response = await response_status.find_any_tenants(bus, request_id)
         if response is not None:

@@ -42,7 +42,7 @@ async def scale(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Show the pools of workers, or set what the autoscaler makes of them.
+    """Show the pools of workers, or set their sizes.
 
     What is set here is stored with the broker. It stays until it is released.
 

@@ -27,7 +27,7 @@ async def say(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Have a text spoken as it is, and write the sound to a WAV file. Ctrl-C cancels the request.
+    """Speak a given text, and write the sound to a WAV file. Ctrl-C cancels the request.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def worker(
         The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
         autoscaler or gateway.
     model
-        The model that an engine, an encoder or a generator serves; needed only when several are
+        The model that a worker of a stage serves; needed only when several are
         configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its

@@ -19,7 +19,8 @@ class PooledRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Above 0: queued in the batch lane, behind interactive requests."""
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Time from acceptance to the embedding. The configured value is the default and maximum."""
+    """Seconds from acceptance to the embedding: by default `delivery.default_timeout_s`, at most
+    `delivery.max_timeout_s`."""
     durable: bool | None = None
     """Continue the request when the connection closes."""
 
@@ -29,7 +30,7 @@ class PooledRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class EmbeddingRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     input: Any
-    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
+    """Text, token ids, or a list of up to 64 of either."""
     encoding_format: EncodingFormat | None = None
     """`base64`: 32-bit floats, least significant byte first. The default is `float`."""
     dimensions: Positive | None = None

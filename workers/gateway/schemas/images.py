@@ -39,7 +39,8 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     negative_prompt: NegativePrompt | None = None
     """What the images are guided away from."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Time from acceptance to the last image. The configured value is the default and maximum."""
+    """Seconds from acceptance to the last image: by default `delivery.default_timeout_s`, at most
+    `delivery.max_timeout_s`."""
 
     durable: bool | None = None
     """Go on painting when the connection closes."""

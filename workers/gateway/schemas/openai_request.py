@@ -73,7 +73,8 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
     """Above 0: queued in the batch lane, behind interactive requests."""
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Time from acceptance to the last token. The configured value is the default and maximum."""
+    """Seconds from acceptance to the last token: by default `delivery.default_timeout_s`, at most
+    `delivery.max_timeout_s`."""
     durable: bool | None = None
     """Continue the request when the connection closes."""
 
@@ -244,7 +245,7 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: Any
-    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
+    """Text, token ids, or a list of up to 64 of either."""
     max_tokens: Count | None = None
     """0 is allowed with `echo`: the answer is the prompt alone."""
     echo: bool | None = None

@@ -18,8 +18,8 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     stream_format: str | None = None
     """`audio`: the bytes of the sound as they are made, as without this field. `sse`: events."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Time from acceptance to the end of the speech. The configured value is the default and
-    maximum."""
+    """Seconds from acceptance to the end of the speech: by default `delivery.default_timeout_s`, at
+    most `delivery.max_timeout_s`."""
     durable: bool | None = None
     """Continue the speech when the connection closes."""
 

@@ -29,7 +29,8 @@ class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     stream: bool | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Time from acceptance to the end. The configured value is the default and maximum."""
+    """Seconds from acceptance to the end: by default `delivery.default_timeout_s`, at most
+    `delivery.max_timeout_s`."""
     durable: bool | None = None
     """Continue the transcription when the connection closes."""
     user: str | None = None
