@@ -16,6 +16,10 @@ namespace pagemill {
 constexpr int kPanel = 32;
 // 12 x 2 sums, 2 weights and 1 input take 27 of the 32 vector registers.
 constexpr int kTileRows = 12;
+// Rows from which on a tile computes for so long that prefetching hides more than it costs, and how far
+// ahead: 4 KiB, for the processor's own prefetcher stops at the end of each page.
+constexpr int kMinAheadRows = 8;
+constexpr int kAheadUnits = 32;
 // Buffers of activations are padded to whole tiles of the matrix extension.
 constexpr int kRowPadding = 32;
 
@@ -139,8 +143,10 @@ void multiply_panel(const Tiles& tiles, const T* x, int num_rows, const Linear& 
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int first = int(int64_t(num_rows) * tile / num_tiles);
     const int count = int(int64_t(num_rows) * (tile + 1) / num_tiles) - first;
-    // The first tile loads the panel from memory; the last tile prefetches the next panel.
-    const uint32_t* ahead = tile > 0 && tile == num_tiles - 1 ? next : nullptr;
+    // The first tile loads the panel from memory; the last tile prefetches the next panel. The only tile
+    // prefetches what it reads soon.
+    const uint32_t* ahead = tile == num_tiles - 1 ? next : nullptr;
+    if (num_tiles == 1) ahead = num_rows >= kMinAheadRows ? weights + kAheadUnits * kPanel : nullptr;
     multiply_rows<T>(count, rows + first * row_units, row_units, weights, linear.units, ahead,
                      [&](int row, __m512 low, __m512 high) { take(first + row, low, high); });
   }

@@ -8,9 +8,7 @@ is one call, which releases the GIL.
 import ctypes
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +22,15 @@ from shared.models.registry import find_decoder_traits
 from shared.native import library, measuring, tower_kernels, trials
 from shared.native.choices import NEVER, KernelSetting
 from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL, TOKEN_GROUP
+from workers.engine.cpu.memory import allocate, on_collect
+from workers.engine.cpu.weights import PackedWeights
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.int8 import Int8Linear
-from workers.engine.model.support import layer_windows
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "out", "gate_up", "down", "qkv_bias", "out_bias")),
-        *((name, _POINTER) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
-        ("window", _INT),
-    )
 
 
 class _Config(ctypes.Structure):
@@ -126,18 +117,12 @@ class NativeModel(DecoderModel):
         decoder: Any = family.decoder
         model: Any = family.model
         self._rotary: Any = decoder.rotary_emb
-        self._pinned: list[Tensor] = []
-        """Small weights that the kernels read in place."""
         self._cache: KVCache | None = None
         self._addresses: tuple[Any, Any] = (None, None)
         """Pointer arrays of the cache's keys and values."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
-        self._layers = layers = (_Layer * config.num_hidden_layers)()
-        with ThreadPoolExecutor(num_threads) as pool:
-            packed = pool.submit(self._pack, [model.get_output_embeddings().weight])
-            list(pool.map(self._take_layer, range(config.num_hidden_layers)))
-        head = packed.result()
+        self._weights = PackedWeights(family, loaded, num_threads)
         if model.get_output_embeddings().weight is not self._embed_tokens.weight:
             model.get_output_embeddings().weight = None
         self._config = _Config(
@@ -155,10 +140,14 @@ class NativeModel(DecoderModel):
         )
         self._choose_tile_rows(kernels)
         self._decoder = loaded.pagemill_decoder(
-            ctypes.byref(self._config), layers, self._pin(decoder.norm.weight), head, num_threads
+            ctypes.byref(self._config),
+            self._weights.layers,
+            self._weights.final_norm,
+            self._weights.head,
+            num_threads,
         )
         assert self._decoder
-        _on_collect(self, loaded.pagemill_delete, self._decoder)
+        on_collect(self, loaded.pagemill_delete, self._decoder)
 
     # -- DecoderModel -----------------------------------------------------------------------------
 
@@ -228,17 +217,8 @@ class NativeModel(DecoderModel):
         return self._addresses
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a zeroed tensor in memory from `_allocate`, which is freed with the tensor."""
-        num_bytes = math.prod(shape) * self.dtype.itemsize
-        memory = (ctypes.c_byte * num_bytes).from_address(self._allocate(num_bytes))
-        _on_collect(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
+        memory = allocate(self._library, math.prod(shape) * self.dtype.itemsize)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
-
-    def _allocate(self, num_bytes: int) -> int:
-        memory: int | None = self._library.pagemill_allocate(num_bytes)
-        if memory is None:
-            raise MemoryError(f"cannot allocate {num_bytes} bytes for weights or cache")
-        return memory
 
     # -- kernels ----------------------------------------------------------------------------------
 
@@ -262,68 +242,6 @@ class NativeModel(DecoderModel):
         for name, trial in operations.items():
             option = options[trial.operation.name]
             setattr(config, f"{name}_tile_rows", option.min_tile_rows)
-
-    # -- weights ----------------------------------------------------------------------------------
-
-    def _take_layer(self, index: int) -> None:
-        """Pack a layer's weights, and free torch's copy of them. Thread-safe."""
-        decoder: Any = self.family.decoder
-        self._pack_layer(decoder.layers[index], self._layers[index])
-        self._layers[index].window = layer_windows(decoder.config)[index] or 0
-        decoder.layers[index] = torch.nn.Identity()
-
-    def _pack_layer(self, layer: Any, to: _Layer) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        to.qkv = self._pack([projection.weight for projection in projections])
-        to.out = self._pack([attention.o_proj.weight])
-        to.gate_up = self._pack([mlp.gate_proj.weight, mlp.up_proj.weight], stride=PANEL // 2)
-        to.down = self._pack([mlp.down_proj.weight])
-        if attention.q_proj.bias is not None:
-            bias = torch.cat([projection.bias for projection in projections])
-            to.qkv_bias = self._pin(torch.nn.functional.pad(bias, (0, -len(bias) % PANEL)))
-        if attention.o_proj.bias is not None:
-            to.out_bias = self._pin(attention.o_proj.bias)
-        to.input_norm = self._pin(layer.input_layernorm.weight)
-        to.post_norm = self._pin(layer.post_attention_layernorm.weight)
-        if hasattr(attention, "q_norm"):
-            to.query_norm = self._pin(attention.q_norm.weight)
-            to.key_norm = self._pin(attention.k_norm.weight)
-
-    def _pin(self, weight: Tensor) -> int:
-        pinned = weight.detach().float().contiguous()
-        self._pinned.append(pinned)
-        return pinned.data_ptr()
-
-    def _pack(self, weights: Sequence[Tensor], stride: int = PANEL) -> int:
-        """Pack matrices and return their address.
-
-        The matrices are concatenated or, with a stride of half a panel, interleaved.
-        """
-        num_inputs = weights[0].shape[1]
-        num_outputs = sum(len(weight) for weight in weights)
-        num_bytes = -(-num_outputs // PANEL) * PANEL * num_inputs * self.dtype.itemsize
-        memory = self._allocate(num_bytes)
-        _on_collect(self, self._library.pagemill_free, memory, num_bytes)
-        first = 0
-        for weight in weights:
-            source = weight.detach().contiguous()
-            self._library.pagemill_pack(
-                self.dtype == torch.bfloat16,
-                source.data_ptr(),
-                len(source),
-                num_inputs,
-                first,
-                stride,
-                memory,
-            )
-            first += len(source) if stride == PANEL else stride
-        return memory
-
-
-def _on_collect(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function` when the owner is collected, but not at exit: a step may be running then."""
-    weakref.finalize(owner, function, *arguments).atexit = False
 
 
 def _pointer_array(tensors: Sequence[Tensor]) -> Any:
