@@ -159,6 +159,31 @@ async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
     await bus.close()
 
 
+@pytest.mark.parametrize("is_live", [True, False])
+async def test_a_log_in_memory_may_end_with_fewer_records_than_were_read_before_its_loss(
+    own_broker: EmbeddedServer, request_id: str, is_live: bool
+) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
+    lost = await LogWriter.open(bus, request_id, attempt=1)
+    for position in range(4):
+        await lost.tokens(delta(position))
+    async with asyncio.timeout(30), LogReader(bus, request_id, 0) as reader:
+        records = reader.records(at_once=True, timeout_s=None)
+        for _ in range(4):
+            await anext(records)
+        own_broker.stop()
+        own_broker.start()
+        again = await LogWriter.open(bus, request_id, attempt=2)
+        await again.tokens([*delta(0), *delta(1), *delta(2), *delta(3)])
+        await again.finish(OutputSummary(Usage(1, 4), 1), {})
+        if not is_live:
+            while not reader._live._unread.empty():
+                reader._live._unread.get_nowait()
+        assert [type(record) async for record in records] == [Finish]
+    await bus.close()
+
+
 async def test_attempts_in_a_log_only_rise(bus: Bus, request_id: str) -> None:
     before = await LogWriter.open(bus, request_id, attempt=3)
     await before.tokens([ChoiceDelta(0, 0, [1], "a")])
