@@ -25,6 +25,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
+from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from shared.state import media_store
 from shared.state.token_log import LogWriter
@@ -155,6 +156,8 @@ class ImageWorker(GeneratorWorker):
         key = None if results is None else key_of(self._weights, header, tokens)
         if results is None or key is None:
             return await self._paint_all(request)
+        # A request that waits kills no worker, so it must not keep other suspects from their turn.
+        request.job.suspect = False
         found = await results.find_or_claim(
             key, header.request_id, lambda: self._check_waiting(request)
         )
@@ -166,6 +169,8 @@ class ImageWorker(GeneratorWorker):
             return True
         else:
             claim = await results.reclaim(key, header.request_id)
+        if not self._context.stage.claims.may_begin(request.job):
+            raise _NotWaiting(SUSPECT_PAUSE_S)
         if not await self._paint_all(request):
             return False
         if claim is not None:
