@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
+from nats.protocol.parser import PERMISSIONS_ERR
 
 from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
@@ -56,6 +57,16 @@ class _CorrectedClient(NatsClient):
         except (nkeys.NkeysError, ValueError) as error:
             # Other errors than its own would end nats-py's attempts to reconnect.
             raise NatsError("nats: the file of the key holds no seed") from error
+
+    async def _process_err(self, err_msg: str) -> None:
+        # nats-py would close the client for good, and its worker would wait for messages for ever.
+        # The server closes the connection by itself, and may take the login again later.
+        if PERMISSIONS_ERR not in err_msg:
+            error = NatsError(f"nats: {err_msg}")
+            await _log_error(error)
+            await self._process_op_err(error)
+        else:
+            await super()._process_err(err_msg)
 
     async def _process_pong(self) -> None:
         # The caller that waited for this pong may have given up. nats-py's reader task would fail

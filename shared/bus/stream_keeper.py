@@ -93,11 +93,12 @@ class StreamKeeper(BrokerClock):
     async def restore_streams(self) -> None:
         """Create the streams that a single broker has lost with its memory."""
         if self.creates_streams:
-            await self._create_missing(self._volatile)
+            in_memory = [c for c in self._durable if c.storage is api.StorageType.MEMORY]
+            await self._create_missing(in_memory + self._volatile)
 
     async def _create_missing(self, configs: list[api.StreamConfig]) -> None:
-        # Microseconds are more than the tasks that any broker could have had before.
-        await streams.create_missing(self._nc, configs, first_task=int(1000 * self.now_ms()))
+        # Microseconds are more than the messages that any broker could have had before.
+        await streams.create_missing(self._nc, configs, first_sequence=int(1000 * self.now_ms()))
 
     async def find_tasks(self) -> TaskStream:
         """Return the stream of tasks as it is now. Raises NotFoundError."""

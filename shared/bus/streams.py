@@ -39,6 +39,9 @@ NEXT_REPLY_TIMEOUT_S = 0.25
 # Within this time the server has created a stream, or refused to.
 CREATING_S = 0.5
 
+# Streams whose sequences are remembered when a broker has lost them with its memory.
+_NUMBERED_ON = (subjects.STAGES_STREAM, subjects.TOKENS_STREAM)
+
 _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
 # Server error codes (nats-server's errors.json).
@@ -221,12 +224,15 @@ def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
     return api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
 
 
-async def create_missing(nc: NatsClient, configs: list[api.StreamConfig], first_task: int) -> None:
+async def create_missing(
+    nc: NatsClient, configs: list[api.StreamConfig], first_sequence: int
+) -> None:
     """Create the streams that do not exist; those that do stay as they are, whoever made them.
 
-    A stream of tasks begins with the sequence `first_task`: an acknowledgement names a sequence,
-    and one that is late must not settle a task of a later stream. Raises ConfigError when there is
-    no space for a stream.
+    Tasks and token logs in memory begin with `first_sequence`: an acknowledgement names a sequence,
+    and one that is late must not settle a task of a later stream. Nor must a reader of a log look
+    for its continuation behind all of a later stream. Raises ConfigError when there is no space for
+    a stream.
     """
     js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
     for config in configs:
@@ -235,8 +241,8 @@ async def create_missing(nc: NatsClient, configs: list[api.StreamConfig], first_
             continue
         except NotFoundError:
             pass
-        if config.name == subjects.STAGES_STREAM and config.storage is api.StorageType.MEMORY:
-            config = config.evolve(first_seq=first_task)
+        if config.name in _NUMBERED_ON and config.storage is api.StorageType.MEMORY:
+            config = config.evolve(first_seq=first_sequence)
         try:
             await js.add_stream(config)
         except APIError as error:

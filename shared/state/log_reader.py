@@ -91,9 +91,9 @@ class LogReader:
         live = await self._live.next(silence_s) if silence_s else None
         if live is not None:
             record = self._decode(live.data)
-            if record is None or record.index < self._expected:
+            if record is None or self._is_known(record):
                 return []
-            if record.index == self._expected:
+            if record.index <= self._expected:
                 self._position = self._expected = record.index + 1
                 self._next_sequence = live.sequence + 1
                 return [] if isinstance(record, UnknownRecord) else [record]
@@ -105,7 +105,7 @@ class LogReader:
             if record is None:
                 continue
             self._position = record.index + 1
-            if record.index < self._expected:
+            if self._is_known(record):
                 continue
             if record.index > self._expected:
                 raise LogTruncated("the beginning of this log has been removed to make room")
@@ -113,6 +113,14 @@ class LogReader:
             if not isinstance(record, UnknownRecord):
                 new.append(record)
         return new
+
+    def _is_known(self, record: AnyRecord | UnknownRecord) -> bool:
+        """Whether a record has been read before.
+
+        A log in memory that is lost with the broker is written anew, perhaps in fewer records: then
+        its end has the index of one that was read.
+        """
+        return record.index < self._expected and not is_final(record)
 
     def _decode(self, data: bytes) -> AnyRecord | UnknownRecord | None:
         record = decode_record(data)

@@ -12,13 +12,14 @@ from msgspec.structs import replace
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.config_parsing import parse_config
+from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import ListedTool, MessageItem
-from shared.protocol.steps import ApprovedCall, Begun, ResponseTask, Result, ServerUse
+from shared.protocol.steps import ApprovedCall, Begun, ResponseTask, Result, ServerUse, Step
 from shared.responses.tools import schema_digest
 from shared.stage.runtime import Context
-from shared.state import dead_letters
+from shared.state import dead_letters, step_log
 from shared.state.step_log import StepLog, open_log
 from tests.agent.test_mcp_client import server_of
 from workers.agent.mcp_client import McpClient
@@ -127,6 +128,48 @@ async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus:
             one.cancel()
         await asyncio.gather(*handling, return_exceptions=True)
         await agent._client.close()
+    assert result.outcome == "result"
+
+
+async def test_a_call_goes_on_while_the_broker_does_not_answer(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been sent: to break it off would leave its outcome unknown."""
+    called, answered, num_failed = asyncio.Event(), asyncio.Event(), 0
+    refresh = StepLog.refresh
+
+    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        if sent["method"] == "tools/list":
+            return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
+        if sent["method"] == "tools/call":
+            called.set()
+            await answered.wait()
+        return 200, {"content": []}
+
+    async def refuse(log: StepLog, max_bytes: int | None = None) -> list[Step]:
+        nonlocal num_failed
+        if not called.is_set() or answered.is_set():
+            return await refresh(log, max_bytes)
+        num_failed += 1
+        if num_failed == 3:
+            answered.set()
+        raise Unavailable("the broker did not answer")
+
+    monkeypatch.setattr(StepLog, "refresh", refuse)
+    monkeypatch.setattr(step_log, "SILENCE_S", 0.1)
+    monkeypatch.setattr(step_log, "MAX_SILENCE_S", 0.1)
+    async with server_of(answer) as target:
+        url = f"http://127.0.0.1:{target.port}/mcp"
+        approved = [
+            ApprovedCall("mcpr_1", "calc", "add", "{}", schema_digest(ListedTool("add", {})))
+        ]
+        log = await begin(bus, replace(BEGUN, servers=[ServerUse("calc")], approved=approved))
+        context = context_of(bus, servers={"calc": {"url": url}})
+        running = asyncio.create_task(carry_out(context, log))
+        await answered.wait()
+        result = await first_result(log)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     assert result.outcome == "result"
 
 

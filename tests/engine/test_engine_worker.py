@@ -20,6 +20,7 @@ from shared.codec import envelope
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.errors import GrammarNotTried, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
+from shared.protocol.chunks import ChunkSpec
 from shared.protocol.messages import decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import Failure, TokenChunk
@@ -27,12 +28,13 @@ from shared.protocol.sampling import StructuredOutputs
 from shared.protocol.task_messages import KVBlob, RequestTicket
 from shared.stage.runtime import Context
 from shared.state import dead_letters
-from shared.state.token_log import end_request
+from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
 from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
 from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
+from workers.engine.code_lead import CodeLead
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, ReceivedKV, SampledToken
@@ -288,6 +290,28 @@ async def test_a_grammar_that_is_not_tried_is_a_fault_that_only_the_client_retri
     error = record.error
     assert (error.code, error.fault, error.retryable) == ("grammar_not_tried", "server", True)
     assert (status_of(error), error.retry_after_s, compiler.num_calls) == (503, 5.0, 1)
+
+
+async def test_speeches_that_wait_leave_room_for_one_that_others_wait_for(bus: Bus) -> None:
+    """Else the stages behind, full of such speeches, wait for this engine and it for them."""
+    model = "ahead"
+    worker, runner, context = await start_worker(bus, model, EngineConfig(max_num_seqs=1))
+    worker._lead = CodeLead({"audio": ChunkSpec(max_ahead=1)})
+    runner.go_on.release(1000)
+    serving = asyncio.create_task(worker.serve())
+    *ahead, needed = (f"ahead-{secrets.token_hex(8)}" for _ in range(4))
+    for request_id in ahead:
+        log = await LogWriter.open(bus, request_id, 1)
+        await log.codes(0, [[1], [2]])
+        await put_task(bus, model, request_id, [1], outputs=["text", "audio"])
+    async with asyncio.timeout(20):
+        while len(worker._preparing) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await put_task(bus, model, needed, [1])
+        _ = [record async for record in follow(bus, needed)]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:

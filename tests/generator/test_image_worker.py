@@ -18,7 +18,9 @@ from shared.config_generator import GeneratorConfig
 from shared.config_stages import StageConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.images import PaintParams
+from shared.protocol.messages import AttemptRecord
 from shared.protocol.records import Failure, ImageRecord, OutputEnd, StepState
 from shared.protocol.task_messages import PaintBody, TaskHeader
 from shared.stage.runtime import Context
@@ -27,6 +29,7 @@ from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request
 from tests.generator.painters import WatchedPainter, painted_alone
 from tests.shared.stage.test_worker_loop import accept, put, settled
+from workers.generator.image_results import ImageResults, key_of
 from workers.generator.image_thread import ImageThread
 from workers.generator.image_worker import ImageWorker
 
@@ -49,17 +52,25 @@ def model() -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    bus: Bus, model: str, painter: WatchedPainter, *, batch: int = 4, checkpoint_s: float = 1e9
+    bus: Bus,
+    model: str,
+    painter: WatchedPainter,
+    *,
+    batch: int = 4,
+    checkpoint_s: float = 1e9,
+    max_tasks: int = 64,
+    results: ImageResults | None = None,
 ) -> AsyncIterator[Context]:
     """Run a worker until the end of the block, in which the test may have stopped it."""
     config = Config(
         {model: ModelConfig("nowhere", stages=msgspec.convert(STAGES, dict[str, StageConfig]))},
         delivery=DeliveryConfig(ack_wait_s=5.0, drain_s=5.0),
-        generator=GeneratorConfig(checkpoint_s=checkpoint_s),
+        generator=GeneratorConfig(checkpoint_s=checkpoint_s, max_tasks=max_tasks),
     )
     name, log = f"generator-{secrets.token_hex(4)}", structlog.get_logger()
     context = Context("generator", name, model, config, bus, log)
-    worker = ImageWorker(context, model, ImageThread(painter, batch), painter)
+    thread = ImageThread(painter, batch)
+    worker = ImageWorker(context, model, thread, painter, "weights", results)
     running = asyncio.create_task(worker.serve())
     try:
         yield context
@@ -202,6 +213,57 @@ async def test_a_worker_that_stops_leaves_its_latents_to_another_one(
         await settled(bus, header)
     assert next_one.batches == [[4 / 6], [5 / 6]]
     assert await images_of(bus, header) == {0: painted_alone("red", params)}
+
+
+async def test_a_request_that_waits_for_an_equal_one_leaves_it_a_place(
+    bus: Bus, model: str
+) -> None:
+    """Else none of them is painted when the worker stops that has claimed the images."""
+    params, results = PaintParams("16x16", 1, 3, seed=9), ImageResults(bus, 600.0)
+    stopping, full = WatchedPainter(gated=True), WatchedPainter()
+    async with serving(bus, model, stopping, max_tasks=1, results=results) as first:
+        painting = await asked(bus, model, "red", params)
+        await began(stopping)
+        async with serving(bus, model, full, max_tasks=1, results=results):
+            waiting = await asked(bus, model, "red", params)
+            attempts = subjects.ATTEMPTS_STREAM, subjects.attempts(waiting.request_id)
+            async with asyncio.timeout(10):
+                while await bus.read_last(*attempts) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            first.shutdown.begin()
+            stopping.may_go_on.release(1000)
+            for header in (painting, waiting):
+                await settled(bus, header)
+            found = [await images_of(bus, header) for header in (painting, waiting)]
+    assert found == 2 * [{0: painted_alone("red", params)}]
+
+
+async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
+    bus: Bus, model: str
+) -> None:
+    """A worker has died with both, and the one that has claimed the images comes again later."""
+    params, results = PaintParams("16x16", 1, 3, seed=9), ImageResults(bus, 600.0)
+    painter = WatchedPainter()
+    headers: list[TaskHeader] = []
+    queue = subjects.stage_consumer("dit", model, "interactive")
+    where = subjects.stage_filter("dit", model, "interactive")
+    inbox = await bus.consume(subjects.STAGES_STREAM, queue, where, 1, 5.0)
+    for pause_s in (2.0, 0.0):
+        header = await asked(bus, model, "red", params)
+        died = AttemptRecord("dit", "generator-dead", 1, bus.now_ms(), 0, model=model)
+        await bus.publish_without_id(subjects.attempts(header.request_id), to_json(died))
+        await (await inbox.next()).retry(pause_s)
+        if not headers:
+            key = key_of("weights", header, painter.encode("red", "prompt"))
+            assert key is not None
+            await results.find_or_claim(key, header.request_id, lambda: None)
+        headers.append(header)
+    await inbox.stop()
+    async with serving(bus, model, painter, results=results):
+        for header in headers:
+            await settled(bus, header)
+        found = [await images_of(bus, header) for header in headers]
+    assert found == 2 * [{0: painted_alone("red", params)}]
 
 
 async def test_an_image_whose_latents_are_gone_begins_anew(bus: Bus, model: str) -> None:

@@ -16,6 +16,7 @@ from shared.errors import (
     InvalidRequest,
     PagemillError,
     ToolFailure,
+    Unavailable,
 )
 from shared.protocol.records import (
     ErrorInfo,
@@ -271,8 +272,11 @@ class ResponseRun:
 
 
 async def _wait_for_step(watch: StepWatch) -> None:
-    while not await watch.next():
-        pass
+    while True:
+        # Without a broker no other process appends a step either, and what is being done goes on.
+        with contextlib.suppress(Unavailable):
+            if await watch.next():
+                return
 
 
 def _wants_logprobs(sampling: dict[str, object]) -> bool:

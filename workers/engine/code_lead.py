@@ -6,18 +6,24 @@ up. The speech goes on behind what is in its log, as after a death.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.bus.bus import Bus
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import AnyRecord, AudioChunk, CodeChunk
 from shared.protocol.task_messages import TaskHeader
+from shared.stage.worker_loop import Requeue
 from shared.state.token_log import last_of_output
 from workers.engine.core.sequence import RequestOutput
+from workers.engine.open_request import NotBegun
 from workers.engine.stage_output import Progress
 
 POLL_S = 0.5
+CROWDED_PAUSE_S = 1.0
+"""Average pause of a speech that waits where others do already. The stages behind may be full of
+speeches that wait for this engine, which have to find a place here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +39,23 @@ class CodeLead:
         return await self._exceeds(bus, header, num_frames)
 
     async def wait(
-        self, bus: Bus, header: TaskHeader, records: Sequence[AnyRecord], progress: Progress
+        self,
+        bus: Bus,
+        header: TaskHeader,
+        records: Sequence[AnyRecord],
+        progress: Progress,
+        is_crowded: Callable[[], bool],
     ) -> None:
         """Wait until the speech may go on. `progress` is awaited meanwhile, and may end it.
 
-        `records` are those of the log of its codes.
+        `records` are those of the log of its codes. Raises NotBegun when too many others wait in
+        this engine: `is_crowded`.
         """
         if records and isinstance(last := records[-1], CodeChunk):
             while await self._exceeds(bus, header, last.position + len(last.frames)):
                 await progress()
+                if is_crowded():
+                    raise NotBegun(Requeue(CROWDED_PAUSE_S * (0.5 + random.random())))
                 await asyncio.sleep(POLL_S)
 
     async def _exceeds(self, bus: Bus, header: TaskHeader, num_frames: int) -> bool:

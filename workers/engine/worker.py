@@ -201,7 +201,10 @@ class EngineWorker:
         self._adjust_capacity()
         try:
             began_ms = self._context.bus.now_ms()
-            await self._lead.wait(self._context.bus, task.header, job.log.records, progress)
+            await self._lead.wait(
+                *(self._context.bus, task.header, job.log.records, progress),
+                lambda: len(self._preparing) > self._max_num_seqs,
+            )
             rendered = await self._output.render(task, progress)
             task, header = rendered.task, rendered.task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]

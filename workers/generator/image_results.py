@@ -62,20 +62,21 @@ class ImageResults:
     ) -> list[str] | ImageClaim:
         """Return the images of a key, or a claim when the caller is to paint them.
 
-        `check` is called while another request paints them, and may raise to end the waiting.
+        `check` is called again and again while another request paints them, and may raise to end
+        the waiting.
         """
         subject = subjects.result(key)
         listener = await self._bus.subscribe(subject)
         try:
             while True:
-                check()
                 last = await self._bus.read_last(subjects.RESULTS_STREAM, subject)
                 found = None if last is None else decode_cached_images(last.data)
                 if last is not None and found is not None and found.images:
                     if self._bus.now_ms() - last.stored_ms < 1000 * self._ttl_s:
                         return found.images
                 elif found is not None and not await self._may_replace(found, request_id):
-                    await listener.next(LOOK_S)
+                    if await listener.next(LOOK_S) is None:
+                        check()
                     continue
                 claim = await self._claim(key, request_id, 0 if last is None else last.sequence)
                 if claim is not None:

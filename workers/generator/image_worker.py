@@ -7,6 +7,7 @@ its noise, which is a function of the seed, and has the same pixels.
 
 import asyncio
 import io
+import random
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
+from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from shared.state import media_store
 from shared.state.token_log import LogWriter
@@ -43,6 +45,8 @@ from workers.generator.worker import GeneratorWorker
 
 MAX_ITEMSIZE = 8
 """Bytes of a value of the widest dtype that latents may have."""
+FULL_PAUSE_S = 1.0
+"""Average pause of a request that waits for another while its worker has no place left."""
 BATCH_LAG_S = 1e9
 """The head start of the interactive lane: its steps go before all of the batch lane."""
 
@@ -98,8 +102,8 @@ class ImageWorker(GeneratorWorker):
             is_painted = await self._paint_once(request)
         except RequestEnded:
             return Ended()
-        except _Stopping:
-            return Requeue()
+        except _NotWaiting as stopped:
+            return Requeue(stopped.after_s)
         finally:
             del self._in_flight[request_id], self._open[request_id]
         if not is_painted:
@@ -146,12 +150,14 @@ class ImageWorker(GeneratorWorker):
     async def _paint_once(self, request: _Open) -> bool:
         """Append all images, which an equal request may have painted. False as for `_paint`.
 
-        Raises RequestEnded and _Stopping.
+        Raises RequestEnded and _NotWaiting.
         """
         header, tokens, results = request.header, request.tokens, self._results
         key = None if results is None else key_of(self._weights, header, tokens)
         if results is None or key is None:
             return await self._paint_all(request)
+        # A request that waits kills no worker, so it must not keep other suspects from their turn.
+        request.job.suspect = False
         found = await results.find_or_claim(
             key, header.request_id, lambda: self._check_waiting(request)
         )
@@ -163,6 +169,8 @@ class ImageWorker(GeneratorWorker):
             return True
         else:
             claim = await results.reclaim(key, header.request_id)
+        if not self._context.stage.claims.may_begin(request.job):
+            raise _NotWaiting(SUSPECT_PAUSE_S)
         if not await self._paint_all(request):
             return False
         if claim is not None:
@@ -171,8 +179,13 @@ class ImageWorker(GeneratorWorker):
         return True
 
     def _check_waiting(self, request: _Open) -> None:
+        """Raise _NotWaiting if this worker stops, or has no place left: the request that is waited
+        for may need it."""
+        lanes = [other.header.lane for other in self._open.values()]
         if self._context.shutdown.asked.is_set():
-            raise _Stopping
+            raise _NotWaiting(0.0)
+        if lanes.count(request.header.lane) >= self._context.config.generator.max_tasks:
+            raise _NotWaiting(FULL_PAUSE_S * (0.5 + random.random()))
         self._check_open(request)
 
     async def _append_found(self, request: _Open, found: list[str]) -> bool:
@@ -300,8 +313,11 @@ class ImageWorker(GeneratorWorker):
         GeneratorWorker._cancel(self, request_id)
 
 
-class _Stopping(Exception):
-    """This worker stops while the request waits for the images of another."""
+class _NotWaiting(Exception):
+    """A request that waits for the images of another goes back to its queue."""
+
+    def __init__(self, after_s: float) -> None:
+        self.after_s = after_s
 
 
 def to_png(pixels: Pixels) -> bytes:

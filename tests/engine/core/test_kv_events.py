@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -280,6 +281,7 @@ async def put_task(
     lane: str = "batch",
     max_tokens: int = 8,
     structured_outputs: StructuredOutputs | None = None,
+    outputs: Sequence[str] = (),
 ) -> None:
     now_ms = bus.now_ms()
     sampling = SamplingParams(
@@ -287,4 +289,6 @@ async def put_task(
     )
     ticket = RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt")
     task = engine_task(name, prompt, [], sampling, model=model, lane=lane, ticket=ticket)
+    header = msgspec.structs.replace(task.header, outputs=[*outputs])
+    task = msgspec.structs.replace(task, header=header)
     await bus.publish(subjects.stage("engine", model, lane, name), envelope.encode(task, []), name)

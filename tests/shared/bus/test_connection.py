@@ -1,6 +1,7 @@
 """The connection to a broker: what messages tell of its URL, and its end amid a reconnection."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import without_credentials
+from tests.shared.bus.test_streams import start_server
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,29 @@ async def test_no_reconnection_survives_its_cancellation(
         await refused.wait()
         await asyncio.wait(reconnections)
     await bus.close()
+
+
+async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path) -> None:
+    """A server that revokes a password says so on the connection, before it closes it."""
+
+    def settings(password: str) -> str:
+        return f"accounts {{ A {{ users: [{{ user: pm, password: {password} }}] }} }}"
+
+    process, url = start_server(tmp_path, settings("one"))
+    config = (tmp_path / "nats.conf").read_text()
+    try:
+        bus = await Bus.connect(url.replace("//", "//pm:one@"), "test")
+        for password in ("two", "one"):
+            (tmp_path / "nats.conf").write_text(config.replace(settings("one"), settings(password)))
+            process.send_signal(signal.SIGHUP)
+            async with asyncio.timeout(10):
+                while bus.is_connected == (password == "two"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        await bus.sync_clock()
+        await bus.close()
+    finally:
+        process.terminate()
+        process.wait(10)
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, b"50"), ("100", b"100")])

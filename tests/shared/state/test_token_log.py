@@ -8,12 +8,15 @@ import pytest
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, follow, follow_output
+from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ContextTooLong, Fenced, LogTruncated
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, TokenChunk, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.state import log_reader
+from shared.state.log_reader import LogReader
 from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request, finish_request, last_record
 
@@ -126,6 +129,59 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
     await writer
     assert [record.index for record in records] == [0, 1, 2, 3]
     assert isinstance(records[0], TokenChunk)
+
+
+async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
+    own_broker: EmbeddedServer, request_id: str
+) -> None:
+    """It looks into the new log behind the last message that it has read of the lost one."""
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
+    for position in range(8):
+        other = await LogWriter.open(bus, "other", attempt=1)
+        await other.tokens(delta(position))
+    lost = await LogWriter.open(bus, request_id, attempt=1)
+    await lost.tokens(delta(0))
+    async with asyncio.timeout(30), LogReader(bus, request_id, 0) as reader:
+        records = reader.records(at_once=True, timeout_s=None)
+        read = [await anext(records)]
+        own_broker.stop()
+        own_broker.start()
+        again = await LogWriter.open(bus, request_id, attempt=2)
+        await again.tokens(delta(0))
+        await again.tokens(delta(1))
+        await again.finish(OutputSummary(Usage(1, 2), 1), {})
+        while not reader._live._unread.empty():  # These are lost on their way.
+            reader._live._unread.get_nowait()
+        reader._live.wake()
+        read += [record async for record in records]
+    assert [record.index for record in read] == [0, 1, 2]
+    await bus.close()
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+async def test_a_log_in_memory_may_end_with_fewer_records_than_were_read_before_its_loss(
+    own_broker: EmbeddedServer, request_id: str, is_live: bool
+) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
+    lost = await LogWriter.open(bus, request_id, attempt=1)
+    for position in range(4):
+        await lost.tokens(delta(position))
+    async with asyncio.timeout(30), LogReader(bus, request_id, 0) as reader:
+        records = reader.records(at_once=True, timeout_s=None)
+        for _ in range(4):
+            await anext(records)
+        own_broker.stop()
+        own_broker.start()
+        again = await LogWriter.open(bus, request_id, attempt=2)
+        await again.tokens([*delta(0), *delta(1), *delta(2), *delta(3)])
+        await again.finish(OutputSummary(Usage(1, 4), 1), {})
+        if not is_live:
+            while not reader._live._unread.empty():
+                reader._live._unread.get_nowait()
+        assert [type(record) async for record in records] == [Finish]
+    await bus.close()
 
 
 async def test_attempts_in_a_log_only_rise(bus: Bus, request_id: str) -> None:
