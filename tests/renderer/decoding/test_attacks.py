@@ -292,7 +292,7 @@ def test_few_key_frames_cost_little(reader: Reader, cheap: None) -> None:
 def test_flipped_bytes_end_no_decoder(
     reader: Reader, cheap: None, make: Callable[[], bytes]
 ) -> None:
-    """Frames come of the right size, or one error; a dead decoder would be another error."""
+    """Frames come of the size that was announced, or one error; a dead decoder would be another."""
     outcomes = []
     for seed in range(20):
         data = bytearray(make())
@@ -300,11 +300,12 @@ def test_flipped_bytes_end_no_decoder(
         for position in rng.integers(200, len(data), 20):
             data[position] ^= int(rng.integers(1, 255))
         try:
-            _, frames = reader.video(bytes(data), [0, 20, 47])
+            probe, frames = reader.video(bytes(data), [0, 20, 47])
         except RequestError as error:
             outcomes.append(error.message)
         else:
-            assert {frame.shape for frame in frames} == {(files.HEIGHT, files.WIDTH, 3)}
+            # A byte of the header may have been the size.
+            assert {frame.shape for frame in frames} == {(probe.height, probe.width, 3)}
     assert not [message for message in outcomes if "signal" in message or "time" in message]
 
 
