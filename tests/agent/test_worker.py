@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -94,16 +95,7 @@ async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
 
 async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus: Bus) -> None:
     called, answered = asyncio.Event(), asyncio.Event()
-
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        if sent["method"] == "tools/list":
-            return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
-        if sent["method"] == "tools/call":
-            called.set()
-            await answered.wait()
-        return 200, {"content": []}
-
-    async with server_of(answer) as target:
+    async with server_of(adding(called, answered)) as target:
         url = f"http://127.0.0.1:{target.port}/mcp"
         digest = schema_digest(ListedTool("add", {}))
         approved = [ApprovedCall("mcpr_1", "calc", "add", "{}", digest)]
@@ -138,14 +130,6 @@ async def test_a_call_goes_on_while_the_broker_does_not_answer(
     called, answered, num_failed = asyncio.Event(), asyncio.Event(), 0
     refresh = StepLog.refresh
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        if sent["method"] == "tools/list":
-            return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
-        if sent["method"] == "tools/call":
-            called.set()
-            await answered.wait()
-        return 200, {"content": []}
-
     async def refuse(log: StepLog, max_bytes: int | None = None) -> list[Step]:
         nonlocal num_failed
         if not called.is_set() or answered.is_set():
@@ -158,7 +142,7 @@ async def test_a_call_goes_on_while_the_broker_does_not_answer(
     monkeypatch.setattr(StepLog, "refresh", refuse)
     monkeypatch.setattr(step_log, "SILENCE_S", 0.1)
     monkeypatch.setattr(step_log, "MAX_SILENCE_S", 0.1)
-    async with server_of(answer) as target:
+    async with server_of(adding(called, answered)) as target:
         url = f"http://127.0.0.1:{target.port}/mcp"
         approved = [
             ApprovedCall("mcpr_1", "calc", "add", "{}", schema_digest(ListedTool("add", {})))
@@ -171,6 +155,22 @@ async def test_a_call_goes_on_while_the_broker_does_not_answer(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert result.outcome == "result"
+
+
+def adding(
+    called: asyncio.Event, answered: asyncio.Event
+) -> Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]:
+    """Return the answers of a server with one tool, whose calls wait until they may be answered."""
+
+    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        if sent["method"] == "tools/list":
+            return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
+        if sent["method"] == "tools/call":
+            called.set()
+            await answered.wait()
+        return 200, {"content": []}
+
+    return answer
 
 
 async def first_result(log: StepLog) -> Result:

@@ -235,10 +235,12 @@ async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
 ) -> None:
     """In a cluster, another server would not notice the restart of the one that has lost them."""
     process, url = start_server(tmp_path, settings)
-    bus = await Bus.connect(url, "test")
-    bus.configure_streams(NatsConfig(), DeliveryConfig(), AgentConfig())
-    stored = {config.name: config.storage for config in bus._configs}
+    try:
+        bus = await Bus.connect(url, "test")
+        bus.configure_streams(NatsConfig(), DeliveryConfig(), AgentConfig())
+        stored = {config.name: config.storage for config in bus._configs}
+        await bus.close()
+    finally:
+        process.terminate()
+        process.wait(10)
     assert stored[subjects.STAGES_STREAM] == storage
-    await bus.close()
-    process.terminate()
-    process.wait(10)
