@@ -46,13 +46,13 @@ async def ask(
     `sampling` are sampling parameters that replace the request's. They take precedence over the
     model's configured defaults, even where they are equal to the defaults of SamplingParams.
 
-    A request id that was used before yields the log of the request that used it. Raises Overloaded
+    A request id that was used before yields the log of the earlier request. Raises Overloaded
     when the queue is full, Unavailable when the broker does not store the request, or when a
     request with a `timeout_s` has no final record well after it.
     """
     async with LogReader(bus, request_id, 0) as reader:
-        is_duplicate = await publish_request(bus, request, request_id, tenant, sampling)
-        async for record in reader.records(at_once=is_duplicate, timeout_s=request.timeout_s):
+        await publish_request(bus, request, request_id, tenant, sampling)
+        async for record in reader.records(at_once=False, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
 
@@ -63,16 +63,13 @@ async def publish_request(
     request_id: str,
     tenant: str = "",
     sampling: Mapping[str, Any] | None = None,
-) -> bool:
-    """Publish `request`. Return True if one of this id was published shortly before.
-
-    Raises as `ask` does.
-    """
+) -> None:
+    """Publish `request`. Raises as `ask` does."""
     _check_request_id(request_id)
     _check_model(request.model)
     data, subject = encode_request(request, sampling), subjects.request(request.model)
     version = version_of_request(request, sampling)
-    return await bus.publish(subject, data, request_id, tenant, version)
+    await bus.publish(subject, data, request_id, tenant, version)
 
 
 async def follow(

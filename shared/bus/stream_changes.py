@@ -26,6 +26,8 @@ _DEFAULTS: dict[str, Any] = {
     "max_bytes": -1,
     "max_age": 0.0,
     "max_msgs_per_subject": -1,
+    "duplicate_window": 0.0,
+    "sources": [],
     "subject_transform": None,
     "republish": None,
     "allow_direct": False,
@@ -104,6 +106,8 @@ def _value(config: api.StreamConfig, setting: str) -> Any:
     value = getattr(config, setting)
     if setting in ("republish", "subject_transform") and value is not None:
         return value.src, value.dest
+    if setting == "sources":
+        return [source.name for source in value or []]
     return _DEFAULTS[setting] if value is None or value == 0 else value
 
 
@@ -115,7 +119,7 @@ def words_of(setting: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return ", ".join(value)
+            return ", ".join(value) or "none"
         case (source, target):
             return f"{source} → {target}"
         case int() if setting.startswith("max_") and setting != "max_age" and value < 0:
@@ -124,6 +128,8 @@ def words_of(setting: str, value: Any) -> str:
             return f"{value / 2**20:,.6g} MiB"
         case int() | float() if setting == "max_age":
             return f"{value:,.6g} s" if value else "unlimited"
+        case int() | float() if setting == "duplicate_window":
+            return f"{value:,.6g} s" if value else "none"
         case int():
             return f"{value:,}"
     return str(getattr(value, "value", value))

@@ -17,8 +17,15 @@ from shared.config_agent import AgentConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
-# A request that is published again within this window is recognised by its id.
+# A message that is published again within this window is recognised by its message id.
 DUPLICATE_WINDOW_S = 120.0
+# Clients of all tenants publish to these streams. A stream compares the message ids of all
+# publishers, so one tenant's id would make another tenant's message a duplicate. The server gives
+# each stream a window, except one that has sources. No message matches the filter of this source.
+# Coordinators recognise a request that was published twice.
+_SOURCE_OF_NOTHING = api.StreamSource(
+    name=subjects.AUDIT_STREAM, filter_subject=subjects.audit("none")
+)
 # The next request that needs an image stored longer ago stores it again, so that the image outlives
 # that request, too.
 MEDIA_REUSE_S = 600.0
@@ -64,6 +71,7 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             subjects.REQUESTS_FILTER,
             max_msgs=delivery.max_queued,
             max_bytes=delivery.max_request_mib * MIB,
+            sources=[_SOURCE_OF_NOTHING],
         ),
         _work_queue(
             subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER, max_msgs=delivery.max_queued
@@ -75,6 +83,7 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             discard_new_per_subject=True,
             max_msgs=2 * delivery.max_queued,
             max_age=delivery.max_timeout_s,
+            sources=[_SOURCE_OF_NOTHING],
         ),
     ]
 
@@ -209,19 +218,28 @@ def volatile_streams(
     return [config.evolve(num_replicas=replicas, storage=storage) for config in configs]
 
 
-def _work_queue(name: str, subject: str, **limits: Any) -> api.StreamConfig:
-    return api.StreamConfig(
-        name=name,
-        subjects=[subject],
-        retention=api.RetentionPolicy.WORK_QUEUE,
-        discard=api.DiscardPolicy.NEW,
-        duplicate_window=DUPLICATE_WINDOW_S,
-        **limits,
+def _work_queue(name: str, subject: str, **settings: Any) -> api.StreamConfig:
+    return _with_window(
+        api.StreamConfig(
+            name=name,
+            subjects=[subject],
+            retention=api.RetentionPolicy.WORK_QUEUE,
+            discard=api.DiscardPolicy.NEW,
+            **settings,
+        )
     )
 
 
 def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
-    return api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
+    return _with_window(
+        api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
+    )
+
+
+def _with_window(config: api.StreamConfig) -> api.StreamConfig:
+    """Return the configuration with its duplicate window, which may not exceed the maximal age."""
+    window_s = min(DUPLICATE_WINDOW_S, config.max_age or DUPLICATE_WINDOW_S)
+    return config.evolve(duplicate_window=None if config.sources else window_s)
 
 
 async def create_missing(

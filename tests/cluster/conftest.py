@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import nats
 import pytest
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -61,6 +64,12 @@ class Cluster:
     def client_key(self) -> Path:
         """The key of the tenant that `pagemill up` makes."""
         return self.keys / "tenants" / "local.nk"
+
+    @property
+    def http_url(self) -> str:
+        """The address of its gateway, from the lines of `pagemill up`."""
+        lines = self.log.with_suffix(".err").read_text()
+        return lines.partition("ready at ")[2].partition(";")[0].split(" and ")[1].split()[0]
 
     async def pid(self, bus: Bus, role: str) -> int:
         """Return the process id of the one living worker of a role; wait for its start."""
@@ -177,3 +186,13 @@ def name_of_process(pid: int) -> str:
 def parent_of(pid: int) -> int:
     # The second field after the name, which is in parentheses.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def sign_in(cluster: Cluster, key: Path) -> Client:
+    """Connect with a stock client, once the server knows the key and its subjects."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(NatsError):
+                nc = await nats.connect(cluster.url, nkeys_seed=str(key), allow_reconnect=False)
+                if await nc.request("pm.card.demo", b"", timeout=5):
+                    return nc

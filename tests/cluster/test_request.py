@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import io
 import json
 import os
@@ -19,7 +18,6 @@ import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 from PIL import Image
 
 from ops.demo import IMAGES, Case
@@ -32,7 +30,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from shared.state.token_log import last_record
 from tests import preloaded
-from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text
+from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text, sign_in
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.npm import install, needs_npm
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
@@ -393,16 +391,6 @@ def test_the_python_example_imports_nothing_of_ours(cluster: Cluster) -> None:
     source = example.read_text()
     assert "shared" not in source
     assert "workers" not in source
-
-
-async def sign_in(cluster: Cluster, key: Path) -> Client:
-    """Connect with a stock client, once the server knows the key and its subjects."""
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(NatsError):
-                nc = await nats.connect(cluster.url, nkeys_seed=str(key), allow_reconnect=False)
-                if await nc.request("pm.card.demo", b"", timeout=5):
-                    return nc
 
 
 async def ask_as(

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +125,59 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     assert slots["a1"] == slots["a2"] is not None
     assert len({slots["a1"], slots["a-other"], slots["b"]}) == 3
     assert slots["none"] is None
+
+
+async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def admit_first(bus: Bus, subject: str, data: bytes) -> int:
+    """Publish the request `r`, and return its sequence when it has its first task."""
+    await bus.publish(subject, data, "r")
+    tasks = subjects.stages_of("r")
+    await until(lambda: bus.has_messages(subjects.STAGES_STREAM, tasks))
+    return (await bus.sequence_range(subjects.REQUESTS_STREAM))[1]
+
+
+async def test_a_request_that_is_published_again_takes_one_place(
+    monitored: tuple[Bus, int],
+) -> None:
+    bus, _ = monitored
+    running = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
+    subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
+    first = await admit_first(bus, subject, data)
+    for _ in range(3):
+        await bus.publish(subject, data, "r")
+
+    async def only_first_is_left() -> bool:
+        queued = [request async for request in bus.queued_requests()]
+        return len(queued) == 1 and await bus.get_queued_request(first) is not None
+
+    await until(only_first_is_left)
+    assert len(await bus.read(subjects.STAGES_STREAM, subjects.stages_of("r"))) == 1
+    running.cancel()
+
+
+async def test_a_task_without_its_request_stops_no_later_request(
+    monitored: tuple[Bus, int],
+) -> None:
+    bus, _ = monitored
+    running = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
+    subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
+    first = await admit_first(bus, subject, data)
+    await bus.delete(subjects.REQUESTS_STREAM, first)
+    await bus.publish(subject, data, "r")
+    queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
+
+    async def is_delayed() -> bool:
+        """Whether a coordinator has the request until its deadline."""
+        depth = await bus.queue_depth(*queue)
+        return depth.last_delivered == first + 1 and depth.num_in_flight == 1
+
+    await until(is_delayed)
+    await bus.publish(subject, data, "last")
+    await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
+    assert await bus.get_queued_request(first + 1) is not None
+    running.cancel()

@@ -118,6 +118,9 @@ class Coordinator:
             )
         if await self._has_ended(job, job.request_id):
             return
+        if await self._is_repeated(delivery, job.request_id):
+            await delivery.ack()
+            return
         if await self._has_expired_unread(job):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
@@ -162,6 +165,23 @@ class Coordinator:
                 return
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
+        """Return whether an earlier request with this id is in flight, which will be answered.
+
+        A publisher that gets no acknowledgement publishes its request again, and the stream stores
+        it twice.
+        """
+        bus = self._context.bus
+        task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+        first = task and subjects.sequence_of(task.msg_id or "", request_id)
+        # The later one yields, so that one of two always stays.
+        if not first or first >= delivery.sequence:
+            return False
+        queued = await bus.get_queued_request(first)
+        return queued is not None and request_id == request_id_of(
+            queued.msg_id, queued.data, queued.subject
+        )
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
