@@ -44,8 +44,6 @@ class Accepted(Event, frozen=True):
 
     id: str
     session: int
-    known: bool
-    """The broker had stored a request of this id before."""
 
 
 class RecordReceived(Event, frozen=True):

@@ -85,7 +85,7 @@ def make_run(
         expected={ID: Expected(5, [ExpectedChoice([11, 12, 13], "abc", "length")])},
         clients=[
             RequestSent(1.0, ID, 1, 0, True),
-            Accepted(1.1, ID, 1, False),
+            Accepted(1.1, ID, 1),
             *(RecordReceived(t, ID, 1, record) for t, record in zip(times, log, strict=False)),
         ],
         pool=[],

@@ -40,7 +40,7 @@ def reading(
     ends: list[tuple[int | None, str]] = [(None, DONE)] if done else []
     return [
         RequestSent(1.0, ID, session, start, True),
-        Accepted(1.1, ID, session, False),
+        Accepted(1.1, ID, session),
         *(EventReceived(1.2, ID, session, at, data) for at, data in [*events, *ends]),
     ]
 
@@ -145,7 +145,7 @@ WRONG = {
     "a whole answer late": (
         "I1",
         seen(
-            [RequestSent(1.0, ID, 1, 0, True), Accepted(1.0, ID, 1, False)],
+            [RequestSent(1.0, ID, 1, 0, True), Accepted(1.0, ID, 1)],
             [
                 EventReceived(14.0, ID, 1, None, whole()[0][1]),
                 EventReceived(14.0, ID, 1, None, DONE),

@@ -54,7 +54,7 @@ def run_of(
     """A request for two images, which a client has received."""
     log = [FINISH] if log is None else log
     request = GenerateRequest("demo", prompt="a", outputs=["image"], timeout_s=10.0)
-    events: list[Any] = [RequestSent(1.0, ID, 1, 0, True), Accepted(1.1, ID, 1, False)]
+    events: list[Any] = [RequestSent(1.0, ID, 1, 0, True), Accepted(1.1, ID, 1)]
     events += [ImageReceived(1.3, ID, 1, number, digest) for number, digest in seen]
     events += [RecordReceived(1.4, ID, 1, record) for record in log]
     run = make_run()

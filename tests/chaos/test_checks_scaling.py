@@ -53,7 +53,7 @@ def make_run(pool: list[Event], scaled: Scaled = SCALED, ends: list[float] = END
         finish = Finish(0, 1, Usage(5, NUM_TOKENS), 1, [])
         clients += [
             RequestSent(0.0, id, 1, 0, True),
-            Accepted(0.1, id, 1, False),
+            Accepted(0.1, id, 1),
             RecordReceived(end_s, id, 1, finish),
         ]
     settings = Settings(requests=NUM_REQUESTS, step_ms=1000 * STEP_S, max_num_seqs=4, scaled=scaled)

@@ -82,7 +82,7 @@ def run_of(
     run = make_run()
     request = GenerateRequest("demo", given_text="a", outputs=["audio"], timeout_s=10.0)
     planned = Planned(ID, request, "plain", 0, 10.0, http=http)
-    events: list[Any] = [RequestSent(1.0, ID, 1, 0, True), Accepted(1.1, ID, 1, False), *clients]
+    events: list[Any] = [RequestSent(1.0, ID, 1, 0, True), Accepted(1.1, ID, 1), *clients]
     if http:
         events.append(SpeechNamed(1.2, ID, 1, BUS_ID))
     else:

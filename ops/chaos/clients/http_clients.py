@@ -165,7 +165,7 @@ class HttpClients:
     ) -> None:
         """Record a response; `accepted` is a time no later than the acceptance."""
         if reader.publishes:
-            self._journal.write(Accepted(accepted, planned.id, session, False))
+            self._journal.write(Accepted(accepted, planned.id, session))
         for task in reader.silent:
             task.cancel()
         if opened.body:

@@ -94,11 +94,10 @@ class LoadClients:
         async def watched(
             subject: str, data: bytes, msg_id: str, *others: Any, **named: Any
         ) -> Any:
-            known = await publish(subject, data, msg_id, *others, **named)
+            was_stored = await publish(subject, data, msg_id, *others, **named)
             if subject.startswith("pm.request."):
-                session = self._sessions.get(msg_id, 0)
-                self._journal.write(Accepted(now(), msg_id, session, bool(known)))
-            return known
+                self._journal.write(Accepted(now(), msg_id, self._sessions.get(msg_id, 0)))
+            return was_stored
 
         bus.publish = watched
 

@@ -116,7 +116,7 @@ class SpeechClients:
             async with self._gateways[number].stream("POST", PATH, json=body) as answer:
                 if answer.status_code in TRANSIENT_STATUSES:
                     return False
-                self._journal.write(Accepted(begun, planned.id, session, False))
+                self._journal.write(Accepted(begun, planned.id, session))
                 if answer.status_code != 200:
                     reason = (await answer.aread()).decode()
                     code = str(answer.status_code)

@@ -48,7 +48,6 @@ _LAST = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 class _Stored(msgspec.Struct):
     """The broker's answer to a message that was published for a stream."""
 
-    duplicate: bool = False
     error: msgspec.Raw | None = None
 
 
@@ -98,23 +97,26 @@ class TenantClients:
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client to the end of its request."""
-        for _ in range(2 if planned.behaviour == "resubmit_after" else 1):
+        for number in range(2 if planned.behaviour == "resubmit_after" else 1):
             session = self._session_of(planned.id)
             self._journal.write(RequestSent(now(), planned.id, session, 0, True))
-            if not await self._read(planned, session, give_up_at):
+            if not await self._read(planned, session, give_up_at, again=number > 0):
                 what = "no final record"
                 self._journal.write(SessionFailed(now(), planned.id, session, "silence", what))
 
-    async def _read(self, planned: Planned, session: int, give_up_at: float) -> bool:
+    async def _read(
+        self, planned: Planned, session: int, give_up_at: float, *, again: bool
+    ) -> bool:
         """Publish the request and read its log; return whether its end was seen."""
         nc = self._connections[planned.tenant]
         live = await nc.subscribe(subjects.tokens(planned.id))
         cancels = planned.behaviour == "cancel"
         try:
             subject, data = subjects.request(planned.request.model), encode_request(planned.request)
-            known = await self._publish(nc, subject, data, planned)
-            self._journal.write(Accepted(now(), planned.id, session, known))
-            reader = _Reader(session, 0, None if known else nc.stats["reconnects"])
+            attempts = await self._publish(nc, subject, data, planned)
+            self._journal.write(Accepted(now(), planned.id, session))
+            may_have_records = again or attempts > 1
+            reader = _Reader(session, 0, None if may_have_records else nc.stats["reconnects"])
             while now() < give_up_at:
                 record = await _next_record(nc, live, planned.id)
                 if record is None:
@@ -142,13 +144,11 @@ class TenantClients:
         self._journal.write(RecordReceived(now(), planned.id, session, record))
         return _Reader(session, record.index + 1, num_reconnects)
 
-    async def _publish(
-        self, nc: Client, subject: str, data: bytes, planned: Planned | None
-    ) -> bool:
-        """Publish until the broker has stored it; return whether it had this request before."""
+    async def _publish(self, nc: Client, subject: str, data: bytes, planned: Planned | None) -> int:
+        """Publish until the broker has stored it; return the number of attempts."""
         headers = {} if planned is None else {"Nats-Msg-Id": planned.id}
-        for attempt in itertools.count():
-            if attempt:
+        for attempt in itertools.count(1):
+            if attempt > 1:
                 await asyncio.sleep(RETRY_PAUSE_S)
             try:
                 answer = await nc.request(subject, data, timeout=REPLY_S, headers=headers)
@@ -156,7 +156,7 @@ class TenantClients:
             except (NatsError, msgspec.DecodeError):
                 continue
             if stored.error is None:
-                return stored.duplicate
+                return attempt
         raise AssertionError("a count has no end")
 
 

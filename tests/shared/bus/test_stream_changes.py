@@ -137,6 +137,18 @@ async def test_the_streams_of_an_older_version_work_until_they_are_changed(own: 
     await own.publish_without_id(subjects.cancel("r-1@tenant"), b"")
 
 
+async def test_a_duplicate_window_of_an_older_version_is_removed(own: Bus) -> None:
+    for stream in (subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM):
+        config = (await own._js.stream_info(stream)).config
+        await own._js.update_stream(config.evolve(sources=[], duplicate_window=120.0))
+    await own.prepare(NATS, DeliveryConfig())
+    await own.publish(subjects.request("demo", "a"), b"{}", "r-1")
+    assert await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    await own.change_streams(await changes_to(own, DeliveryConfig()))
+    assert await changes_to(own, DeliveryConfig()) == []
+    assert not await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
+
+
 @pytest.mark.parametrize(
     ("stream", "less"),
     [
@@ -174,6 +186,10 @@ async def test_what_no_stream_can_change_stays(own: Bus) -> None:
         ("max_bytes", 2**30, "1,024 MiB"),
         ("max_age", 3600.0, "3,600 s"),
         ("max_age", 0.0, "unlimited"),
+        ("duplicate_window", 120.0, "120 s"),
+        ("duplicate_window", 0.0, "none"),
+        ("sources", ["AUDIT"], "AUDIT"),
+        ("sources", [], "none"),
         ("max_msgs", 10_000, "10,000"),
         ("allow_direct", True, "yes"),
         ("republish", None, "none"),
