@@ -75,7 +75,8 @@ class Painter:
         if await last_record(self._bus, name) is not None:
             records = client.follow(self._bus, name, timeout_s=self._timeout_s)
         else:
-            records = client.ask(self._bus, request, name, self._log.tenant)
+            # An earlier agent may have published it.
+            records = client.ask(self._bus, request, name, self._log.tenant, is_repeated=True)
         async for record in records:
             if isinstance(record, Failure):
                 return record.error

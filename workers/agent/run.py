@@ -257,7 +257,11 @@ class ResponseRun:
             timeout_s = self._context.config.delivery.default_timeout_s
             records = client.follow(self._bus, name, timeout_s=timeout_s)
         else:
-            records = client.ask(self._bus, request, name, self.task.tenant, sampling or None)
+            # The gateway, or an earlier agent, may have published it.
+            tenant, is_repeated = self.task.tenant, turn not in self._asked_here
+            records = client.ask(
+                self._bus, request, name, tenant, sampling or None, is_repeated=is_repeated
+            )
         try:
             end = await _collect(records, turn, found, keeps_logprobs=_wants_logprobs(sampling))
         except asyncio.CancelledError:
