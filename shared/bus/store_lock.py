@@ -21,12 +21,12 @@ class StoreLock:
         """Raises StoreInUse while another process holds the lock, ConfigError without a lock."""
         path = folder / LOCK_FILE
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            path.touch(0o600)
+            self._file = path.open("r+b", buffering=0)
         except OSError as error:
             raise _no_lock(path, error) from error
-        self._file = os.fdopen(fd, "r+b", buffering=0)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             with self._file as file:
                 holder = _first_alive(file.read())

@@ -11,6 +11,9 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.stream_keeper import StreamKeeper
 from shared.protocol import subjects
 
+REFUSING_STREAMS = "refusing_streams"
+"""Key in the load of a coordinator's heartbeat: how many streams on disk refuse to store."""
+
 # How often each stream is probed.
 PROBE_S = 2.0
 

@@ -190,10 +190,6 @@ class BlobAddress(Struct, frozen=True):
     """Address and port."""
 
 
-REFUSING_STREAMS = "refusing_streams"
-"""In the load of a coordinator's heartbeat: the streams on disk that refuse to store."""
-
-
 class Heartbeat(Struct, frozen=True, omit_defaults=True):
     role: str
     worker: str

@@ -8,6 +8,7 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 import contextlib
 
 from shared.bus.consumer import Consumer, Delivery
+from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -17,7 +18,6 @@ from shared.errors import (
     UnsupportedVersion,
 )
 from shared.protocol import names, subjects
-from shared.protocol.messages import REFUSING_STREAMS
 from shared.protocol.pipeline import TEXT
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of

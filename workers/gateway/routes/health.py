@@ -6,8 +6,8 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import PagemillError
-from shared.protocol.messages import REFUSING_STREAMS
 from shared.stage.runtime import VERSION
 from shared.telemetry import prometheus
 from workers.gateway.app import AppContext, Json
