@@ -23,6 +23,7 @@ PagemillError               internal_error; server; not retryable
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
+│   ├── StoreInUse          another process has the store of the embedded broker open
 │   ├── Overloaded          a work queue is full; the client may try again later
 │   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
@@ -156,6 +157,10 @@ class ServerError(PagemillError):
 
 class Unavailable(ServerError):
     code = "unavailable"
+
+
+class StoreInUse(ServerError):
+    code = "store_in_use"
 
 
 class Overloaded(ServerError):

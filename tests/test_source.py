@@ -64,6 +64,7 @@ ALLOWED = {
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
     "shared.bus.embedded_server": {"os.open", "socket.socket", ".open"},
+    "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},

@@ -19,6 +19,7 @@ from shared.bus.publishing import Publisher
 from shared.bus.queues import Queues
 from shared.bus.reading import StreamReader
 from shared.bus.snapshots import StreamSnapshots
+from shared.bus.store_probes import StoreProbes
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
@@ -33,7 +34,7 @@ DEAD_AFTER_S = 3.0
 _log = structlog.get_logger()
 
 
-class Bus(Publisher, StreamReader, StreamMeter, Queues, StreamSnapshots, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:

@@ -114,7 +114,8 @@ def permissions_of(identity: str) -> Permissions:
                 [
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
-                    *_purges(subjects.STAGES_STREAM),
+                    # The probe of a stream is a purge of a subject that no message has.
+                    *_purges("*"),
                     # All requests are to be delivered again when their tasks are lost.
                     f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",

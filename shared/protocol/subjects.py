@@ -72,6 +72,8 @@ TOKENS_FILTER = "pm.tokens.>"
 METRICS = "pm.metrics"
 # One worker answers a request on this subject with the settings that all have in common.
 SETTINGS = "pm.settings"
+# No message has this subject. A purge of it changes nothing, and fails where a stream cannot store.
+PROBE = "pm.probe"
 # Number of batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
 

@@ -8,6 +8,7 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 import contextlib
 
 from shared.bus.consumer import Consumer, Delivery
+from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -41,6 +42,7 @@ from workers.coordinator.admission import (
 )
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
+from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.turns import Turns
 from workers.coordinator.unread_tasks import why_unread
@@ -76,7 +78,13 @@ class Coordinator:
         loop.add_queue(requests, self._request_of, self._admit_or_end)
         loop.add_queue(cancels, self._cancellation_of, self._cancel)
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
-        self._context.ready(sorted(self._context.config.models), lambda: {"held": loop.num_claimed})
+        watch = StoreWatch(self._context.bus)
+        self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
+        loop.start(watch.run())
+        self._context.ready(
+            sorted(self._context.config.models),
+            lambda: {"held": loop.num_claimed, REFUSING_STREAMS: watch.num_refusing},
+        )
         await loop.run()
 
     async def _consume(
