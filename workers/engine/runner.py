@@ -83,10 +83,10 @@ class ModelRunner:
         return self._embeddings.hits
 
     @torch.inference_mode()
-    def prepare(self, request: EngineRequest) -> None:
-        """Validate the request before it shares a batch, and compute its positions.
+    def check(self, request: EngineRequest) -> int:
+        """Validate the request, and return the number of positions after its prompt.
 
-        Raises UnknownAdapter and InvalidRequest.
+        Raises UnknownAdapter, UnsupportedContent and InvalidRequest.
         """
         family = self._model.family
         self._adapters.check(request.adapter)
@@ -96,6 +96,15 @@ class ModelRunner:
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
             )
+        return family.count_free_positions(request)
+
+    @torch.inference_mode()
+    def prepare(self, request: EngineRequest) -> None:
+        """Compute the positions of a checked request, or the rows of a talker's prompt.
+
+        Raises InvalidRequest for a text that a talker cannot speak.
+        """
+        family = self._model.family
         if self._talker is not None:
             speech = self._talker.speech_rows_of(request.speech)
             self._prepared[request.request_id] = _RequestInputs(

@@ -141,6 +141,9 @@ class OmniVideoLayout(Qwen25VideoLayout):
     def _time_names(self) -> tuple[str, ...]:
         return (SECONDS,)
 
+    def _rate_of(self, config: Any) -> float:
+        return float(config.position_id_per_seconds)
+
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
         # transformers' processor of this family gives these to videos, whatever the folder says.
         return 128 * 28 * 28, 768 * 28 * 28

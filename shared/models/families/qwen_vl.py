@@ -17,6 +17,7 @@ from shared.models.mrope import GridRun, Run, locate_grids
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
+from shared.models.reach import MAX_GRID_SECONDS
 from shared.models.tower_adapter import (
     Fields,
     TowerAdapter,
@@ -36,8 +37,6 @@ else:
 
 
 _GRIDS: Mapping[str, str] = {IMAGE: IMAGE_GRID, VIDEO: VIDEO_GRID}
-# The positions of a video grow with it, and must stay far from the limits of integers.
-MAX_GRID_SECONDS = 1e6
 
 
 class QwenTower(TowerAdapter):

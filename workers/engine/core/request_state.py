@@ -170,13 +170,15 @@ class RequestFactory:
     max_model_len: int
     new_drafter: Callable[[], Drafter | None]
     """Creates the drafter of each choice that may have one, see `_may_draft`."""
+    check: Callable[[EngineRequest], int]
+    """The runner's check, which returns the number of positions after the prompt."""
     pooling: Pooling = LAST_TOKEN
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a RequestError if it could never run."""
         check_prompt(request, self.vocab_size)
         check_placeholders(request)
-        max_tokens = resolve_max_tokens(request, self.max_model_len)
+        max_tokens = resolve_max_tokens(request, self.max_model_len, self.check(request))
         check_sampling(request, self.vocab_size, max_tokens)
         return RequestState(request, self._new_choices(request, max_tokens))
 

@@ -17,12 +17,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
-from workers.engine.cuda.kernels.rotary import (
-    HeadNorm,
-    Rotary,
-    rotate_and_write,
-    tabulate_rotary,
-)
+from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write, tabulate_rotary
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6
@@ -133,7 +128,8 @@ def test_no_position_reads_outside_of_the_rotary_table(device: torch.device, pos
         torch.ones(1, 3, head_dim, device=device),
         torch.full((1, 1), position, device=device),
         Rotary(cos, torch.zeros_like(memory)[first : first + num_positions], axes),
-        *caches,
+        caches[0],
+        caches[1],
         torch.zeros(1, dtype=torch.int32, device=device),
     )
     nearest = cos[-1] if position > 0 else cos[0]
