@@ -218,6 +218,14 @@ def test_a_log_that_lacks_only_its_final_record_gets_it_at_once(request: EngineR
     assert (output.choices, output.usage is not None) == ([], True)
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**40])
+def test_a_log_of_another_model_is_not_continued(token_id: int) -> None:
+    core = make_core()
+    with pytest.raises(WorkerFailure, match=f"0 to {VOCAB_SIZE - 1}"):
+        core.add(replace(make_request(), logged=[LoggedChoice([1, token_id], False)]))
+    assert not core.has_work
+
+
 def test_an_answer_has_no_more_tokens_than_the_model_has_positions() -> None:
     def core_of(num_free_positions: int) -> EngineCore:
         runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)

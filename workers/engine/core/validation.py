@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shared.errors import ContextTooLong, InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest, WorkerFailure
 from workers.engine.core.sequence import EngineRequest
 
 MAX_PROMPT_LOGPROBS = 1 << 15
@@ -16,6 +16,15 @@ def check_prompt(request: EngineRequest, vocab_size: int) -> None:
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise InvalidRequest(
             f"the prompt's token ids must be from 0 to {vocab_size - 1}", field="messages"
+        )
+
+
+def check_logged(request: EngineRequest, vocab_size: int) -> None:
+    """Raise WorkerFailure for logged tokens that another model must have written."""
+    if any(not 0 <= t < vocab_size for choice in request.logged for t in choice.token_ids):
+        raise WorkerFailure(
+            "the token log was begun by another model: it has token ids outside of this model's"
+            f" vocabulary, 0 to {vocab_size - 1}"
         )
 
 
