@@ -18,7 +18,7 @@ from shared.models.frame_sampling import SampledFrames, SamplingRule, sample_by_
 from shared.models.frames import RESIZING, VideoSettings, fused_table, read_video_settings
 from shared.models.layout import PlannedLayout, check_frame_ratio
 from shared.models.media import Frame, FramePlan, VideoProbe
-from shared.models.reach import MAX_GRID_SECONDS, check_reach
+from shared.models.reach import check_time, positions_per_second
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling, Placement, content_hash
 
@@ -211,11 +211,11 @@ class Qwen25VideoLayout(QwenVideoLayout):
     def __init__(self, settings: VideoSettings, config: Any) -> None:
         super().__init__(settings, config)
         self._num_positions: int = config.get_text_config().max_position_embeddings
-        self._positions_per_s = self._rate_of(config)
+        self._positions_per_s = positions_per_second(config)
 
     def plan(self, probe: VideoProbe, sampling: FrameSampling, field: str) -> FramePlan:
         plan = super().plan(probe, sampling, field)
-        self._check_seconds(self._grid(plan)[0], self._seconds_of(plan), field)
+        self._check_time(self._grid(plan)[0], self._seconds_of(plan), field)
         return plan
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
@@ -231,8 +231,7 @@ class Qwen25VideoLayout(QwenVideoLayout):
         wire_pixels.check_shape(SECONDS, seconds, (), field)
         if seconds.dtype != "float32":
             raise InvalidRequest(f"{SECONDS} must be float32", field=field)
-        num_pairs = int(to_numpy(fields[GRID])[0])
-        self._check_seconds(num_pairs, float(to_numpy(seconds)), field)
+        self._check_time(int(to_numpy(fields[GRID])[0]), float(to_numpy(seconds)), field)
         return fields, num_tokens
 
     def _times(self, plan: FramePlan) -> dict[str, TensorData]:
@@ -242,22 +241,8 @@ class Qwen25VideoLayout(QwenVideoLayout):
         # A rate that is no rate makes seconds that are refused.
         return self._settings.temporal_patch_size / plan.fps if plan.fps > 0 else math.inf
 
-    def _rate_of(self, config: Any) -> float:
-        """Return the number of positions of a second."""
-        return float(config.vision_config.tokens_per_second)
-
-    def _check_seconds(self, num_pairs: int, seconds: float, field: str) -> None:
-        """Raises InvalidRequest for a video with more time than the model has positions.
-
-        The prompt before a video adds to its positions: the engine checks the sum.
-        """
-        if not 0 <= seconds <= MAX_GRID_SECONDS:
-            raise InvalidRequest(
-                f"{SECONDS} is {seconds:g}, not between 0 and {MAX_GRID_SECONDS:g}", field=field
-            )
-        largest = (num_pairs - 1) * seconds * self._positions_per_s
-        subject = f"{num_pairs} pairs of frames, {seconds:g} seconds each ({SECONDS}), reach"
-        check_reach(int(largest), self._num_positions, subject, field)
+    def _check_time(self, num_pairs: int, seconds: float, field: str) -> None:
+        check_time(num_pairs, seconds, self._positions_per_s, self._num_positions, field)
 
 
 class Qwen3VideoLayout(QwenVideoLayout):

@@ -164,7 +164,8 @@ def processed_video(seconds: float) -> tuple[int, bytes]:
 
 
 async def about_videos(bus: Bus, *seconds: float) -> GenerateRequest:
-    token_ids, features = [5, 6, 7], []
+    token_ids = [5, 6, 7]
+    features: list[Feature] = []
     for value in seconds:
         num_tokens, data = processed_video(value)
         reference = await pin_media(bus, data, "")

@@ -141,9 +141,6 @@ class OmniVideoLayout(Qwen25VideoLayout):
     def _time_names(self) -> tuple[str, ...]:
         return (SECONDS,)
 
-    def _rate_of(self, config: Any) -> float:
-        return float(config.position_id_per_seconds)
-
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
         # transformers' processor of this family gives these to videos, whatever the folder says.
         return 128 * 28 * 28, 768 * 28 * 28
@@ -301,12 +298,6 @@ class ThinkerAdapter(QwenAdapter):
     def decoder(self) -> Any:
         model: Any = self.model
         return model.model.language_model
-
-    def _step_of(self, item: MediaItem) -> float:
-        if SECONDS not in item.fields:
-            return 1.0
-        config: Any = self.model.config
-        return float(item.fields[SECONDS]) * float(config.position_id_per_seconds)
 
     def _runs_of(self, item: MediaItem) -> Sequence[Run]:
         if not _has_sound(item.fields):

@@ -17,7 +17,7 @@ from shared.models.mrope import GridRun, Run, locate_grids
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
-from shared.models.reach import MAX_GRID_SECONDS
+from shared.models.reach import MAX_GRID_SECONDS, positions_per_second
 from shared.models.tower_adapter import (
     Fields,
     TowerAdapter,
@@ -176,8 +176,7 @@ class QwenAdapter(LanguageAdapter):
         """Return the number of positions from a pair of frames to the next one."""
         if SECONDS not in item.fields:
             return 1.0
-        config: Any = self.model.config
-        return float(item.fields[SECONDS]) * float(config.vision_config.tokens_per_second)
+        return float(item.fields[SECONDS]) * positions_per_second(self.model.config)
 
     def _check_placement(self, item: MediaItem) -> None:
         """Check the form of the item's placeholder, and what the item says about time.
