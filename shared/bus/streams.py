@@ -1,7 +1,6 @@
 """Required settings of the broker, and the streams in it."""
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -39,14 +38,13 @@ NEXT_REPLY_TIMEOUT_S = 0.25
 # Within this time the server has created a stream, or refused to.
 CREATING_S = 0.5
 
-# Streams whose sequences are remembered when a broker has lost them with its memory.
-_NUMBERED_ON = (subjects.STAGES_STREAM, subjects.TOKENS_STREAM)
-
 _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
 # Server error codes (nats-server's errors.json).
 _STREAM_EXISTS = 10058
 _INSUFFICIENT_RESOURCES = (10028, 10047)
+# All other errors of JetStream may pass: a server starts, or a cluster elects a leader.
+_NOT_ENABLED_FOR_ACCOUNT = 10039
 
 
 def durable_streams(
@@ -229,10 +227,10 @@ async def create_missing(
 ) -> None:
     """Create the streams that do not exist; those that do stay as they are, whoever made them.
 
-    Tasks and token logs in memory begin with `first_sequence`: an acknowledgement names a sequence,
-    and one that is late must not settle a task of a later stream. Nor must a reader of a log look
-    for its continuation behind all of a later stream. Raises ConfigError when there is no space for
-    a stream.
+    Queues, and token logs in memory, begin with `first_sequence`: an acknowledgement names a
+    sequence, and a late one must not settle a message of a later stream. Nor must a reader of a log
+    look for its continuation after the end of a later stream. Raises ConfigError when there is no
+    space for a stream.
     """
     js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
     for config in configs:
@@ -241,7 +239,8 @@ async def create_missing(
             continue
         except NotFoundError:
             pass
-        if config.name in _NUMBERED_ON and config.storage is api.StorageType.MEMORY:
+        is_log = config.name == subjects.TOKENS_STREAM and config.storage is api.StorageType.MEMORY
+        if is_log or config.retention is api.RetentionPolicy.WORK_QUEUE:
             config = config.evolve(first_seq=first_sequence)
         try:
             await js.add_stream(config)
@@ -272,7 +271,8 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
     """Check that the server can give the delivery guarantees.
 
     An acknowledged publish must be on disk, which only the server's own settings show. Raises
-    ConfigError, which names the missing setting.
+    ConfigError, which names the missing setting, and Unavailable or an error of nats-py for what
+    may pass, such as an election.
     """
     connected = nc.connected_server_version
     version = connected.major, connected.minor, connected.patch
@@ -286,18 +286,27 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             f"nats-server: max_payload is {nc.max_payload}; at least {MIN_MAX_PAYLOAD} is required",
             field="nats.url",
         )
+    is_clustered = bool(nc._server_info.get("cluster"))
     try:
         await nc.jetstream(timeout=REPLY_TIMEOUT_S).account_info()
     except APIError as error:
+        # Other servers of a cluster may have JetStream, but not answer at the moment.
+        has_none = error.err_code is None and not is_clustered
+        if error.err_code != _NOT_ENABLED_FOR_ACCOUNT and not has_none:
+            raise
         raise ConfigError(
-            f"nats-server: JetStream is not enabled for this account: {error.description}",
+            "nats-server: JetStream is not enabled for this account"
+            f" ({error.description or 'there is no answer'})",
             field="nats.url",
         ) from error
     if not config.unchecked:
-        _check_settings(await _read_settings(inbox, config.replicas), config.replicas)
+        servers = await _read_settings(inbox, config.replicas)
+        _check_settings(servers, config.replicas, is_clustered=is_clustered)
 
 
-def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
+def _check_settings(
+    servers: list[dict[str, Any]], replicas: int, *, is_clustered: bool
+) -> None:
     if not servers:
         raise ConfigError(
             "nats-server does not report its JetStream settings: export"
@@ -317,26 +326,33 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
                 " messages could be lost with its machine",
                 field="nats.url",
             )
-    # A minority of the replicas may be down at the moment.
+    # A minority of the replicas may be down at the moment. More servers may join a cluster.
     storing = sum("config" in server.get("data", {}) for server in servers)
     if storing <= replicas // 2:
-        raise ConfigError(
+        error = Unavailable if is_clustered else ConfigError
+        raise error(
             f"nats.replicas is {replicas}, but {storing} servers store streams",
             field="nats.replicas",
         )
 
 
 async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
-    """Return the JetStream settings of each server of the cluster, of most of them at least."""
+    """Return the JetStream settings of each server of the cluster, of most of them at least.
+
+    Empty if the broker has no such service. Raises an error of nats-py if no server answers.
+    """
     query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
     settings: list[dict[str, Any]] = []
-    with contextlib.suppress(TimeoutError, NatsError):
-        async with inbox.request(_SETTINGS_SERVICE, query) as replies:
-            while True:
+    async with inbox.request(_SETTINGS_SERVICE, query) as replies:
+        while True:
+            try:
                 msg = await replies.next(timeout_s)
-                if msg.headers and msg.headers.get("Status"):
-                    break
-                settings.append(json.loads(msg.data))
-                if len(settings) > replicas // 2:
-                    timeout_s = NEXT_REPLY_TIMEOUT_S
-    return settings
+            except (TimeoutError, NatsError):
+                if not settings:
+                    raise
+                return settings
+            if msg.headers and msg.headers.get("Status"):
+                return settings
+            settings.append(json.loads(msg.data))
+            if len(settings) > replicas // 2:
+                timeout_s = NEXT_REPLY_TIMEOUT_S
