@@ -1,7 +1,6 @@
 """Reading streams and their state, and removing messages from them."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import TypeVar
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
 from shared.bus.replies import Replies
@@ -20,6 +19,9 @@ from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
 from shared.protocol.stored_size import kept_headers
 from shared.protocol.versions import version_of
+
+# Server error codes (nats-server's errors.json) for a sequence without a message.
+_NO_SUCH_MESSAGE = (10043, 10057)
 
 READ_BATCH = 256
 READ_BATCH_BYTES = 4 * 2**20
@@ -244,9 +246,15 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message. Nothing happens if it has been removed already."""
-        with contextlib.suppress(NatsError):
+        """Remove one message. Nothing happens if it has been removed already.
+
+        Raises Unavailable.
+        """
+        try:
             await self._js.delete_msg(stream, sequence)
+        except NatsError as error:
+            if not isinstance(error, APIError) or error.err_code not in _NO_SUCH_MESSAGE:
+                raise Unavailable(f"the broker did not remove a message of {stream}") from error
 
 
 def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:

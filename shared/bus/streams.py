@@ -304,9 +304,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
         _check_settings(servers, config.replicas, is_clustered=is_clustered)
 
 
-def _check_settings(
-    servers: list[dict[str, Any]], replicas: int, *, is_clustered: bool
-) -> None:
+def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustered: bool) -> None:
     if not servers:
         raise ConfigError(
             "nats-server does not report its JetStream settings: export"

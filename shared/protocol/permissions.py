@@ -114,7 +114,6 @@ def permissions_of(identity: str) -> Permissions:
                 [
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
-                    *_purges(subjects.STAGES_STREAM),
                     # All requests are to be delivered again when their tasks are lost.
                     f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
@@ -169,7 +168,7 @@ def _stage_worker(base: Permissions) -> Permissions:
         [
             *_consumes(subjects.STAGES_STREAM),
             *_reads(subjects.STAGES_STREAM, logs, attempts, results, subjects.MEDIA_STREAM),
-            *_purges(logs, attempts),
+            *_purges(logs, attempts, subjects.STAGES_STREAM),
             *(f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in (requests, results)),
             f"$JS.API.STREAM.MSG.GET.{requests}",
             # The last worker of a request acknowledges it in place of the coordinator.

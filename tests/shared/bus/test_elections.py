@@ -1,4 +1,4 @@
-"""Workers that start while a cluster has no leader: they wait, and do not blame the configuration."""
+"""Workers that start while a cluster has no leader."""
 
 import asyncio
 import contextlib
