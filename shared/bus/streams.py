@@ -224,15 +224,15 @@ def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
 
 async def create_missing(
     nc: NatsClient, configs: list[api.StreamConfig], first_sequence: int
-) -> None:
-    """Create the streams that do not exist; those that do stay as they are, whoever made them.
+) -> list[str]:
+    """Create the streams that do not exist, and return their names. Other streams stay as they are.
 
     Queues, and token logs in memory, begin with `first_sequence`: an acknowledgement names a
     sequence, and a late one must not settle a message of a later stream. Nor must a reader of a log
     look for its continuation after the end of a later stream. Raises ConfigError when there is no
     space for a stream.
     """
-    js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+    js, created = nc.jetstream(timeout=REPLY_TIMEOUT_S), []
     for config in configs:
         try:
             await js.stream_info(config.name or "")
@@ -244,6 +244,7 @@ async def create_missing(
             config = config.evolve(first_seq=first_sequence)
         try:
             await js.add_stream(config)
+            created.append(config.name or "")
         except APIError as error:
             if error.err_code in _INSUFFICIENT_RESOURCES and not await _is_there(js, config):
                 is_volatile = config.storage is api.StorageType.MEMORY
@@ -255,6 +256,7 @@ async def create_missing(
                 ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error
+    return created
 
 
 async def _is_there(js: JetStreamContext, config: api.StreamConfig) -> bool:
