@@ -10,7 +10,7 @@ from typing import TypeVar
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import NotFoundError
 
 from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
 from shared.bus.replies import Replies
@@ -250,11 +250,13 @@ class StreamReader(BusPart):
 
         Raises Unavailable.
         """
-        try:
-            await self._js.delete_msg(stream, sequence)
-        except NatsError as error:
-            if not isinstance(error, APIError) or error.err_code not in _NO_SUCH_MESSAGE:
-                raise Unavailable(f"the broker did not remove a message of {stream}") from error
+        # nats-py does not know `no_erase`, without which the server overwrites the bytes on disk.
+        query = json.dumps({"seq": sequence, "no_erase": True}).encode()
+        subject, failed = f"$JS.API.STREAM.MSG.DELETE.{stream}", f"a message of {stream}"
+        removing = self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
+        reply = json.loads((await _answered(removing, failed)).data)
+        if reply.get("error", {}).get("err_code") not in (None, *_NO_SUCH_MESSAGE):
+            raise Unavailable(f"the broker did not remove {failed}: {reply['error']}")
 
 
 def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:

@@ -11,6 +11,7 @@ from nats.js import api
 from shared.bus import stream_changes, streams
 from shared.bus.clock import BrokerClock
 from shared.bus.connection import FIRST_RETRY_S, retry_until
+from shared.bus.server_settings import check_server
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
@@ -62,7 +63,7 @@ class StreamKeeper(BrokerClock):
         self.configure_streams(nats, delivery, agent or AgentConfig())
 
         async def attempt() -> list[Difference]:
-            await streams.check_server(self._nc, self._replies, nats)
+            await check_server(self._nc, self._replies, nats)
             if self.creates_streams:
                 await self._create_missing(self._configs)
             found = await stream_changes.find_differences(self._nc, self._configs)

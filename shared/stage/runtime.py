@@ -236,11 +236,9 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            reported, address = load(), None
-            if self.bus.outages.is_open:
-                reported = reported | {"refused": 1.0}
+            reported = load() | ({"refused": 1.0} if self.bus.outages.is_open else {})
             if self._blobs is not None:
-                reported, address = reported | self._blobs.load(), self._blobs.address
+                reported |= self._blobs.load()
             beat = Heartbeat(
                 role=self.role,
                 worker=self.worker,
@@ -248,7 +246,7 @@ class Context:
                 pid=os.getpid(),
                 models=models,
                 load=reported,
-                blobs=address,
+                blobs=None if self._blobs is None else self._blobs.address,
                 metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
