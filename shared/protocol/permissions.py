@@ -170,7 +170,7 @@ def _stage_worker(base: Permissions) -> Permissions:
         [
             *_consumes(subjects.STAGES_STREAM),
             *_reads(subjects.STAGES_STREAM, logs, attempts, results, subjects.MEDIA_STREAM),
-            *_purges(logs, attempts),
+            *_purges(logs, attempts, subjects.STAGES_STREAM),
             *(f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in (requests, results)),
             f"$JS.API.STREAM.MSG.GET.{requests}",
             # The last worker of a request acknowledges it in place of the coordinator.

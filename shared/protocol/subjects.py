@@ -130,6 +130,10 @@ def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> s
     return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.*"
 
 
+def is_request(subject: str) -> bool:
+    return subject.startswith("pm.request.")
+
+
 def is_stage(subject: str) -> bool:
     return subject.startswith("pm.stage.")
 

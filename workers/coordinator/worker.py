@@ -24,6 +24,7 @@ from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
+from shared.stage.endings import leave_queues, settle
 from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
@@ -168,10 +169,10 @@ class Coordinator:
         )
         if admitted.outputs:
             await output_ends.begin(bus, job.request_id, admitted.outputs)
-            # A cancellation may have come first, and found no outputs to close.
-            if await self._has_ended(job, job.request_id):
-                return
         await self._publish_first(job, job.header, admitted)
+        # A cancellation may have come first, and found neither outputs nor tasks.
+        if await self._has_ended(job, job.request_id):
+            return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 
     async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
@@ -223,6 +224,7 @@ class Coordinator:
         if not is_final(await last_record(bus, request_id)):
             return False
         await close_outputs(bus, request_id, job.delivery.attempt)
+        await leave_queues(bus, job)
         await self._stage.finish(job)
         return True
 
@@ -251,10 +253,7 @@ class Coordinator:
         path = [self._stage.span(job)]
         ends_in_text = on_late == "text" and await output_ends.has_ended(bus, request_id, TEXT)
         end = cut_outputs if ends_in_text else end_request
-        await end(bus, request_id, job.delivery.attempt, error, path)
-        await bus.notify(subjects.ended(request_id))
-        # If no worker serves its model any more, its task would stay in the queue for long.
-        await bus.purge(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+        await settle(bus, job, lambda: end(bus, request_id, job.delivery.attempt, error, path))
         self._stage.counters.ended_with(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
@@ -264,8 +263,8 @@ class Coordinator:
         bus, request_id = self._context.bus, job.request_id
         if request_id is not None and names.is_scoped_id(request_id):
             error = Cancelled("cancelled on request")
-            await end_request(bus, request_id, job.delivery.attempt, error, [])
+            attempt = job.delivery.attempt
+            await settle(bus, job, lambda: end_request(bus, request_id, attempt, error, []))
             self._stage.counters.ended_with(error)
-            await bus.notify(subjects.ended(request_id))
             self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()
