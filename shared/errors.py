@@ -31,6 +31,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request's time is over; only its client may retry it
 │   ├── UnsupportedVersion  a message of a newer version than its reader; a newer worker takes it
+│   ├── ToolsUnavailable    a server whose tools a response must call does not answer
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
@@ -43,7 +44,7 @@ PagemillError               internal_error; server; not retryable
 └── ConfigError             server; a configuration value is invalid; names file, key and type
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 Fault = Literal["client", "server"]
 
@@ -56,10 +57,10 @@ MAX_FIELD_LEN = 200
 class PagemillError(Exception):
     """Base of all errors. `field` names the invalid input."""
 
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
     """Stable machine-readable code."""
-    fault: ClassVar[Fault] = "server"
-    retryable: ClassVar[bool] = False
+    fault: Fault = "server"
+    retryable: bool = False
     """Whether another attempt may succeed."""
     retry_after_s: float | None = None
     """Delay after which a client may try again."""
@@ -191,6 +192,11 @@ class DeadlineExceeded(ServerError):
 
 class UnsupportedVersion(ServerError):
     code = "unsupported_version"
+    retry_after_s = 5.0
+
+
+class ToolsUnavailable(ServerError):
+    code = "tools_unavailable"
     retry_after_s = 5.0
 
 

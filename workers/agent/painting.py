@@ -83,12 +83,14 @@ class Painter:
         return None
 
     async def _image(self, name: str, tool: PaintTool) -> str | ErrorInfo:
-        """Return the image in base64. Raises Unavailable if the file is not stored any more."""
+        """Return the image in base64, or why there is none."""
         records = client.follow_output(self._bus, name, tool.output, timeout_s=self._timeout_s)
         images = [record async for record in records if isinstance(record, ImageRecord)]
         if not images:
             return error_info(WorkerFailure("the request has ended without its image"))
-        file = await client.read_media(self._bus, images[0].media, self._log.tenant)
+        file = await client.find_media(self._bus, images[0].media, self._log.tenant)
+        if file is None:
+            return error_info(WorkerFailure("the image is not stored any more"))
         made = await asyncio.to_thread(base64.b64encode, file)
         limit = self._bus.max_payload - HEAD_BYTES
         if len(made) > limit:
