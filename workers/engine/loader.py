@@ -20,7 +20,7 @@ from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.model.int8 import quantization_of, report_on
+from workers.engine.model.int8 import Int8Config, report_on
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
 from workers.engine.model.talker import Talker
@@ -100,7 +100,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    quantization = quantization_of(config, dtype) if model.quantization else None
+    quantization = Int8Config(dtype) if model.quantization else None
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
     if quantization is not None:
         report_on(weights)
