@@ -4,19 +4,13 @@ Without their scales, quantized weights load as if they were the values themselv
 answers wrongly. A reader of a format will claim its setting and its tensors in this module.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shared.vision.weight_files import read_headers, read_index
-
-if TYPE_CHECKING:
-    # `pagemill models` and generators of tables read folders without torch.
-    from torch import nn
 
 SETTINGS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json and its sections."""
@@ -41,13 +35,12 @@ def find_quantization(folder: Path) -> str | None:
     return next((_reason(sign) for sign in _signs(folder)), None)
 
 
-def find_quantized_tensor(
-    folder: Path, model: nn.Module, rename: Callable[[str], str]
-) -> str | None:
+def find_quantized_tensor(folder: Path, model: Any, rename: Callable[[str], str]) -> str | None:
     """Return why the stored weights of a loaded model are refused; None if all of them are floats.
 
-    `rename` maps the name of a stored tensor to the name in the model. Tensors of parts that the
-    model does not have are not its own. Raises ConfigError.
+    `model` is a torch module, a type that commands without torch cannot import. `rename` maps the
+    name of a stored tensor to the name in the model. Tensors of parts that the model does not have
+    are skipped. Raises ConfigError.
     """
     state = model.state_dict()
     owners = {*state, *(name for name, _ in model.named_modules())}
@@ -74,7 +67,7 @@ def _signs(folder: Path) -> Iterator[str]:
     for name, dtype in names.items():
         owner = name.rpartition(".")[0]
         is_weight = name.endswith("weight") and dtype and dtype not in FLOATS
-        if is_weight or dtype.startswith(("F8", "F6", "F4")):
+        if is_weight or dtype.startswith(("F8_", "F6_", "F4")):
             yield f"{name} has the type {dtype}"
         elif _PART.search(name) or (_SCALE.search(name) and f"{owner}.weight" in names):
             yield f"it has a tensor {name}"

@@ -104,6 +104,13 @@ def test_a_setting_of_null_says_nothing(folder: Path) -> None:
     assert check_folders._report(folder).reason is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floats_of_each_size_are_weights(folder: Path, dtype: torch.dtype) -> None:
+    change(folder, lambda name, weight: {name: weight.to(dtype)})
+    assert find_quantization(folder) is None
+    load_tower(folder, torch.float32, "cpu")
+
+
 def float8(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
 
