@@ -138,7 +138,7 @@ many = st.lists(requests, min_size=1, max_size=5, unique_by=lambda r: r.request_
 
 
 def test_a_generated_placeholder_is_no_part_of_an_item() -> None:
-    short = EngineRequest("short", [2, 2, 7], [item("a", 2, 1)], SamplingParams())
+    short = EngineRequest("short", [2, 2, 7], [item("a", 2, 1)], SamplingParams(seed=0))
     items = [item("a", 2, 2), item("a", 4, 1)]
     long = EngineRequest("long", [2, 2, 7, 7, 7], items, SamplingParams())
     core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE), 12, max_num_seqs=1)
