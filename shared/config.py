@@ -320,7 +320,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     page: bool = True
     """Serve the web page at `/`."""
     scale_out: bool = True
-    """Serve the render, derender and token-in, token-out routes."""
+    """Serve the render routes and the token-in, token-out routes."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
