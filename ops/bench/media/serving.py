@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ops.bench.media.clips import renamed
+from ops.bench.media.renderers import Sink, question, renderers
 from ops.bench.media.senders import ask_about
-from ops.bench.rendering import Sink, question, renderers
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
