@@ -40,19 +40,22 @@ async def ask(
     request_id: str,
     tenant: str = "",
     sampling: Mapping[str, Any] | None = None,
+    *,
+    is_repeated: bool = False,
 ) -> AsyncIterator[LogRecord]:
     """Publish `request` and yield its log, each record once and in order, to the final one.
 
     `sampling` are sampling parameters that replace the request's. They take precedence over the
     model's configured defaults, even where they are equal to the defaults of SamplingParams.
 
-    A request id that was used before yields the log of the earlier request. Raises Overloaded
-    when the queue is full, Unavailable when the broker does not store the request, or when a
-    request with a `timeout_s` has no final record well after it.
+    A request id that was used before yields the log of the earlier request. With `is_repeated`,
+    that log is read at once. Raises Overloaded when the queue is full, Unavailable when the broker
+    does not store the request, or when a request with a `timeout_s` has no final record well after
+    it.
     """
     async with LogReader(bus, request_id, 0) as reader:
         await publish_request(bus, request, request_id, tenant, sampling)
-        async for record in reader.records(at_once=False, timeout_s=request.timeout_s):
+        async for record in reader.records(at_once=is_repeated, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
 

@@ -27,12 +27,12 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """File with the password of the users that `url` names without one, relative to the
     configuration file; refused without a `url`."""
     keys: str | None = None
-    """Folder of `pagemill keys`, relative to the configuration file: each worker takes the key of
-    its role from there, and commands take the operator's. `pagemill up` makes the keys of its
-    embedded server in `store_dir`."""
+    """Folder of `pagemill keys`, relative to the configuration file: workers read the key of their
+    role, commands the operator's. By default `pagemill up` makes it in `store_dir`."""
+    tenant_connections: Positive = 16
+    """Connections that clients with one tenant's key may have; `pagemill keys` writes the limit."""
     tls_ca: str | None = None
-    """Certificates of the authorities that may sign the server's, in PEM format; the connection is
-    then encrypted."""
+    """Certificates, in PEM format, of the authorities of the server; they turn encryption on."""
     tls_cert: str | None = None
     """Certificate by which the server knows this client, with `tls_key`."""
     tls_key: str | None = None

@@ -68,7 +68,8 @@ class AgentConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """When nobody knows whether a call was carried out: tell the model, ask for approval to make it
     again, or end the response as failed."""
     call_timeout_s: Seconds = 60.0
-    """Time for one call of a tool, or for listing the tools of a server."""
+    """Time for one call of a tool, or for listing the tools of a server, with all attempts at it
+    and the opening of a session."""
     max_servers: Positive = 8
     """Limit on the MCP servers of one request."""
     max_output_kib: Positive = 64

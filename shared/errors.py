@@ -23,6 +23,7 @@ PagemillError               internal_error; server; not retryable
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
+│   ├── StoreInUse          another process has the store of the embedded broker open
 │   ├── Overloaded          a work queue is full; the client may try again later
 │   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
@@ -30,6 +31,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request's time is over; only its client may retry it
 │   ├── UnsupportedVersion  a message of a newer version than its reader; a newer worker takes it
+│   ├── ToolsUnavailable    a server whose tools a response must call does not answer
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
@@ -42,7 +44,7 @@ PagemillError               internal_error; server; not retryable
 └── ConfigError             server; a configuration value is invalid; names file, key and type
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 Fault = Literal["client", "server"]
 
@@ -55,10 +57,10 @@ MAX_FIELD_LEN = 200
 class PagemillError(Exception):
     """Base of all errors. `field` names the invalid input."""
 
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
     """Stable machine-readable code."""
-    fault: ClassVar[Fault] = "server"
-    retryable: ClassVar[bool] = False
+    fault: Fault = "server"
+    retryable: bool = False
     """Whether another attempt may succeed."""
     retry_after_s: float | None = None
     """Delay after which a client may try again."""
@@ -158,6 +160,10 @@ class Unavailable(ServerError):
     code = "unavailable"
 
 
+class StoreInUse(ServerError):
+    code = "store_in_use"
+
+
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
@@ -186,6 +192,11 @@ class DeadlineExceeded(ServerError):
 
 class UnsupportedVersion(ServerError):
     code = "unsupported_version"
+    retry_after_s = 5.0
+
+
+class ToolsUnavailable(ServerError):
+    code = "tools_unavailable"
     retry_after_s = 5.0
 
 

@@ -70,6 +70,7 @@ class FakeRunner:
         self._slots: dict[tuple[int, int], bytes] = {}
         self._prepared: dict[str, set[int]] = {}
         """Indexes of the items that have embeddings, by request."""
+        self.num_free_positions = 1 << 20
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
         self.zeroed: list[int] = []
@@ -80,6 +81,9 @@ class FakeRunner:
     @property
     def is_empty(self) -> bool:
         return not self._prepared
+
+    def check(self, request: EngineRequest) -> int:
+        return self.num_free_positions
 
     def prepare(self, request: EngineRequest) -> None:
         assert request.request_id not in self._prepared, "prepared twice"

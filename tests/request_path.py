@@ -46,7 +46,10 @@ def run(
     errors: dict[str, PagemillError] = {}
     for request in requests:
         answers[request.request_id] = []
-        core.add(request)
+        try:
+            core.add(request)
+        except PagemillError as error:
+            errors[request.request_id] = error
     while core.has_work:
         for output in core.step():
             if output.error is not None:

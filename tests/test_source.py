@@ -64,6 +64,7 @@ ALLOWED = {
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
     "shared.bus.embedded_server": {"os.open", "socket.socket", ".open"},
+    "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},
@@ -77,7 +78,7 @@ ALLOWED = {
     "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
     "workers.cli.models.download": {"huggingface_hub", "httpx2", "os.open", ".open"},
     # Its cache is read; nothing is asked of the hub.
-    "workers.cli.models.local": {"huggingface_hub", ".read_bytes", ".open"},
+    "workers.cli.models.local": {"huggingface_hub"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.backup.archive": {"os.open", ".open"},
@@ -95,6 +96,8 @@ ALLOWED = {
     "workers.cli.commands.health": {"http.client"},
     "workers.cli.log_file": {".open", "os.open"},
     "workers.cli.process_usage": {".read_text"},  # of /proc
+    "shared.vision.quantized": {".read_bytes"},  # within the model's folder
+    "shared.vision.weight_files": {".read_bytes", ".open"},  # of the model's folder and index
     "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
@@ -103,6 +106,7 @@ ALLOWED = {
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
+    "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
 }
 

@@ -96,6 +96,9 @@ class FakeRunner:
         self._seen: dict[str, bytes] = {}
         """Hash of the images, by request."""
 
+    def check(self, request: EngineRequest) -> int:
+        return MAX_MODEL_LEN - len(request.prompt_token_ids)
+
     def prepare(self, request: EngineRequest) -> None:
         digest = hashlib.blake2b(digest_size=8)
         for item in request.items:

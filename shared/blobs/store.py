@@ -296,6 +296,15 @@ class Blobs:
                     _close_all(transports)
 
 
+async def release_by_broker(bus: Bus, ref: BlobRef) -> None:
+    """End the validity of a reference, from a worker that has no blobs.
+
+    Without an answer of the owner, it remains valid until it expires.
+    """
+    if names.is_name(ref.worker):
+        await _send([BusTransport(bus, ref.worker, BufferPool(0))], ref, protocol.RELEASE)
+
+
 async def _send(
     transports: Iterable[Transport], ref: BlobRef, operation: protocol.BlobOperation
 ) -> bool:

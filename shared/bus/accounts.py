@@ -14,6 +14,10 @@ from shared.protocol.permissions import (
     permissions_of_tenant,
 )
 
+# Limit on the subscriptions of one connection of a tenant. Each takes about a kilobyte of the
+# server's memory, and the server closes a connection that exceeds the limit.
+MAX_SUBSCRIPTIONS = 4096
+
 # Workers may ask the server how it keeps its streams; it tells ordinary accounts nothing of that.
 _SYSTEM = f"""\
 system_account: SYS
@@ -34,12 +38,16 @@ no_auth_user: anyone
 """For a server on the loopback address that tests and benchmarks use: whoever connects may all."""
 
 
-def accounts_config(workers: Mapping[str, str], tenants: Mapping[str, str]) -> str:
+def accounts_config(
+    workers: Mapping[str, str], tenants: Mapping[str, str], tenant_connections: int
+) -> str:
     """Return the configuration for the public keys of identities and of tenants.
 
-    It has no secret: the server needs the public half of each key alone.
+    It has no secret: the server needs the public half of each key alone. The clients of one tenant
+    may have `tenant_connections` at the same time.
     """
     exports = [_export(door) for door in DOORS]
+    limits = f"max_connections: {tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
     users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
     return "\n".join(
         (
@@ -49,18 +57,19 @@ def accounts_config(workers: Mapping[str, str], tenants: Mapping[str, str]) -> s
             f"    imports: [{_SETTINGS_IMPORT}]",
             *_list("exports", exports),
             "  }",
-            *(line for name, key in tenants.items() for line in _tenant(name, key)),
+            *(line for name, key in tenants.items() for line in _tenant(name, key, limits)),
             "}\n",
         )
     )
 
 
-def _tenant(name: str, key: str) -> Iterator[str]:
+def _tenant(name: str, key: str, limits: str) -> Iterator[str]:
     """The account of a tenant. The server accepts imports of subjects with its own name alone."""
     account = f"{TENANT_MARK}{name}"
     yield f"  {_quoted(account)} {{"
     yield from _list("users", [_user(key, permissions_of_tenant(), "")])
     yield from _list("imports", [_import(door, account) for door in DOORS])
+    yield f"    limits: {{ {limits} }}"
     yield "  }"
 
 

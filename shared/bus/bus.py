@@ -19,6 +19,7 @@ from shared.bus.publishing import Publisher
 from shared.bus.queues import Queues
 from shared.bus.reading import StreamReader
 from shared.bus.snapshots import StreamSnapshots
+from shared.bus.store_probes import StoreProbes
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
@@ -33,12 +34,14 @@ DEAD_AFTER_S = 3.0
 _log = structlog.get_logger()
 
 
-class Bus(Publisher, StreamReader, StreamMeter, Queues, StreamSnapshots, Messenger):
+class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnapshots, Messenger):
     """A connection to the broker that reconnects for ever."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
         self._restoring: asyncio.Task[None] | None = None
+        self._is_stale = False
+        """Whether streams or consumers may be missing."""
         self._closing = False
 
     @classmethod
@@ -77,25 +80,34 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StreamSnapshots, Messeng
             live.wake()
         # They may be lost; until that is known, no request counts as one that came after them.
         self.tasks = self.tasks._replace(since_ms=math.inf)
+        self.check_streams()
+
+    def check_streams(self) -> None:
+        self._is_stale = True
         if self.is_prepared and (self._restoring is None or self._restoring.done()):
             self._restoring = asyncio.create_task(self._restore_streams())
 
     async def _restore_streams(self) -> None:
         # A single broker restarts without its in-memory streams, and the consumers of these.
-        while not self._closing:
-            reconnects = self._nc.stats["reconnects"]
+        logged = ""
+        while self._is_stale and not self._closing:
+            self._is_stale = False
             try:
                 await self.restore_streams()
-                if self._nc.stats["reconnects"] == reconnects:
-                    return
-                continue
+                if self._is_stale:
+                    self.tasks = self.tasks._replace(since_ms=math.inf)
             except (NatsError, PagemillError) as error:
-                _log.warning("streams_not_restored", error=str(error) or type(error).__name__)
+                self._is_stale = True
+                if (reason := str(error) or type(error).__name__) != logged:
+                    _log.warning("streams_not_restored", error=reason)
+                    logged = reason
             await asyncio.sleep(MAX_RETRY_S)
 
     async def close(self) -> None:
         """Stop the consumers and close the connection."""
         self._closing = True
+        if self._restoring is not None:
+            self._restoring.cancel()
         for consumer in self._consumers:
             await consumer.stop()
         # Without a server there is no peer to say goodbye to.

@@ -43,6 +43,9 @@ class BusPart:
         self._js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
         self._replies = ReplyInbox(nc)
 
+    def check_streams(self) -> None:
+        """Look for streams and consumers that are missing; a `Bus` creates them again."""
+
 
 class _CorrectedClient(NatsClient):
     def _connect_command(self) -> bytes:

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from shared.bus.outages import Outages
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
 
@@ -183,8 +184,9 @@ class Puller(ABC):
     `capacity` bounds the messages that are in flight.
     """
 
-    def __init__(self, nc: NatsClient, stream: str, capacity: int) -> None:
+    def __init__(self, nc: NatsClient, stream: str, capacity: int, outages: Outages) -> None:
         self.stream = stream
+        self.outages = outages
         self.capacity = capacity
         self.first_sequence = 0
         """Messages before it were in a stream of this name that is lost."""
@@ -253,8 +255,11 @@ class Consumer(Puller):
     when half of the credit is free.
     """
 
-    def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
-        super().__init__(nc, stream, capacity)
+    def __init__(
+        self, nc: NatsClient, stream: str, durable: str, capacity: int, outages: Outages
+    ) -> None:
+        super().__init__(nc, stream, capacity, outages)
+        self._durable = durable
         self._acks = AckBatcher(nc)
         self._subject = pull_subject(stream, durable)
         # Pull request number → (outstanding messages, loop time at which the request has lapsed).
@@ -270,9 +275,12 @@ class Consumer(Puller):
             # A status ends the pull request, even if messages are outstanding.
             self._pulls.pop(msg.subject.rpartition(".")[2], None)
             if status not in ("404", "408"):
-                _log.warning("pull_refused", subject=self._subject, status=status)
+                self.outages.add_refusal(self.stream, self._durable, status)
                 await asyncio.sleep(PULL_REFUSED_PAUSE_S)
+            else:
+                self.outages.add_answer(self.stream, self._durable)
         else:
+            self.outages.add_answer(self.stream, self._durable)
             self.num_in_flight += 1
             self._count_delivery()
             self._ready.put_nowait(Delivery(msg, self, self._acks))
@@ -306,7 +314,10 @@ class Consumer(Puller):
         self._next_pull += 1
         number = str(self._next_pull)
         self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
-        request = {"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)}
+        request: dict[str, object] = {"batch": batch}
+        # The end of an outage is known at once from a pull that does not wait.
+        is_refused = self.outages.is_refused(self.stream, self._durable)
+        request |= {"no_wait": True} if is_refused else {"expires": int(PULL_EXPIRES_S * 1e9)}
         try:
             await self._nc.publish(
                 self._subject, json.dumps(request).encode(), reply=f"{self._inbox}.{number}"

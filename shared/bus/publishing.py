@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NoStreamResponseError
 
 from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, retry_until
 from shared.bus.consumer import acknowledge
@@ -107,6 +107,9 @@ class Publisher(BusPart):
         async def attempt() -> api.PubAck | None:
             try:
                 return await self._js.publish(subject, data, headers=headers)
+            except NoStreamResponseError:
+                self.check_streams()
+                raise
             except APIError as error:
                 code, reason = error.err_code, error.description or ""
                 if code == _WRONG_LAST_SEQUENCE:

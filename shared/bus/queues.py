@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ from nats.js.errors import NotFoundError
 
 from shared.bus.connection import BROKER_DEADLINE_S, REPLY_TIMEOUT_S, retry_until
 from shared.bus.consumer import Consumer, Puller
+from shared.bus.outages import Outages
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import Unavailable
@@ -52,6 +54,9 @@ class Queues(StreamKeeper):
         self._consumers: list[Puller] = []
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._on_tasks_lost: list[Callable[[], None]] = []
+        self.outages = Outages(self._on_refused)
+        self._refilled_ms = 0.0
+        """When a consumer that feeds tasks was lost: it delivers older messages again as new."""
         self._has_queues = True
         """False while consumers that were lost with their tasks have not been created again."""
 
@@ -138,7 +143,7 @@ class Queues(StreamKeeper):
         Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
         await self.create_consumer(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
-        return await self._start(Consumer(self._nc, stream, durable, capacity))
+        return await self._start(Consumer(self._nc, stream, durable, capacity, self.outages))
 
     async def create_slot_consumers(
         self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
@@ -163,7 +168,8 @@ class Queues(StreamKeeper):
     ) -> SlotConsumer:
         """Join the consumers of all `queues`, like `consume`, with one capacity for all."""
         await self.create_slot_consumers(stream, queues, ack_wait_s)
-        return await self._start(SlotConsumer(self._nc, stream, queues, capacity, load))
+        consumer = SlotConsumer(self._nc, stream, queues, capacity, load, self.outages)
+        return await self._start(consumer)
 
     async def _start(self, consumer: AnyPuller) -> AnyPuller:
         self._consumers.append(consumer)
@@ -175,21 +181,33 @@ class Queues(StreamKeeper):
         self._on_tasks_lost.append(callback)
 
     async def restore_streams(self) -> None:
-        """Create what a single broker has lost with its memory: streams, and consumers of tasks.
+        """Create the streams and consumers that were deleted, or lost with a broker's memory.
 
         Raises NotFoundError as long as no worker that may do so has created the stream of tasks.
         """
         await super().restore_streams()
-        before, self.tasks = self.tasks, await self.find_tasks()
-        if self.tasks.first_sequence != before.first_sequence:
+        before, found = self.tasks, await self.find_tasks()
+        self.tasks = found._replace(since_ms=math.inf)
+        if found.first_sequence != before.first_sequence:
             self._has_queues = False
             self._forget_tasks()
-        if not self._has_queues:
-            # First those that feed tasks: until they are reset, what they deliver may be old.
-            for queue in sorted(self._queues.values(), key=lambda queue: not queue.feeds_tasks):
-                if queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM:
-                    await self._create_or_update(queue)
-            self._has_queues = True
+        # First those that feed tasks: until they are reset, what they deliver may be old.
+        for queue in sorted(self._queues.values(), key=lambda queue: not queue.feeds_tasks):
+            if self.outages.is_refused(queue.stream, queue.durable):
+                await self._create_or_update(queue)
+                if queue.feeds_tasks:
+                    self._refilled_ms = self.now_ms()
+            elif not self._has_queues and (
+                queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM
+            ):
+                await self._create_or_update(queue)
+        self._has_queues = True
+        self.tasks = found._replace(since_ms=max(found.since_ms, self._refilled_ms))
+
+    def _on_refused(self) -> None:
+        # A consumer may be lost; until that is known, no request counts as one that is new.
+        self.tasks = self.tasks._replace(since_ms=math.inf)
+        self.check_streams()
 
     def _forget_tasks(self) -> None:
         for consumer in self._consumers:

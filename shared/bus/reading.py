@@ -1,7 +1,6 @@
 """Reading streams and their state, and removing messages from them."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,9 @@ from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
 from shared.protocol.stored_size import kept_headers
 from shared.protocol.versions import version_of
+
+# Server error codes (nats-server's errors.json) for a sequence without a message.
+_NO_SUCH_MESSAGE = (10043, 10057)
 
 READ_BATCH = 256
 READ_BATCH_BYTES = 4 * 2**20
@@ -244,9 +246,17 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message. Nothing happens if it has been removed already."""
-        with contextlib.suppress(NatsError):
-            await self._js.delete_msg(stream, sequence)
+        """Remove one message. Nothing happens if it has been removed already.
+
+        Raises Unavailable.
+        """
+        # nats-py does not know `no_erase`, without which the server overwrites the bytes on disk.
+        query = json.dumps({"seq": sequence, "no_erase": True}).encode()
+        subject, failed = f"$JS.API.STREAM.MSG.DELETE.{stream}", f"a message of {stream}"
+        removing = self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
+        reply = json.loads((await _answered(removing, failed)).data)
+        if reply.get("error", {}).get("err_code") not in (None, *_NO_SUCH_MESSAGE):
+            raise Unavailable(f"the broker did not remove {failed}: {reply['error']}")
 
 
 def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:

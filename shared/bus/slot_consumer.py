@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import structlog
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
+from shared.bus.outages import Outages
 from shared.bus.priorities import BUSY, priority_of
 from shared.task_set import TaskSet
 
@@ -36,8 +36,6 @@ LOST_AT = 1.5
 # Messages that an owner asks for with a pull that waits: one that follows at once is its own too.
 OWNED_BATCH = 2
 LEAST_PAUSE_S = 0.1
-
-_log = structlog.get_logger()
 
 
 class SlotQueue(NamedTuple):
@@ -62,6 +60,7 @@ class _Queue:
     """What a worker knows of a queue, from which it has one pull at a time."""
 
     slot: int | None
+    durable: str
     pull_subject: str
     acks: AckBatcher
     is_owned: bool
@@ -90,13 +89,15 @@ class SlotConsumer(Puller):
         queues: Iterable[SlotQueue],
         capacity: int,
         load: Callable[[], float],
+        outages: Outages,
     ) -> None:
         """`load` returns that of this worker, see `priorities`."""
-        super().__init__(nc, stream, capacity)
+        super().__init__(nc, stream, capacity, outages)
         self._load = load
         self._by_durable = {
             queue.durable: _Queue(
                 queue.slot,
+                queue.durable,
                 pull_subject(stream, queue.durable),
                 AckBatcher(nc),
                 is_owned=queue.slot is None,
@@ -130,14 +131,16 @@ class SlotConsumer(Puller):
                 continue
             if status in ("404", "408"):
                 queue.end_pull(backlog=0)
+                self.outages.add_answer(self.stream, queue.durable)
             else:
                 now_s = asyncio.get_running_loop().time()
                 queue.end_pull(backlog=None, due_s=now_s + PULL_REFUSED_PAUSE_S)
-                _log.warning("pull_refused", subject=queue.pull_subject, status=status)
+                self.outages.add_refusal(self.stream, queue.durable, status)
 
     def _on_delivery(self, msg: Msg) -> None:
         metadata = msg.metadata
         queue = self._by_durable[metadata.consumer]
+        self.outages.add_answer(self.stream, queue.durable)
         queue.backlog = metadata.num_pending
         queue.asked -= 1
         if queue.asked <= 0:

@@ -11,6 +11,7 @@ from nats.js import api
 from shared.bus import stream_changes, streams
 from shared.bus.clock import BrokerClock
 from shared.bus.connection import FIRST_RETRY_S, retry_until
+from shared.bus.server_settings import check_server
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
@@ -62,7 +63,7 @@ class StreamKeeper(BrokerClock):
         self.configure_streams(nats, delivery, agent or AgentConfig())
 
         async def attempt() -> list[Difference]:
-            await streams.check_server(self._nc, self._replies, nats)
+            await check_server(self._nc, self._replies, nats)
             if self.creates_streams:
                 await self._create_missing(self._configs)
             found = await stream_changes.find_differences(self._nc, self._configs)
@@ -91,14 +92,25 @@ class StreamKeeper(BrokerClock):
         self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
 
     async def restore_streams(self) -> None:
-        """Create the streams that a single broker has lost with its memory."""
-        if self.creates_streams:
-            in_memory = [c for c in self._durable if c.storage is api.StorageType.MEMORY]
-            await self._create_missing(in_memory + self._volatile)
+        """Create the streams that a single broker has lost with its memory, and lost queues.
 
-    async def _create_missing(self, configs: list[api.StreamConfig]) -> None:
+        A lost log on disk is left to a person: work in flight would write another text in its place
+        than clients have read.
+        """
+        if self.creates_streams:
+            restored = [
+                config
+                for config in self._durable
+                if config.storage is api.StorageType.MEMORY
+                or config.retention is api.RetentionPolicy.WORK_QUEUE
+            ]
+            if created := await self._create_missing(restored + self._volatile):
+                _log.warning("streams_restored", streams=created)
+
+    async def _create_missing(self, configs: list[api.StreamConfig]) -> list[str]:
         # Microseconds are more than the messages that any broker could have had before.
-        await streams.create_missing(self._nc, configs, first_sequence=int(1000 * self.now_ms()))
+        first_sequence = int(1000 * self.now_ms())
+        return await streams.create_missing(self._nc, configs, first_sequence)
 
     async def find_tasks(self) -> TaskStream:
         """Return the stream of tasks as it is now. Raises NotFoundError."""

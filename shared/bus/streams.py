@@ -1,18 +1,14 @@
-"""Required settings of the broker, and the streams in it."""
+"""The streams of Pagemill in the broker."""
 
 import asyncio
-import contextlib
-import json
 from typing import Any
 
 from nats.aio.client import Client as NatsClient
-from nats.errors import Error as NatsError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.bus.replies import ReplyInbox
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config import DeliveryConfig
 from shared.config_agent import AgentConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
@@ -32,24 +28,13 @@ MEDIA_REUSE_S = 600.0
 # A request that is claimed many times leaves at most this many records.
 MAX_ATTEMPT_RECORDS = 64
 
-MIN_SERVER_VERSION = (2, 14, 3)
-MIN_MAX_PAYLOAD = 2**20
 MIB = 2**20
 
 # Longer than an election, in which no heartbeat is stored.
 HEARTBEAT_TTL_S = 15.0
 
-# The servers of a cluster reply one by one. When most have replied, no further reply comes after a
-# pause of this length.
-NEXT_REPLY_TIMEOUT_S = 0.25
-
 # Within this time the server has created a stream, or refused to.
 CREATING_S = 0.5
-
-# Streams whose sequences are remembered when a broker has lost them with its memory.
-_NUMBERED_ON = (subjects.STAGES_STREAM, subjects.TOKENS_STREAM)
-
-_SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
 # Server error codes (nats-server's errors.json).
 _STREAM_EXISTS = 10058
@@ -244,25 +229,27 @@ def _with_window(config: api.StreamConfig) -> api.StreamConfig:
 
 async def create_missing(
     nc: NatsClient, configs: list[api.StreamConfig], first_sequence: int
-) -> None:
-    """Create the streams that do not exist; those that do stay as they are, whoever made them.
+) -> list[str]:
+    """Create the streams that do not exist, and return their names. Other streams stay as they are.
 
-    Tasks and token logs in memory begin with `first_sequence`: an acknowledgement names a sequence,
-    and one that is late must not settle a task of a later stream. Nor must a reader of a log look
-    for its continuation behind all of a later stream. Raises ConfigError when there is no space for
-    a stream.
+    Queues, and token logs in memory, begin with `first_sequence`: an acknowledgement names a
+    sequence, and a late one must not settle a message of a later stream. Nor must a reader of a log
+    look for its continuation after the end of a later stream. Raises ConfigError when there is no
+    space for a stream.
     """
-    js = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+    js, created = nc.jetstream(timeout=REPLY_TIMEOUT_S), []
     for config in configs:
         try:
             await js.stream_info(config.name or "")
             continue
         except NotFoundError:
             pass
-        if config.name in _NUMBERED_ON and config.storage is api.StorageType.MEMORY:
+        is_log = config.name == subjects.TOKENS_STREAM and config.storage is api.StorageType.MEMORY
+        if is_log or config.retention is api.RetentionPolicy.WORK_QUEUE:
             config = config.evolve(first_seq=first_sequence)
         try:
             await js.add_stream(config)
+            created.append(config.name or "")
         except APIError as error:
             if error.err_code in _INSUFFICIENT_RESOURCES and not await _is_there(js, config):
                 is_volatile = config.storage is api.StorageType.MEMORY
@@ -274,6 +261,7 @@ async def create_missing(
                 ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error
+    return created
 
 
 async def _is_there(js: JetStreamContext, config: api.StreamConfig) -> bool:
@@ -284,77 +272,3 @@ async def _is_there(js: JetStreamContext, config: api.StreamConfig) -> bool:
     except NotFoundError:
         return False
     return True
-
-
-async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:
-    """Check that the server can give the delivery guarantees.
-
-    An acknowledged publish must be on disk, which only the server's own settings show. Raises
-    ConfigError, which names the missing setting.
-    """
-    connected = nc.connected_server_version
-    version = connected.major, connected.minor, connected.patch
-    if version < MIN_SERVER_VERSION:
-        found, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
-        raise ConfigError(
-            f"nats-server {found} is too old: {required} is required", field="nats.url"
-        )
-    if nc.max_payload < MIN_MAX_PAYLOAD:
-        raise ConfigError(
-            f"nats-server: max_payload is {nc.max_payload}; at least {MIN_MAX_PAYLOAD} is required",
-            field="nats.url",
-        )
-    try:
-        await nc.jetstream(timeout=REPLY_TIMEOUT_S).account_info()
-    except APIError as error:
-        raise ConfigError(
-            f"nats-server: JetStream is not enabled for this account: {error.description}",
-            field="nats.url",
-        ) from error
-    if not config.unchecked:
-        _check_settings(await _read_settings(inbox, config.replicas), config.replicas)
-
-
-def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
-    if not servers:
-        raise ConfigError(
-            "nats-server does not report its JetStream settings: export"
-            f" {_SETTINGS_SERVICE} to this account as compose/nats.conf does, or set"
-            " nats.unchecked: true",
-            field="nats.url",
-        )
-    for server in servers:
-        name = server["server"]["name"]
-        settings = server.get("data", {}).get("config")
-        if settings is None:
-            # A member of the cluster without JetStream stores no streams.
-            continue
-        if not settings.get("sync_always"):
-            raise ConfigError(
-                f"nats-server {name}: jetstream.sync_interval must be 'always', or acknowledged"
-                " messages could be lost with its machine",
-                field="nats.url",
-            )
-    # A minority of the replicas may be down at the moment.
-    storing = sum("config" in server.get("data", {}) for server in servers)
-    if storing <= replicas // 2:
-        raise ConfigError(
-            f"nats.replicas is {replicas}, but {storing} servers store streams",
-            field="nats.replicas",
-        )
-
-
-async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
-    """Return the JetStream settings of each server of the cluster, of most of them at least."""
-    query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
-    settings: list[dict[str, Any]] = []
-    with contextlib.suppress(TimeoutError, NatsError):
-        async with inbox.request(_SETTINGS_SERVICE, query) as replies:
-            while True:
-                msg = await replies.next(timeout_s)
-                if msg.headers and msg.headers.get("Status"):
-                    break
-                settings.append(json.loads(msg.data))
-                if len(settings) > replicas // 2:
-                    timeout_s = NEXT_REPLY_TIMEOUT_S
-    return settings

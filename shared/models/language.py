@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from transformers import PreTrainedModel
 
 from shared.errors import UnsupportedContent
+from shared.models.reach import check_reach
 from shared.models.tower_adapter import TowerAdapter, refuse
 from shared.protocol.multimodal import PlaceholderRange
 
@@ -76,6 +77,12 @@ class LanguageAdapter:
         return cast(PreTrainedModel, model.get_decoder())
 
     @property
+    def _num_positions(self) -> int:
+        """Number of positions for which the decoder was made, and its rotary table is as long."""
+        config: Any = self.decoder.config
+        return int(config.max_position_embeddings)
+
+    @property
     def input_embeddings(self) -> Any:
         """The module that embeds token ids."""
         model: Any = self.model
@@ -100,6 +107,18 @@ class LanguageAdapter:
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
         """Return the positions of a prompt with items; None if each token stands at its index."""
         return None
+
+    def count_free_positions(self, prompt: MediaPrompt) -> int:
+        """Return the number of rotary positions after a checked prompt.
+
+        Raises InvalidRequest for a prompt that reaches beyond the last one.
+        """
+        located = self.locate(prompt) if prompt.items else None
+        length, limit = len(prompt.prompt_token_ids), self._num_positions
+        if located is None:
+            return limit - length
+        check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
+        return limit - length - located.delta
 
     def forward(
         self,

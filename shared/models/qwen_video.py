@@ -18,6 +18,7 @@ from shared.models.frame_sampling import SampledFrames, SamplingRule, sample_by_
 from shared.models.frames import RESIZING, VideoSettings, fused_table, read_video_settings
 from shared.models.layout import PlannedLayout, check_frame_ratio
 from shared.models.media import Frame, FramePlan, VideoProbe
+from shared.models.reach import check_time, positions_per_second
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling, Placement, content_hash
 
@@ -207,6 +208,16 @@ class Qwen25VideoLayout(QwenVideoLayout):
 
     metadata: tuple[str, ...] = (GRID, SECONDS)
 
+    def __init__(self, settings: VideoSettings, config: Any) -> None:
+        super().__init__(settings, config)
+        self._num_positions: int = config.get_text_config().max_position_embeddings
+        self._positions_per_s = positions_per_second(config)
+
+    def plan(self, probe: VideoProbe, sampling: FrameSampling, field: str) -> FramePlan:
+        plan = super().plan(probe, sampling, field)
+        self._check_time(self._grid(plan)[0], self._seconds_of(plan), field)
+        return plan
+
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
         seconds = WireField(fields[SECONDS], BatchedField(keep_on_cpu=True))
         # vLLM writes the fields in the order of their names.
@@ -218,14 +229,20 @@ class Qwen25VideoLayout(QwenVideoLayout):
         fields, num_tokens = super().from_wire(wire, field)
         seconds = fields[SECONDS]
         wire_pixels.check_shape(SECONDS, seconds, (), field)
-        value = float(to_numpy(seconds)) if seconds.dtype == "float32" else math.nan
-        if not 0 <= value < 1e6:
-            raise InvalidRequest(f"{SECONDS} must be a float32 from 0", field=field)
+        if seconds.dtype != "float32":
+            raise InvalidRequest(f"{SECONDS} must be float32", field=field)
+        self._check_time(int(to_numpy(fields[GRID])[0]), float(to_numpy(seconds)), field)
         return fields, num_tokens
 
     def _times(self, plan: FramePlan) -> dict[str, TensorData]:
-        seconds = self._settings.temporal_patch_size / plan.fps
-        return {SECONDS: from_numpy(np.array(seconds, np.float32))}
+        return {SECONDS: from_numpy(np.array(self._seconds_of(plan), np.float32))}
+
+    def _seconds_of(self, plan: FramePlan) -> float:
+        # A rate that is no rate makes seconds that are refused.
+        return self._settings.temporal_patch_size / plan.fps if plan.fps > 0 else math.inf
+
+    def _check_time(self, num_pairs: int, seconds: float, field: str) -> None:
+        check_time(num_pairs, seconds, self._positions_per_s, self._num_positions, field)
 
 
 class Qwen3VideoLayout(QwenVideoLayout):

@@ -31,6 +31,15 @@ _AUDIT_CHANGES = tuple(
 )
 _GATEWAY = "gateway"
 
+# The streams that may be on disk, except for the audit log, which nobody may purge.
+_PROBED_STREAMS = (
+    *(subjects.REQUESTS_STREAM, subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM),
+    *(subjects.STAGES_STREAM, subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM),
+    *(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
+    *(subjects.JOBS_STREAM, subjects.DEAD_STREAM, subjects.SCALE_STREAM),
+    *(subjects.KV_STREAM, subjects.WORKERS_STREAM),
+)
+
 # Who may create streams. Only the operator may change them, by `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
@@ -114,7 +123,8 @@ def permissions_of(identity: str) -> Permissions:
                 [
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
-                    *_purges(subjects.STAGES_STREAM),
+                    # The probe of a stream is a purge of a subject that no message has.
+                    *_purges(*_PROBED_STREAMS),
                     # All requests are to be delivered again when their tasks are lost.
                     f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
@@ -169,7 +179,7 @@ def _stage_worker(base: Permissions) -> Permissions:
         [
             *_consumes(subjects.STAGES_STREAM),
             *_reads(subjects.STAGES_STREAM, logs, attempts, results, subjects.MEDIA_STREAM),
-            *_purges(logs, attempts),
+            *_purges(logs, attempts, subjects.STAGES_STREAM),
             *(f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in (requests, results)),
             f"$JS.API.STREAM.MSG.GET.{requests}",
             # The last worker of a request acknowledges it in place of the coordinator.

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from shared.errors import PagemillError
+from shared.errors import DeadlineExceeded, Overloaded, PagemillError, Unavailable
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND
 
 
@@ -225,3 +225,18 @@ class OutputEnds(Struct, frozen=True, tag="ends"):
 
 def error_info(error: PagemillError) -> ErrorInfo:
     return msgspec.convert(error, ErrorInfo, from_attributes=True)
+
+
+# Errors that are handled by their class.
+_KINDS = {kind.code: kind for kind in (Unavailable, Overloaded, DeadlineExceeded)}
+
+
+def error_of(info: ErrorInfo) -> PagemillError:
+    """Return an error that another process has reported, as an exception.
+
+    It has the code, the fault and the retryability of the report.
+    """
+    error = _KINDS.get(info.code, PagemillError)(info.message, field=info.field)
+    error.code, error.fault = info.code, info.fault
+    error.retryable, error.retry_after_s = info.retryable, info.retry_after_s
+    return error

@@ -146,6 +146,8 @@ class Listed(Struct, frozen=True, tag="listed", omit_defaults=True):
     label: str
     tools: list[ListedTool] = []
     error: str | None = None
+    retryable: bool = False
+    """Whether the server may answer a later response."""
     inherited: bool = False
     """The listing is that of an earlier response, whose items have it."""
 

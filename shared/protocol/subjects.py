@@ -72,6 +72,8 @@ TOKENS_FILTER = "pm.tokens.>"
 METRICS = "pm.metrics"
 # One worker answers a request on this subject with the settings that all have in common.
 SETTINGS = "pm.settings"
+# No message has this subject. A purge of it changes nothing, and fails where a stream cannot store.
+PROBE = "pm.probe"
 # Number of batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
 
@@ -126,6 +128,10 @@ def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
 
 def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:
     return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.*"
+
+
+def is_request(subject: str) -> bool:
+    return subject.startswith("pm.request.")
 
 
 def is_stage(subject: str) -> bool:

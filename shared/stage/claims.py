@@ -50,6 +50,11 @@ class ClaimedJobs:
         if job.request_id is not None and self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
 
+    def note_ended(self, subject: str) -> None:
+        """Mark a claimed job whose request has ended, as the subject of the notice says."""
+        if (job := self._jobs.get(subjects.last_token(subject))) is not None:
+            job.ended = True
+
     def receive(self, delivery: Delivery) -> Job | None:
         """A job whose request id comes from the subject, because its message may be undecodable.
 

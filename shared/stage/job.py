@@ -38,6 +38,8 @@ class Job:
     """A worker died while it ran this job, which has not yet shown that it was not the cause."""
     waiting: bool = False
     """The work has not begun; progress of other jobs is progress towards it."""
+    ended: bool = False
+    """A notice said that the request has ended elsewhere."""
     running: bool = False
     """The work runs where it could end the process."""
     inputs: list[BlobRef] = field(default_factory=list)

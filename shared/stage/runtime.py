@@ -179,6 +179,8 @@ class Context:
             return "starting"
         if not self.bus.is_connected:
             return "no broker"
+        if self.bus.outages.is_open:
+            return "no queue"
         unheard_s = asyncio.get_running_loop().time() - self._heard_s
         return "ok" if unheard_s < UNHEARD_S else "no streams"
 
@@ -234,9 +236,9 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            reported, address = load(), None
+            reported = load() | ({"refused": 1.0} if self.bus.outages.is_open else {})
             if self._blobs is not None:
-                reported, address = reported | self._blobs.load(), self._blobs.address
+                reported |= self._blobs.load()
             beat = Heartbeat(
                 role=self.role,
                 worker=self.worker,
@@ -244,7 +246,7 @@ class Context:
                 pid=os.getpid(),
                 models=models,
                 load=reported,
-                blobs=address,
+                blobs=None if self._blobs is None else self._blobs.address,
                 metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
@@ -255,6 +257,7 @@ class Context:
                 self._heard_s = asyncio.get_running_loop().time()
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
                     await self.bus.sync_clock()
+                    self.bus.check_streams()
             except Exception as error:
                 # The broker is unreachable; the connection waits for it.
                 self.log.warning("heartbeat_failed", error=str(error))

@@ -28,7 +28,7 @@ from shared.protocol.records import OutputEnd, OutputSummary, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
-from shared.stage.endings import end_with_error
+from shared.stage.endings import end_with_error, leave_queues
 from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.log_records import is_final
@@ -164,6 +164,9 @@ class Stage:
                 # An earlier attempt may have stored a task with the same payloads.
                 passed = await tasks.stored_payloads(self.bus, edge, header, result, num_slots)
             job.inputs = [ref for ref in job.inputs if ref not in passed]
+        if job.ended and is_final(await last_record(self.bus, header.request_id)):
+            # These tasks may have been stored after the others of the request were removed.
+            await leave_queues(self.bus, job)
         await self._acknowledge(job)
 
     async def start_followers(self, job: Job) -> None:

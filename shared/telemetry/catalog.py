@@ -165,6 +165,11 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
             " fetches of media."
         ),
     },
+    ("gauge", COORDINATOR, ()): {
+        "streams_refusing": (
+            "Streams on disk that have refused to store for longer than an election takes."
+        ),
+    },
     ("counter", COORDINATOR, ()): {
         "requests_accepted_total": "Valid requests forwarded to renderers.",
     },

@@ -4,17 +4,19 @@ They are read from safetensors files only; code in the folder is never executed.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shared.errors import ConfigError
+from shared.vision.quantized import find_quantization, find_quantized_tensor
 
 
 def load_weights(
@@ -33,13 +35,17 @@ def load_weights(
     Raises ConfigError.
     """
     options: dict[str, Any] = {}
+    if quantization is not None:
+        # A None would take the place of the setting in config.json.
+        options["quantization_config"] = quantization
     if part is not None:
         prefix, config = part
-        options = {"config": config, "key_mapping": {rf"^{re.escape(prefix)}\.": ""}}
+        options |= {"config": config, "key_mapping": {rf"^{re.escape(prefix)}\.": ""}}
     if dtype == torch.float64:
         # The products of stacked experts exist for smaller types only.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    _refuse(folder, find_quantization(folder))
     try:
         model, report = _part_of(model_class, without, part is not None).from_pretrained(
             folder,
@@ -47,17 +53,43 @@ def load_weights(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            quantization_config=quantization,
             **options,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+    _refuse(folder, find_quantized_tensor(folder, model, _renamer_of(model)))
     # transformers fills missing weights with random numbers and continues.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
+
+
+def _renamer_of(model: Any) -> Callable[[str], str]:
+    """Return the function that transformers has applied to the names of the tensors in the files.
+
+    It changes the names of older checkpoints, and joins the experts of a layer.
+    """
+    # The conversions that were used for this model; transformers has no public name for them.
+    conversions = model._weight_conversions
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state = model.state_dict()
+
+    def rename(name: str) -> str:
+        prefix = model.base_model_prefix
+        renamed, _ = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed in state or name not in state:
+            return renamed
+        return name
+
+    return rename
+
+
+def _refuse(folder: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
 
 
 def _part_of(model_class: Any, without: Sequence[str], is_part: bool) -> Any:

@@ -343,7 +343,7 @@ async def refusal_of(client: AsyncOpenAI, *, store: bool) -> str | None:
         ("redirect", "307"),
         ("endless", "more than 1 MiB"),
         ("events", "events"),
-        ("drip", "TimeoutError"),
+        ("drip", "no answer in time"),
         ("many", "128 tools"),
         ("most", "too large"),
         ("deep", "too large"),
@@ -368,6 +368,6 @@ async def test_a_response_that_cannot_go_on_says_why(openai_client: AsyncOpenAI)
         await respond(openai_client, "2 + 3?", mcp("closed"), tool_choice=choice)
     body: Any = failed.value.body
     assert (failed.value.code, body["message"]) == (
-        "tool_failure",
-        "tool_choice needs the tools of closed, which are not known",
+        "tools_unavailable",
+        "tool_choice needs the tools of closed: the server cannot be reached (ConnectError)",
     )

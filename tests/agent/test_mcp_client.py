@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,25 +13,29 @@ from shared.config_agent import AgentConfig
 from shared.protocol.encoding import to_json
 from shared.targets import Target
 from tests.renderer.canary import resolve_as
-from workers.agent.mcp_client import MAX_POOLS, McpClient, NotSent, OutcomeUnknown, Server
+from workers.agent.mcp_client import MAX_POOLS, McpClient, Server
 from workers.agent.mcp_protocol import (
     EventReader,
+    McpError,
     McpFault,
     McpRefusal,
+    OutcomeUnknown,
+    ServerBusy,
     check_listing,
     output_of,
     tools_of,
 )
-from workers.agent.mcp_session import McpSession, open_session
+from workers.agent.mcp_session import MAX_PAGES, NUM_TRIES, McpSession
 
 CONFIG = AgentConfig(mcp_networks=["127.0.0.1/32"], call_timeout_s=20.0)
 Answer = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[Any, ...]]]
-"""Returns the status, the result and the lines of further headers."""
+"""Returns the status, the result and the lines of further headers, or all bytes that are sent."""
 
 
 @asynccontextmanager
 async def server_of(answer: Answer) -> AsyncIterator[Target]:
-    """A server that answers each message with a status and a result."""
+    """A server that answers each message with a status and a result, or with bytes alone, and
+    then waits until its client has closed the connection."""
 
     ended: list[asyncio.Event] = []
 
@@ -39,8 +43,17 @@ async def server_of(answer: Answer) -> AsyncIterator[Target]:
         ended.append(asyncio.Event())
         mine = ended[-1]
         while head := await _head_of(reader):
-            sent = json.loads(await reader.readexactly(int(head["content-length"])))
-            status, result, *more = await answer(sent, head)
+            data = await reader.readexactly(int(head["content-length"]))
+            if not data:  # The end of a session.
+                writer.write(b"HTTP/1.1 204 X\r\n\r\n")
+                continue
+            sent = json.loads(data)
+            status, *rest = await answer(sent, head)
+            if isinstance(status, bytes):
+                writer.write(status)
+                await reader.read()
+                break
+            result, *more = rest
             body = to_json({"jsonrpc": "2.0", "id": sent.get("id"), "result": result})
             lines = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{''.join(more)}"
             writer.write(f"{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -79,10 +92,10 @@ async def test_a_server_that_failed_at_first_is_asked_again_which_version_it_has
 
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
-        async with open_session(client, Server("", "calc", target)) as session:
+        async with aclosing(McpSession(client, Server("", "calc", target))) as session:
             with pytest.raises(OutcomeUnknown):
-                await session.open()
-            await session.open()
+                await session.open(client.deadline())
+            await session.open(client.deadline())
         await client.close()
     assert methods == ["server/discover", "server/discover"]
 
@@ -98,12 +111,14 @@ async def test_more_servers_than_pools_do_not_break_off_a_call() -> None:
 
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
-        async with open_session(client, Server("slow", "calc", target)) as slow:
-            await slow.open()
+        async with aclosing(McpSession(client, Server("slow", "calc", target))) as slow:
+            await slow.open(client.deadline())
             calling = asyncio.create_task(slow.call("größe", {}, None, no_mark))
             for number in range(MAX_POOLS + 1):
-                async with open_session(client, Server(f"{number}", "calc", target)) as session:
-                    await session.open()
+                async with aclosing(
+                    McpSession(client, Server(f"{number}", "calc", target))
+                ) as session:
+                    await session.open(client.deadline())
                     await session.call("fast", {}, None, no_mark)
             others_done.set()
             assert await calling == {"content": []}
@@ -137,11 +152,13 @@ async def test_a_session_that_has_expired_is_opened_anew_and_the_call_sent_again
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
         session = McpSession(client, Server("", "calc", target))
-        await session.open()
+        await session.open(client.deadline())
         if has_room:
             assert await session.call("add", {}, None, mark) == {"content": []}
         else:
-            with pytest.raises(McpRefusal, match="could not be opened anew"):
+            with pytest.raises(
+                McpRefusal, match="answered 404; another attempt failed: the server answered 404"
+            ):
                 await session.call("add", {}, None, mark)
         await client.close()
     assert marks == [1]
@@ -158,9 +175,9 @@ async def test_a_name_that_changes_its_address_between_listing_and_call_is_not_d
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
         server = Server("", "calc", target._replace(host="calc.test"))
-        async with open_session(client, server) as session:
+        async with aclosing(McpSession(client, server)) as session:
             assert await session.list_tools() == []
-            with pytest.raises(NotSent, match=r"not in agent\.mcp_networks"):
+            with pytest.raises(McpFault, match=r"not in agent\.mcp_networks"):
                 await session.call("add", {}, None, no_mark)
         await client.close()
 
@@ -178,7 +195,7 @@ async def test_listings_are_cached_for_their_tenant_and_as_long_as_the_server_sa
         client = McpClient(CONFIG)
         for tenant in ("one", "one", "other", "hurried", "hurried"):
             server = Server(tenant, "calc", target, (("X-For", tenant),))
-            async with open_session(client, server) as session:
+            async with aclosing(McpSession(client, server)) as session:
                 assert [tool.name for tool in await session.list_tools()] == ["add"]
         await client.close()
     assert num_listed == {"one": 1, "other": 1, "hurried": 2}
@@ -204,3 +221,230 @@ def test_events_are_found_however_their_bytes_arrive(end: str) -> None:
 
 def test_content_that_is_no_list_is_no_content() -> None:
     assert output_of({"content": 5, "structuredContent": {"a": 1}}) == '{"a":1}'
+
+
+Script = dict[str, list[tuple[Any, ...]]]
+"""Answers by method, in turns; the last one of a method repeats."""
+OPENED: tuple[Any, ...] = 200, {"protocolVersion": "2025-06-18"}, "Mcp-Session-Id: s1\r\n"
+LISTED: tuple[Any, ...] = 200, {"tools": [{"name": "add", "inputSchema": {}}]}
+MADE: tuple[Any, ...] = 200, {"content": []}
+LEGACY_SCRIPT: Script = {
+    "server/discover": [(400, {})],
+    "initialize": [OPENED],
+    "notifications/initialized": [(202, {})],
+    "tools/list": [LISTED],
+    "tools/call": [MADE],
+}
+
+
+def scripted(script: Script, requests: list[tuple[str, str | None]]) -> Answer:
+    """Return the answers of a script, which adds each method and its session to `requests`."""
+
+    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
+        method = sent["method"]
+        answers = script[method]
+        number = sum(name == method for name, _ in requests)
+        requests.append((method, head.get("mcp-session-id")))
+        return tuple(answers[min(number, len(answers) - 1)])
+
+    return answer
+
+
+@asynccontextmanager
+async def session_with(answer: Answer, config: AgentConfig = CONFIG) -> AsyncIterator[McpSession]:
+    async with server_of(answer) as target:
+        client = McpClient(config)
+        try:
+            async with aclosing(McpSession(client, Server("", "calc", target))) as session:
+                yield session
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 200])
+async def test_a_session_id_in_a_refused_discovery_is_not_used(status: int) -> None:
+    requests: list[tuple[str, str | None]] = []
+    refused: tuple[Any, ...] = (status, {}, "Mcp-Session-Id: of-the-refusal\r\n")
+    if status == 200:
+        refused = (200, None, "Mcp-Session-Id: of-the-refusal\r\n")  # No result.
+    script = LEGACY_SCRIPT | {"server/discover": [refused]}
+    async with session_with(scripted(script, requests)) as session:
+        await session.list_tools()
+        await session.call("add", {}, None, no_mark)
+    assert requests[:5] == [
+        ("server/discover", None),
+        ("initialize", None),
+        *((method, "s1") for method in ("notifications/initialized", "tools/list", "tools/call")),
+    ]
+
+
+@pytest.mark.parametrize("status", [404, 400])
+async def test_a_session_that_ends_after_each_call_is_opened_again(status: int) -> None:
+    sessions: list[str] = []
+    live: set[str] = set()
+
+    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
+        session = head.get("mcp-session-id", "")
+        match sent["method"]:
+            case "server/discover":
+                return 405, {}
+            case "initialize":
+                sessions.append(f"s{len(sessions)}")
+                live.add(sessions[-1])
+                return 200, {}, f"Mcp-Session-Id: {sessions[-1]}\r\n"
+            case "notifications/initialized":
+                return 202, {}
+        if session not in live:
+            return status, {}, "" if status == 404 else "Id: other\r\n"
+        live.remove(session)
+        return MADE
+
+    async with session_with(answer) as session:
+        for number in range(1, 4):
+            assert await session.call("add", {}, None, no_mark) == {"content": []}
+            assert len(sessions) == number
+
+
+STEPS = ["server/discover", "initialize", "notifications/initialized", "tools/list", "tools/call"]
+
+
+def stuck_at(stage: str, head: bytes, reached: asyncio.Event) -> Answer:
+    """Return the answers of a server that answers one method with `head` alone."""
+    others = scripted(LEGACY_SCRIPT, [])
+
+    async def answer(sent: dict[str, Any], fields: dict[str, str]) -> tuple[Any, ...]:
+        if sent["method"] != stage:
+            return await others(sent, fields)
+        reached.set()
+        return (head,)
+
+    return answer
+
+
+HEADS = [
+    pytest.param(b"", id="silent"),
+    pytest.param(b"HTTP/1.1 200 X\r\nContent-Length: 9\r\n\r\n", id="no-body"),
+    pytest.param(
+        b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\n\r\n: ping\r\n\r\n", id="sse"
+    ),
+]
+
+
+async def use(session: McpSession) -> None:
+    await session.list_tools()
+    await session.call("add", {}, None, no_mark)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("stage", STEPS)
+async def test_a_server_that_hangs_is_one_error_within_the_limit(stage: str, head: bytes) -> None:
+    client = McpClient(AgentConfig(mcp_networks=["127.0.0.1/32"], call_timeout_s=0.5))
+    async with server_of(stuck_at(stage, head, asyncio.Event())) as target:
+        session = McpSession(client, Server("", "calc", target))
+        if stage == "server/discover":
+            # Older servers may not answer this method, and then they answer the next one.
+            assert len(await session.list_tools()) == 1
+        else:
+            with pytest.raises(McpError, match=r"agent\.call_timeout_s"):
+                await use(session)
+        await session.aclose()
+        await client.close()
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("stage", STEPS)
+async def test_a_cancelled_request_ends_its_connection_at_once(stage: str, head: bytes) -> None:
+    client = McpClient(CONFIG)
+    reached = asyncio.Event()
+    async with server_of(stuck_at(stage, head, reached)) as target:
+        session = McpSession(client, Server("", "calc", target))
+        using = asyncio.create_task(use(session))
+        await reached.wait()
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        # The lock of the opening is free.
+        async with session._opening:
+            await session.aclose()
+        await client.close()
+
+
+async def test_calls_that_wait_for_a_stuck_opening_end_with_it() -> None:
+    client = McpClient(AgentConfig(mcp_networks=["127.0.0.1/32"], call_timeout_s=0.5))
+    requests: list[tuple[str, str | None]] = []
+    script = LEGACY_SCRIPT | {"initialize": [(b"",)]}
+    async with server_of(scripted(script, requests)) as target:
+        session = McpSession(client, Server("", "calc", target))
+        calls = [session.call("add", {}, None, no_mark) for _ in range(8)]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, McpError) for error in ended)
+        await session.aclose()
+        await client.close()
+    # The limit is not one for each in turn.
+    assert [name for name, _ in requests].count("initialize") < len(calls)
+
+
+BUSY: tuple[Any, ...] = (429, {}, "Retry-After: 0\r\n")
+AWAY: tuple[Any, ...] = (503, {}, "Retry-After: 0\r\n")
+
+
+@pytest.mark.parametrize("busy", [BUSY, AWAY])
+@pytest.mark.parametrize("method", ["server/discover", "initialize", "tools/list", "tools/call"])
+async def test_a_busy_server_gets_the_request_again(method: str, busy: tuple[Any, ...]) -> None:
+    requests: list[tuple[str, str | None]] = []
+    marks: list[int] = []
+
+    async def mark() -> None:
+        marks.append(len(requests))
+
+    script = LEGACY_SCRIPT | {method: [busy, busy, LEGACY_SCRIPT[method][0]]}
+    async with session_with(scripted(script, requests)) as session:
+        await session.list_tools()
+        assert await session.call("add", {}, None, mark) == {"content": []}
+    assert [name for name, _ in requests].count(method) == NUM_TRIES
+    assert len(marks) == 1
+
+
+async def test_a_server_that_stays_busy_refuses_the_call() -> None:
+    requests: list[tuple[str, str | None]] = []
+    script = LEGACY_SCRIPT | {"tools/call": [BUSY]}
+    async with session_with(scripted(script, requests)) as session:
+        with pytest.raises(ServerBusy, match="429") as refused:
+            await session.call("add", {}, None, no_mark)
+    assert refused.value.retryable
+    assert refused.value.error["code"] == 429
+
+
+async def test_a_failure_without_a_known_outcome_is_repeated_for_listings_alone() -> None:
+    requests: list[tuple[str, str | None]] = []
+    script = LEGACY_SCRIPT | {"tools/list": [(502, {}), LISTED], "tools/call": [(502, {}), MADE]}
+    async with session_with(scripted(script, requests)) as session:
+        assert len(await session.list_tools()) == 1
+        with pytest.raises(OutcomeUnknown, match="502"):
+            await session.call("add", {}, None, no_mark)
+    names = [name for name, _ in requests]
+    assert (names.count("tools/list"), names.count("tools/call")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, {}), "401: the header Authorization is missing or wrong"),
+        ((307, {}, "Location: /mcp/\r\n"), "307: redirects are not followed"),
+        ((500, {}), "answered 500"),
+    ],
+)
+async def test_a_refusal_to_open_says_what_to_do(answer: tuple[Any, ...], message: str) -> None:
+    script = LEGACY_SCRIPT | {"server/discover": [answer], "initialize": [answer]}
+    async with session_with(scripted(script, [])) as session:
+        with pytest.raises(McpError, match=message):
+            await session.list_tools()
+
+
+async def test_a_listing_without_an_end_is_one_error() -> None:
+    requests: list[tuple[str, str | None]] = []
+    page = (200, {"tools": [], "nextCursor": "more"})
+    async with session_with(scripted(LEGACY_SCRIPT | {"tools/list": [page]}, requests)) as session:
+        with pytest.raises(McpFault, match=f"more than {MAX_PAGES} pages"):
+            await session.list_tools()
+    assert [name for name, _ in requests].count("tools/list") == MAX_PAGES

@@ -53,6 +53,22 @@ POOLING = {
     "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
 }
 CLS = POOLING | {"1_Pooling/config.json": b'{"pooling_mode": "cls"}'}
+CONFIG = json.loads(FILES["config.json"])
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00001.safetensors"
+# Models with quantized weights, and the file that shows it.
+QUANTIZED: dict[str, dict[str, bytes]] = {
+    "config.json": {
+        "config.json": json.dumps(
+            CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+        ).encode()
+    },
+    "hf_quant_config.json": {"hf_quant_config.json": b'{"quantization": {"quant_algo": "FP8"}}'},
+    INDEX: {
+        INDEX: json.dumps({"weight_map": {"lm_head.qweight": SHARD}}).encode(),
+        SHARD: b"never read",
+    },
+}
 OUTSIDE = {"../1_Pooling/config.json": b"{}", "1_Pooling/x/config.json": b"{}"}
 WEIGHTS = "model.safetensors"
 NO_BROKER = ("--nats", "nats://127.0.0.1:9")
@@ -66,6 +82,7 @@ def hub() -> Iterator[Hub]:
         "org/whisper": unsupported,
         "org/pickled": {"a.bin": b"x"},
         "org/cls": FILES | CLS,
+        **{f"org/{name}": FILES | files for name, files in QUANTIZED.items()},
     }
     with Hub(models | {"org/pooled": FILES | POOLING | OUTSIDE}) as server:
         yield server
@@ -152,6 +169,16 @@ def test_a_pooling_that_is_not_served_is_refused_before_the_weights(
     refusal = "weights were not downloaded: 1_Pooling/config.json: pooling_mode: the engine pools"
     assert refusal in done.stderr
     assert {path for _, path, _ in hub.requests} == {"config.json", *CLS}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_refused_before_their_download(
+    hub: Hub, tmp_path: Path, name: str
+) -> None:
+    done = run(hub, tmp_path, "pull", f"org/{name}")
+    assert done.returncode == 1
+    assert "weights were not downloaded: has quantized weights (" in done.stderr
+    assert {path for _, path, _ in hub.requests} == {"config.json", name}
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
@@ -515,9 +542,19 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "whisper"
     shutil.copytree(DEMO, folder)
     (folder / "config.json").write_bytes(b'{"model_type": "whisper"}')
-    done = run(hub, tmp_path, "up", str(folder))
-    assert done.returncode == 78
-    assert "cross attention" in done.stderr
+    quantized = tmp_path / "quantized"
+    shutil.copytree(DEMO, quantized)
+    (quantized / "config.json").write_bytes(QUANTIZED["config.json"]["config.json"])
+    for refused, said in ((folder, "cross attention"), (quantized, "has quantized weights")):
+        done = run(hub, tmp_path, "up", str(refused))
+        assert done.returncode == 78
+        assert said in done.stderr
+        (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {refused}}}}}")
+        done = run(hub, tmp_path, "check")
+        assert done.returncode == 1
+        assert f"models.mine.path: {refused} {said}" in done.stderr.replace("uses ", "")
+        rows = run(hub, tmp_path, "models", "--json", *NO_BROKER).stdout.splitlines()
+        assert [json.loads(row)["state"] for row in rows] == ["refused"]
 
 
 def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,31 @@ from ops.browser import ENTER, MISSING, browsing
 from ops.demo_hearing.training.evaluation import Listener
 from ops.demo_hearing.training.sounds import RATE, Wave, beeps
 from shared.bus.bus import Bus
-from shared.protocol.records import Failure
-from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message
+from shared.client import pin_media
+from shared.codec.arrays import from_numpy
+from shared.config import ModelConfig
+from shared.models.frames import resize_frame
+from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
+from shared.models.qwen_video import SECONDS
+from shared.protocol.records import Failure, Finish
+from shared.protocol.requests import AudioPart, AudioURL, Feature, GenerateRequest, Message
+from shared.protocol.sampling import SamplingParams
 from tests import preloaded
 from tests.cluster.conftest import Cluster, answer, start_cluster, stop_cluster
+from tests.cluster.streams import tokens_of
 from workers.renderer.media.splitter import split_sound
+from workers.renderer.processing.processor import Processor
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "ops" / "demo_hearing"
-# The configuration that ships with the model, and what tests need: encoders, and short waits.
-SHIPPED = (MODEL / "pagemill.yaml").read_text()
+# The configuration that ships with the model, and what tests need: videos, encoders, short waits.
+SHIPPED = (MODEL / "pagemill.yaml").read_text().replace("max_videos: 0", "max_videos: 2")
 CONFIG = f"""{SHIPPED.replace("path: .", f"path: {MODEL}")}
     tower: encoder
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
 """
 QUESTION = "What do you hear?"
+VIDEO_TOKEN = 767
 FIFTH = "messages[0].content[4].audio_url.url"
 
 
@@ -136,6 +147,59 @@ async def test_too_many_sounds_are_refused(api: AsyncOpenAI, hearing: Cluster) -
     assert isinstance(failure, Failure)
     assert (failure.error.code, failure.error.field) == ("media_too_large", FIFTH)
     assert failure.error.message == told
+
+
+def processed_video(seconds: float) -> tuple[int, bytes]:
+    """A grey video as another server sends it, with the number of its tokens."""
+
+    def read(plan: FramePlan) -> Iterator[Frame]:
+        frame = np.full((56, 84, 3), 200, np.uint8)
+        return (resize_frame(frame, plan) for _ in plan.indexes)
+
+    processor = Processor(ModelConfig(str(MODEL), max_videos=2))
+    video = DecodedVideo(VideoProbe(8, 2.0, 84, 56, is_sequence=True), read, "")
+    made = processor.process(video, "field", "")
+    fields = made.fields | {SECONDS: from_numpy(np.array(seconds, np.float32))}
+    return made.num_tokens, processor.encode_item(replace(made, fields=fields))[0]
+
+
+async def about_videos(bus: Bus, *seconds: float) -> GenerateRequest:
+    token_ids = [5, 6, 7]
+    features: list[Feature] = []
+    for value in seconds:
+        num_tokens, data = processed_video(value)
+        reference = await pin_media(bus, data, "")
+        name = f"{value:g} {len(features)}"
+        features.append(Feature("video", name, len(token_ids), num_tokens, reference))
+        token_ids += [VIDEO_TOKEN] * num_tokens + [8, 9]
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return GenerateRequest(
+        "hearing", sampling_params=sampling, prompt_token_ids=token_ids, features=features
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "field", "message"),
+    [
+        ([1e6], "features.kwargs_data.video[0]", "reach position 75000000"),
+        # The renderer knows each video alone, and the engine all of them.
+        ([40.0, 40.0], "items", "reach position 60"),
+    ],
+)
+async def test_videos_beyond_the_last_position_are_refused_and_others_are_answered(
+    hearing: Cluster, seconds: list[float], field: str, message: str
+) -> None:
+    bus = await Bus.connect(hearing.url, "test")
+    good, bad = await about_videos(bus, 1.0), await about_videos(bus, *seconds)
+    alone = await answer(bus, good)
+    answered, [*_, failure] = await asyncio.gather(answer(bus, good), answer(bus, bad))
+    await bus.close()
+    assert isinstance(failure, Failure)
+    assert (failure.error.code, failure.error.field) == ("invalid_request", field)
+    assert message in failure.error.message
+    assert "from 0 to 4095" in failure.error.message
+    assert isinstance(answered[-1], Finish)
+    assert tokens_of(answered) == tokens_of(alone)
 
 
 async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener) -> None:

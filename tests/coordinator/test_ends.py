@@ -14,6 +14,7 @@ from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.records import OutputEnd
 from shared.protocol.requests import GenerateRequest, encode_request
+from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state import output_ends
@@ -116,3 +117,18 @@ async def test_a_request_in_time_is_admitted(bus: Bus, request_id: str) -> None:
     assert await admit(bus, request_id) == ["retried"]
     assert await output_ends.expected(bus, request_id) == OUTPUTS
     assert await ends_of(bus, request_id) == []
+
+
+async def test_tasks_that_were_stored_after_a_cancellation_are_removed(
+    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_first = tasks.publish_first
+
+    async def publish_after_cancel(*args: Any) -> None:
+        await cancel(bus, request_id)
+        await publish_first(*args)
+
+    monkeypatch.setattr(tasks, "publish_first", publish_after_cancel)
+    assert await admit(bus, request_id) == ["acknowledged"]
+    assert await ends_of(bus, request_id) == [True, True]
+    assert await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)) is None

@@ -1,6 +1,7 @@
 """Queues of pools that have never run: an autoscaler reads their lengths."""
 
 import asyncio
+import contextlib
 import json
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.task_messages import EngineBody, RenderBody, Task
@@ -181,3 +183,37 @@ async def test_a_task_without_its_request_stops_no_later_request(
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
     assert await bus.get_queued_request(first + 1) is not None
     running.cancel()
+
+
+@pytest.mark.parametrize("stream", [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM])
+async def test_streams_that_are_deleted_under_workers_come_back(
+    monitored: tuple[Bus, int], stream: str
+) -> None:
+    """A request whose tasks are lost is given to its stages again."""
+    bus, _ = monitored
+    contexts = [context_of(bus, role) for role in ("coordinator", "renderer")]
+    renderers = WorkerLoop(contexts[1])
+    await renderers.add_stage(["demo"], 8, RenderBody, render)
+    running = [
+        asyncio.create_task(coordinator.main(contexts[0])),
+        asyncio.create_task(renderers.run()),
+    ]
+    data = encode_request(GenerateRequest("demo", prompt="a"), {})
+
+    async def until_rendered(*names: str) -> None:
+        async with asyncio.timeout(60):
+            rendered: set[str] = set()
+            while not {*names} <= rendered:
+                with contextlib.suppress(Unavailable):
+                    stored = await bus.subjects_of(subjects.STAGES_STREAM, "pm.stage.engine.>")
+                    rendered = {subjects.last_token(subject) for subject in stored}
+                await asyncio.sleep(0.05)
+
+    await bus.publish(subjects.request("demo"), data, "before")
+    await until_rendered("before")
+    await bus._js.delete_stream(stream)
+    await bus.publish(subjects.request("demo"), data, "after")
+    await until_rendered("before", "after")
+    for context in contexts:
+        context.shutdown.signal()
+    await asyncio.gather(*running)

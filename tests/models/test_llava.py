@@ -229,11 +229,11 @@ def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road) -> None:
 def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str, Any]) -> None:
     request = plain.case("spoilt", "See?", [llava.draw_image(1, 42, 42)], 4).request
     runner = ModelRunner(plain.twins.served, 4, 4, plain.twins.tower)
-    runner.prepare(request)
+    runner.check(request)
     (item,) = request.items
     changed = {k: v for k, v in {**item.fields, **fields}.items() if v is not None}
     with pytest.raises(InvalidRequest):
-        runner.prepare(replace(request, items=[replace(item, fields=changed)]))
+        runner.check(replace(request, items=[replace(item, fields=changed)]))
 
 
 def test_placeholders_must_be_where_the_item_says(plain: Road) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.codec.arrays import from_numpy
 from shared.codec.tensors import to_torch
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.frame_sampling import SamplingRule, sample_by_step, sample_evenly
@@ -33,7 +34,13 @@ from shared.models.qwen_video import (
 from shared.protocol.multimodal import FrameSampling
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "video_pixels.json").read_text())
-CONFIG = SimpleNamespace(vision_start_token_id=1, video_token_id=2, vision_end_token_id=3)
+CONFIG = SimpleNamespace(
+    vision_start_token_id=1,
+    video_token_id=2,
+    vision_end_token_id=3,
+    vision_config=SimpleNamespace(tokens_per_second=2),
+    get_text_config=lambda: SimpleNamespace(max_position_embeddings=128_000),
+)
 ANY = FrameSampling(max_frames=768)
 LAYOUTS = {"qwen2": QwenVideoLayout, "qwen2.5": Qwen25VideoLayout, "qwen3": Qwen3VideoLayout}
 
@@ -203,3 +210,39 @@ def test_settings_change_the_fingerprint(tmp_path: Path) -> None:
     nested = {"video_processor": {"fps": 1}}
     (tmp_path / "processor_config.json").write_text(msgspec.json.encode(nested).decode())
     assert layout(tmp_path, "qwen2", {}).fingerprint in prints
+
+
+@pytest.mark.parametrize(
+    ("fps", "message"),
+    [
+        # Nine steps from the first pair of frames to the last, at two positions a second.
+        (2**-12, "reach position 147456, and the model has positions from 0 to 127999"),
+        (1e-9, "second_per_grid_ts is 2e\\+09, not between 0 and 1e\\+06"),
+        (5e-324, "second_per_grid_ts is inf"),
+    ],
+)
+def test_a_video_of_more_time_than_the_model_has_positions_is_refused_before_it_is_decoded(
+    tmp_path: Path, fps: float, message: str
+) -> None:
+    ours = layout(tmp_path, "qwen2.5", {})
+    probe = VideoProbe(20, None, 112, 84, is_sequence=True)
+    assert ours.plan(probe, FrameSampling(fps=2 / 7111, max_frames=20), "field").num_tokens
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        ours.plan(probe, FrameSampling(fps=fps, max_frames=20), "field")
+    assert caught.value.field == "field"
+
+
+@pytest.mark.parametrize("seconds", [7112.0, 1e6, 2e6, -1.0, math.nan, math.inf, -math.inf])
+def test_a_processed_video_of_more_time_than_the_model_has_positions_is_refused(
+    tmp_path: Path, seconds: float
+) -> None:
+    ours = layout(tmp_path, "qwen2.5", {})
+    frames = noise([20, 56, 56], 0)
+    plan = ours.plan(sequence(frames), ANY, "field")
+    fields, _ = ours.pack((resize_frame(f, plan) for f in frames), plan, "field")
+    wire = ours.to_wire(fields | {SECONDS: from_numpy(np.array(7111, np.float32))})
+    assert ours.from_wire(wire, "field")
+    wire = ours.to_wire(fields | {SECONDS: from_numpy(np.array(seconds, np.float32))})
+    with pytest.raises(InvalidRequest, match=SECONDS) as caught:
+        ours.from_wire(wire, "field")
+    assert caught.value.field == "field"

@@ -223,9 +223,9 @@ def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, ch
     assert deep.tower is not None
     case = from_afar(make_case("one", [(90, 60)], 4, 4), deep.tower)
     runner = ModelRunner(deep.served, num_blocks=4, block_size=4)
-    runner.prepare(case.request)
+    runner.check(case.request)
     with pytest.raises(InvalidRequest, match="embeddings"):
-        runner.prepare(with_embeddings(case, change).request)
+        runner.check(with_embeddings(case, change).request)
 
 
 def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins) -> None:
@@ -235,7 +235,7 @@ def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins) 
     offset, length = item.placeholder.offset, item.placeholder.length
     for place in (PlaceholderRange(offset, length + 1), PlaceholderRange(offset - 1, length)):
         with pytest.raises(InvalidRequest):
-            runner.prepare(replace(case.request, items=[replace(item, placeholder=place)]))
+            runner.check(replace(case.request, items=[replace(item, placeholder=place)]))
 
 
 def test_features_that_are_not_finite_stay_with_their_image(deep: Twins) -> None:

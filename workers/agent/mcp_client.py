@@ -15,7 +15,7 @@ from shared.lru import ByteLRU
 from shared.protocol.items import ListedTool
 from shared.targets import Target
 from workers.agent import mcp_protocol as mcp
-from workers.agent.mcp_protocol import EventReader, McpFault
+from workers.agent.mcp_protocol import EventReader, McpFault, NotSent, OutcomeUnknown
 
 MAX_CONNECTIONS = 8
 MAX_POOLS = 64
@@ -26,14 +26,6 @@ MAX_LISTINGS_BYTES = 16 * 2**20
 
 Mark = Callable[[], Awaitable[None]]
 """Awaited when the connection stands, before the first byte of a request leaves."""
-
-
-class NotSent(Exception):
-    """No byte of the request has left: it may be made again."""
-
-
-class OutcomeUnknown(Exception):
-    """The request was sent, and no answer came: it may have been carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +106,25 @@ class McpClient:
         self._number += 1
         return self._number
 
+    def deadline(self) -> float:
+        """Return the time of the loop at which a call, or a listing, that begins now must end."""
+        return asyncio.get_running_loop().time() + self._config.call_timeout_s
+
     async def post(
         self,
         server: Server,
         headers: list[tuple[str, str]],
         body: bytes,
         number: int | None,
-        mark: Mark | None,
+        until_s: float,
+        mark: Mark | None = None,
         *,
         method: str = "POST",
     ) -> tuple[int, Mapping[str, str], Any]:
         """Return the status, the headers and the message of an answer.
 
-        Raises NotSent, OutcomeUnknown or McpFault.
+        `until_s` is the time of the loop at which the whole answer must be there. Raises NotSent,
+        OutcomeUnknown or McpFault.
         """
         started = False
 
@@ -141,7 +139,7 @@ class McpClient:
         sent.append(("Content-Length", str(len(body))))
         try:
             async with (
-                asyncio.timeout(self._config.call_timeout_s),
+                asyncio.timeout_at(until_s),
                 self.pool_of(server).stream(
                     method,
                     url_of(server.target),
@@ -153,7 +151,7 @@ class McpClient:
                 shown = {name.decode().lower(): text.decode() for name, text in response.headers}
                 return response.status, shown, await self._read(response, shown, number)
         except AddressBlocked:
-            raise NotSent(
+            raise McpFault(
                 "the server's host is not on the internet, or without TLS not in agent.mcp_networks"
             ) from None
         except (
@@ -164,10 +162,11 @@ class McpClient:
             httpcore2.ProtocolError,
             httpcore2.TimeoutException,
         ) as error:
-            kind = type(error).__name__
+            late, kind = isinstance(error, TimeoutError), type(error).__name__
+            reason = "no answer in time, see agent.call_timeout_s" if late else kind
             if started:
-                raise OutcomeUnknown(f"the connection broke ({kind})") from None
-            raise NotSent(f"the server cannot be reached ({kind})") from None
+                raise OutcomeUnknown(f"the connection broke ({reason})") from None
+            raise NotSent(f"the server cannot be reached ({reason})") from None
 
     async def _read(
         self, response: httpcore2.Response, headers: Mapping[str, str], number: int | None

@@ -34,16 +34,54 @@ _META = {
 }
 
 
-class McpFault(Exception):
-    """An answer that is no answer."""
+class McpError(Exception):
+    """A request to an MCP server that has no result."""
+
+    retryable = False
+    """Whether another attempt may succeed."""
+    pause_s: float | None = None
+    """Time that the server asks to wait before another attempt."""
 
 
-class McpRefusal(Exception):
+class McpFault(McpError):
+    """The server may not be used, or its answer is invalid."""
+
+
+class NotSent(McpError):
+    """No byte of the request has left: it may be made again."""
+
+    retryable = True
+
+
+class OutcomeUnknown(McpError):
+    """The request was sent, and no answer came: it may have been carried out."""
+
+    retryable = True
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class McpRefusal(McpError):
     """The server has refused a request: nothing was carried out."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(error["message"])
         self.error = error
+
+
+class SessionLost(McpRefusal):
+    """The server does not know the session of the request."""
+
+    retryable = True
+    pause_s = 0.0
+
+
+class ServerBusy(McpRefusal):
+    """The server is overloaded: status 429, or 503 with the header Retry-After."""
+
+    retryable = True
 
 
 def request_body(
@@ -96,8 +134,43 @@ def decode_json(data: bytes) -> Any:
         raise McpFault("the server's answer is not valid JSON, or too large or too deep") from error
 
 
+def answer_of(
+    status: int, headers: Mapping[str, str], message: Any, number: int, *, has_session: bool
+) -> dict[str, Any]:
+    """Return the result in an answer. Raises an McpError.
+
+    `has_session` says whether the request has named a session.
+    """
+    is_error = isinstance(message, dict) and message.get("id") == number and "error" in message
+    pause = headers.get("retry-after", "")
+    if status == 429 or (status == 503 and pause):
+        busy = ServerBusy(_http_error(status, message))
+        busy.pause_s = float(pause) if pause.isdecimal() and len(pause) < 10 else None
+        raise busy
+    # Servers of older SDKs answer 400 for a session that they do not know.
+    if has_session and (status == 404 or (status == 400 and not is_error)):
+        raise SessionLost(_http_error(status, message))
+    if status != 200 and not is_error:
+        error = _http_error(status, message)
+        raise OutcomeUnknown(error["message"], status) if status >= 500 else McpRefusal(error)
+    return result_of(message, number)
+
+
+def _http_error(status: int, message: Any) -> dict[str, Any]:
+    """Return the error of a call that the server has answered with an HTTP status."""
+    text = f"the server answered {status}"
+    error = message.get("error") if isinstance(message, dict) else None
+    detail = error.get("message") if isinstance(error, dict) else error
+    if status in (401, 403):
+        text += ": the header Authorization is missing or wrong (agent.servers: headers_env)"
+    elif 300 <= status < 400:
+        text += ": redirects are not followed; name the URL to which it redirects"
+    elif isinstance(detail, str):
+        text += f": {detail[:1000]}"
+    return {"type": "http_error", "code": status, "message": text}
+
+
 def result_of(message: Any, number: int) -> dict[str, Any]:
-    """Return the result in an answer. Raises McpRefusal or McpFault."""
     if not isinstance(message, dict) or message.get("id") not in (number, None):
         raise McpFault("the server's answer is not one to this request")
     error = message.get("error")

@@ -2,29 +2,54 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.protocol.encoding import to_json
 from shared.protocol.items import ListedTool
 from workers.agent import mcp_protocol as mcp
-from workers.agent.mcp_client import Listing, Mark, McpClient, NotSent, OutcomeUnknown, Server
-from workers.agent.mcp_protocol import LEGACY, MODERN, McpFault, McpRefusal
+from workers.agent.mcp_client import Listing, Mark, McpClient, Server
+from workers.agent.mcp_protocol import (
+    LEGACY,
+    MODERN,
+    McpError,
+    McpFault,
+    McpRefusal,
+    NotSent,
+    OutcomeUnknown,
+    ServerBusy,
+    SessionLost,
+)
 
 MAX_LISTING_S = 60.0
 MAX_PAGES = 16
-# The end of a response does not wait longer for a server to end its session.
+NUM_TRIES = 3
+"""Attempts at one request, as long as it is certain that none was carried out."""
+RETRY_S = 0.25
+"""Pause before the second attempt, and half of the pause before the third."""
+# Servers of older SDKs may never answer a method that they do not know.
+DISCOVERY_S = 5.0
+# The end of a response does not wait longer for its servers to end their sessions.
 CLOSE_S = 2.0
+# A proxy answers so for a server of any era.
+PROXY_STATUSES = (502, 503, 504)
 
 
-@asynccontextmanager
-async def open_session(client: McpClient, server: Server) -> AsyncIterator["McpSession"]:
-    session = McpSession(client, server)
-    try:
-        yield session
-    finally:
-        await session.close()
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request, which may be sent several times."""
+
+    method: str
+    params: Mapping[str, Any]
+    until_s: float
+    """Time of the loop at which its answer must be there."""
+    name: str | None = None
+    """Name of the tool that is called."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    headers: Sequence[tuple[str, str]] = ()
+    only_reads: bool = False
+    """The request may be repeated although its outcome is unknown."""
 
 
 class McpSession:
@@ -37,13 +62,11 @@ class McpSession:
         self._session_id: str | None = None
         self._is_open = False
         self._opening = asyncio.Lock()
-        """Held while a session is opened; several calls may want one at the same time."""
+        """Held while a session is opened; several calls may want one at the same time. Requests
+        with a session are sent without it, because a lost session is opened again."""
 
     async def list_tools(self) -> list[ListedTool]:
-        """Return the tools, which are cached for a while.
-
-        Raises NotSent, OutcomeUnknown, McpRefusal or McpFault.
-        """
+        """Return the tools, which are cached for a while. Raises an McpError."""
         cached = self._client.listings.get(self._server)
         now_s = asyncio.get_running_loop().time()
         if cached is not None and now_s < cached.until_s:
@@ -56,142 +79,159 @@ class McpSession:
 
     async def _read_tools(self) -> tuple[list[ListedTool], float]:
         """Return the tools, and for how many seconds the server lets them be cached."""
-        await self.open()
+        until_s = self._client.deadline()
         tools: list[ListedTool] = []
         fresh_s = MAX_LISTING_S
-        cursor: str | None = None
+        params: dict[str, Any] = {}
         for _ in range(MAX_PAGES):
-            params = {} if cursor is None else {"cursor": cursor}
-            result = await self._request("tools/list", params)
+            result = await self._request(Request("tools/list", params, until_s, only_reads=True))
             tools += mcp.tools_of(result)
             mcp.check_listing(tools)
             fresh_s = min(fresh_s, mcp.fresh_s_of(result))
             following = result.get("nextCursor")
             if not isinstance(following, str) or not following:
                 return tools, fresh_s
-            cursor = following
+            params = {"cursor": following}
         raise McpFault(f"the server's listing has more than {MAX_PAGES} pages")
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], key: str | None, mark: Mark
     ) -> dict[str, Any]:
-        """Call a tool. `mark` is awaited before the first byte of the call leaves.
+        """Call a tool. `mark` is awaited once, before the first byte of the call leaves.
 
-        Raises what `list_tools` raises, and what `mark` raises.
+        Raises an McpError, and what `mark` raises.
         """
-        meta = {} if key is None else {"pagemill/idempotencyKey": key}
-        headers = [] if key is None else [("Idempotency-Key", key)]
-        params = {"name": name, "arguments": arguments}
-        return await self._request("tools/call", params, name, mark, meta, headers)
+        request = Request(
+            "tools/call",
+            {"name": name, "arguments": arguments},
+            self._client.deadline(),
+            name,
+            {} if key is None else {"pagemill/idempotencyKey": key},
+            [] if key is None else [("Idempotency-Key", key)],
+        )
+        return await self._request(request, mark)
 
-    async def open(self) -> None:
-        """Find out which era the server belongs to, and open a session if it needs one."""
-        async with self._opening:
-            if self._is_open:
-                return
-            if not await self._open_modern():
-                await self._open_legacy()
-            self._is_open = True
+    # -- requests in a session ---------------------------------------------------------------------
 
-    async def _open_modern(self) -> bool:
+    async def _request(self, request: Request, mark: Mark | None = None) -> dict[str, Any]:
+        """Send a request, in a session if the server needs one, and return its result.
+
+        Another attempt follows a failure that may pass, if the request was certainly not carried
+        out. Only the first attempt is marked, so a refusal stays the outcome of a request that
+        does not reach the server again.
+        """
+        refusal: McpRefusal | None = None
+        for number in range(NUM_TRIES):
+            is_open = False
+            try:
+                await self.open(request.until_s)
+                is_open = True
+                return (await self._send(request, mark if refusal is None else None))[0]
+            except McpError as error:
+                failure, was_sent = error, is_open and not isinstance(error, NotSent)
+            may_repeat = not was_sent or request.only_reads or isinstance(failure, McpRefusal)
+            if was_sent and isinstance(failure, McpRefusal):
+                refusal = failure
+            pause_s = RETRY_S * 2**number if failure.pause_s is None else failure.pause_s
+            is_last = number == NUM_TRIES - 1 or not (failure.retryable and may_repeat)
+            if is_last or not await _pause(pause_s, request.until_s):
+                break
+        if refusal is not None and not was_sent:
+            message = f"{refusal}; another attempt failed: {failure}"
+            raise McpRefusal(refusal.error | {"message": message}) from failure
+        raise failure
+
+    async def _send(
+        self, request: Request, mark: Mark | None = None
+    ) -> tuple[dict[str, Any], str | None]:
+        """Send a request once, and return its result and the id of the session that it began."""
+        assert self._version is not None
+        session_id, number = self._session_id, self._client.next_number()
+        body = mcp.request_body(self._version, number, request.method, request.params, request.meta)
+        headers = mcp.request_headers(self._version, request.method, request.name, session_id)
+        status, shown, message = await self._client.post(
+            self._server, [*headers, *request.headers], body, number, request.until_s, mark
+        )
+        try:
+            has_session = session_id is not None
+            result = mcp.answer_of(status, shown, message, number, has_session=has_session)
+        except SessionLost:
+            # Another call may have opened a session since.
+            if self._session_id == session_id:
+                self._session_id, self._is_open = None, False
+            raise
+        begun = shown.get("mcp-session-id", "")
+        return result, begun if begun and begun.isascii() and begun.isprintable() else None
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    async def open(self, until_s: float) -> None:
+        """Find out which era the server belongs to, and open a session if it needs one.
+
+        Returns at once if that is done. Raises an McpError.
+        """
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._opening.acquire()
+        except TimeoutError:
+            raise NotSent("no session was opened in time, see agent.call_timeout_s") from None
+        try:
+            if not self._is_open:
+                # No request of the opening has a session, so none of them finds it lost.
+                self._session_id = None
+                if not await self._open_modern(until_s):
+                    await self._open_legacy(until_s)
+                self._is_open = True
+        finally:
+            self._opening.release()
+
+    async def _open_modern(self, until_s: float) -> bool:
         """Return whether the server belongs to the modern era, which has no sessions."""
         known = self._client.era_of(self._server.target)
         if known == LEGACY:
             return False
         self._version = MODERN
         if known is None:
+            now_s = asyncio.get_running_loop().time()
+            limit_s = now_s + min(DISCOVERY_S, (until_s - now_s) / 2)
             try:
-                await self._request("server/discover", {})
-            except (McpRefusal, McpFault):
-                return False  # An older server does not know the method.
+                await self._send(Request("server/discover", {}, limit_s))
+            except (ServerBusy, NotSent):
+                raise
+            except McpError as error:
+                # An older server does not know the method.
+                if isinstance(error, OutcomeUnknown) and error.status in PROXY_STATUSES:
+                    raise
+                return False
             self._client.note_era(self._server.target, MODERN)
         return True
 
-    async def _open_legacy(self) -> None:
+    async def _open_legacy(self, until_s: float) -> None:
         self._version = LEGACY
-        result = await self._request("initialize", mcp.initialize_params())
+        request = Request("initialize", mcp.initialize_params(), until_s)
+        # Servers name a session in refusals as well, and do not know it afterwards.
+        result, self._session_id = await self._send(request)
         version = result.get("protocolVersion")
         if isinstance(version, str) and version.isascii() and version.isprintable():
             self._version = version
-        await self._notify("notifications/initialized")
+        body = to_json({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        headers = mcp.request_headers(self._version, "", None, self._session_id)
+        await self._client.post(self._server, headers, body, None, until_s)
         self._client.note_era(self._server.target, LEGACY)
 
-    async def _request(
-        self,
-        method: str,
-        params: Mapping[str, Any],
-        name: str | None = None,
-        mark: Mark | None = None,
-        meta: Mapping[str, Any] | None = None,
-        headers: list[tuple[str, str]] | None = None,
-        *,
-        is_again: bool = False,
-    ) -> dict[str, Any]:
-        assert self._version is not None
-        number = self._client.next_number()
-        body = mcp.request_body(self._version, number, method, params, meta or {})
-        sent = mcp.request_headers(self._version, method, name, self._session_id)
-        status, shown, message = await self._client.post(
-            self._server, [*sent, *(headers or [])], body, number, mark
-        )
-        if status == 404 and "Mcp-Session-Id" in dict(sent) and not is_again:
-            expired = dict(sent)["Mcp-Session-Id"]
-            return await self._repeat_in_new_session(expired, method, params, name, meta, headers)
-        session = shown.get("mcp-session-id")
-        if session is not None and session.isascii() and session.isprintable():
-            self._session_id = session
-        if isinstance(message, dict) and "error" in message:
-            return mcp.result_of(message, number)
-        if status >= 500:
-            raise OutcomeUnknown(f"the server answered with status {status}")
-        if status != 200:
-            raise McpRefusal(
-                {"type": "http_error", "code": status, "message": f"the server answered {status}"}
-            )
-        return mcp.result_of(message, number)
-
-    async def _open_instead_of(self, expired: str) -> None:
-        """Open a session, unless another call has done so since this one's has expired."""
-        async with self._opening:
-            if self._session_id == expired:
-                self._session_id, self._is_open = None, False
-        await self.open()
-
-    async def _repeat_in_new_session(
-        self,
-        expired: str,
-        method: str,
-        params: Mapping[str, Any],
-        name: str | None,
-        meta: Mapping[str, Any] | None,
-        headers: list[tuple[str, str]] | None,
-    ) -> dict[str, Any]:
-        """Repeat a request that was refused because its session has expired, without another mark.
-
-        Raises McpRefusal if it does not reach the server a second time.
-        """
-        is_open = False
-        try:
-            await self._open_instead_of(expired)
-            is_open = True
-            return await self._request(method, params, name, None, meta, headers, is_again=True)
-        except (NotSent, OutcomeUnknown, McpRefusal, McpFault) as error:
-            if is_open and not isinstance(error, NotSent):
-                raise
-            message = f"the session had expired, and could not be opened anew: {error}"
-            raise McpRefusal({"type": "http_error", "code": 404, "message": message}) from error
-
-    async def _notify(self, method: str) -> None:
-        assert self._version is not None
-        body = to_json({"jsonrpc": "2.0", "method": method})
-        sent = mcp.request_headers(self._version, method, None, self._session_id)
-        await self._client.post(self._server, sent, body, None, None)
-
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End the session at the server, if it has one."""
         if self._session_id is not None and self._version is not None:
-            sent = mcp.request_headers(self._version, "", None, self._session_id)
-            with contextlib.suppress(NotSent, OutcomeUnknown, McpFault, TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await self._client.post(self._server, sent, b"", None, None, method="DELETE")
+            headers = mcp.request_headers(self._version, "", None, self._session_id)
+            until_s = asyncio.get_running_loop().time() + CLOSE_S
+            with contextlib.suppress(McpError):
+                await self._client.post(self._server, headers, b"", None, until_s, method="DELETE")
         await self._client.trim()
+
+
+async def _pause(pause_s: float, until_s: float) -> bool:
+    """Wait before another attempt. Return False at once if there is no time left for it."""
+    if asyncio.get_running_loop().time() + pause_s >= until_s:
+        return False
+    await asyncio.sleep(pause_s)
+    return True

@@ -75,19 +75,22 @@ class Painter:
         if await last_record(self._bus, name) is not None:
             records = client.follow(self._bus, name, timeout_s=self._timeout_s)
         else:
-            records = client.ask(self._bus, request, name, self._log.tenant)
+            # An earlier agent may have published it.
+            records = client.ask(self._bus, request, name, self._log.tenant, is_repeated=True)
         async for record in records:
             if isinstance(record, Failure):
                 return record.error
         return None
 
     async def _image(self, name: str, tool: PaintTool) -> str | ErrorInfo:
-        """Return the image in base64. Raises Unavailable if the file is not stored any more."""
+        """Return the image in base64, or why there is none."""
         records = client.follow_output(self._bus, name, tool.output, timeout_s=self._timeout_s)
         images = [record async for record in records if isinstance(record, ImageRecord)]
         if not images:
             return error_info(WorkerFailure("the request has ended without its image"))
-        file = await client.read_media(self._bus, images[0].media, self._log.tenant)
+        file = await client.find_media(self._bus, images[0].media, self._log.tenant)
+        if file is None:
+            return error_info(WorkerFailure("the image is not stored any more"))
         made = await asyncio.to_thread(base64.b64encode, file)
         limit = self._bus.max_payload - HEAD_BYTES
         if len(made) > limit:

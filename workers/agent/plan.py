@@ -77,6 +77,8 @@ class Conclude:
     message: str | None = None
     field: str | None = None
     """The field of the request that is wrong, if it is the client's fault."""
+    retryable: bool = False
+    """Whether another response may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,9 @@ def _fault_of_tools(state: ResponseState) -> Conclude | None:
             continue
         listed_names = known.get(ref.label)
         if listed_names is None and choice.mode == "required":
-            message = f"tool_choice needs the tools of {ref.label}, which are not known"
-            return Conclude("failed", message=message)
+            listed = state.listings[ref.label]
+            message = f"tool_choice needs the tools of {ref.label}: {listed.error}"
+            return Conclude("failed", message=message, retryable=listed.retryable)
         if ref.name is not None and listed_names is not None and ref.name not in listed_names:
             return _no_tool(ref.label, ref.name, "tool_choice")
     return None

@@ -16,6 +16,7 @@ from shared.errors import (
     InvalidRequest,
     PagemillError,
     ToolFailure,
+    ToolsUnavailable,
     Unavailable,
 )
 from shared.protocol.records import (
@@ -27,6 +28,7 @@ from shared.protocol.records import (
     TokenLogprobs,
     Usage,
     error_info,
+    error_of,
 )
 from shared.protocol.renderer_rpc import ErrorReply, TokenizeRequest
 from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Result, Step, turn_id
@@ -72,7 +74,7 @@ class ResponseRun:
         """Return True when the response has ended, by whomever.
 
         Return False when this agent shuts down: the next one goes on. Raises Unavailable or
-        Overloaded.
+        Overloaded, after which another ResponseRun may carry out the rest.
         """
         async with self._tools, self._log.watch() as watch:
             await self._await_beginning(watch)
@@ -112,6 +114,10 @@ class ResponseRun:
             await asyncio.gather(doing, watching, return_exceptions=True)
 
     @property
+    def num_steps(self) -> int:
+        return self._log.state.num_steps
+
+    @property
     def is_late(self) -> bool:
         begun = self._log.state.begun
         return begun is not None and begun.deadline_s is not None and self._now_s > begun.deadline_s
@@ -123,11 +129,11 @@ class ResponseRun:
                 raise DeadlineExceeded("the response has not ended in time")
             await self._carry_out(action)
         except DeadlineExceeded as error:
-            await self._fail(error_info(error))
+            await self.fail(error_info(error))
         except PagemillError as error:
             if error.fault == "server":
                 raise
-            await self._fail(error_info(error))
+            await self.fail(error_info(error))
 
     async def _carry_out(self, action: Action) -> None:
         match action:
@@ -155,7 +161,7 @@ class ResponseRun:
         async def make(one: plan.CallTool) -> None:
             async with room:
                 made = await self._make(one)
-                await (self._append(made) if isinstance(made, Result) else self._fail(made))
+                await (self._append(made) if isinstance(made, Result) else self.fail(made))
 
         making = [asyncio.create_task(make(one)) for one in calls]
         try:
@@ -175,7 +181,9 @@ class ResponseRun:
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None
         if end.message is not None:
-            kind = ToolFailure if end.field is None else InvalidRequest
+            kind: type[PagemillError] = ToolsUnavailable if end.retryable else ToolFailure
+            if end.field is not None:
+                kind = InvalidRequest
             error = error_info(kind(end.message, field=end.field))
         await self._append(Ended(0, end.status, self._now_s, end.reason, error))
 
@@ -186,7 +194,7 @@ class ResponseRun:
     async def _append(self, step: Step) -> None:
         await self._log.append(step)
 
-    async def _fail(self, error: ErrorInfo) -> None:
+    async def fail(self, error: ErrorInfo) -> None:
         """End the response."""
         await self._append(Ended(0, "failed", self._now_s, error=error))
 
@@ -236,7 +244,7 @@ class ResponseRun:
             question = TokenizeRequest(request.messages, tools=request.tools)
             reply = await client.tokenize(self._bus, request.model, question, self.task.tenant)
             if isinstance(reply, ErrorReply):
-                raise InvalidRequest(reply.error.message, field=reply.error.field)
+                raise error_of(reply.error)
             if reply.count + sampling.get("max_tokens", 1) <= reply.max_model_len:
                 return asked
             rest = context[asked.num_dropped :]
@@ -257,7 +265,11 @@ class ResponseRun:
             timeout_s = self._context.config.delivery.default_timeout_s
             records = client.follow(self._bus, name, timeout_s=timeout_s)
         else:
-            records = client.ask(self._bus, request, name, self.task.tenant, sampling or None)
+            # The gateway, or an earlier agent, may have published it.
+            tenant, is_repeated = self.task.tenant, turn not in self._asked_here
+            records = client.ask(
+                self._bus, request, name, tenant, sampling or None, is_repeated=is_repeated
+            )
         try:
             end = await _collect(records, turn, found, keeps_logprobs=_wants_logprobs(sampling))
         except asyncio.CancelledError:
@@ -266,7 +278,7 @@ class ResponseRun:
                 await client.cancel(self._bus, name)
             raise
         if isinstance(end, Failure):
-            await self._fail(end.error)
+            await self.fail(end.error)
         else:
             await self._append(end)
 

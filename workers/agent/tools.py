@@ -1,10 +1,10 @@
 """Tools of a response: listed, and called with a step in the log before the first byte leaves."""
 
+import asyncio
 import hashlib
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Any, Literal, Self
 
 import msgspec
@@ -18,12 +18,9 @@ from shared.responses.state import OVER_LIMIT, unknown_error
 from shared.responses.tools import is_idempotent, is_read_only
 from shared.state.step_log import StepLog
 from shared.targets import parse_target
-from workers.agent.mcp_client import McpClient, NotSent, OutcomeUnknown, Server
-from workers.agent.mcp_protocol import McpFault, McpRefusal, cut_output, output_of
-from workers.agent.mcp_session import McpSession, open_session
-
-NUM_TRIES = 3
-"""How often a call is tried of which no byte has left."""
+from workers.agent.mcp_client import McpClient, Server
+from workers.agent.mcp_protocol import McpError, McpFault, McpRefusal, cut_output, output_of
+from workers.agent.mcp_session import McpSession
 
 
 class ToolRunner:
@@ -34,31 +31,26 @@ class ToolRunner:
         self._client = client
         self._log = log
         self._sessions: dict[str, McpSession] = {}
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
-        await self._stack.__aexit__(*raised)
+        await asyncio.gather(*(session.aclose() for session in self._sessions.values()))
 
     # -- listing ----------------------------------------------------------------------------------
 
     async def list_tools(self, label: str) -> Listed:
         """Return the tools of a server, or why they are not known."""
         try:
-            session = await self._session(label)
-            return Listed(0, label, await session.list_tools())
-        except (NotSent, OutcomeUnknown, McpRefusal, McpFault) as error:
-            return Listed(0, label, error=str(error))
+            return Listed(0, label, await self._session(label).list_tools())
+        except McpError as error:
+            return Listed(0, label, error=str(error), retryable=error.retryable)
 
-    async def _session(self, label: str) -> McpSession:
+    def _session(self, label: str) -> McpSession:
         """Return the session with a server. Raises McpFault for one that may not be used."""
         if label not in self._sessions:
-            server = self._server(label)
-            session = await self._stack.enter_async_context(open_session(self._client, server))
-            self._sessions[label] = session
+            self._sessions[label] = McpSession(self._client, self._server(label))
         return self._sessions[label]
 
     def _server(self, label: str) -> Server:
@@ -101,25 +93,17 @@ class ToolRunner:
         )
         known = self._config.servers.get(call.label)
         sent_key = key if known is not None and known.idempotency == "header" else None
-        for left in reversed(range(NUM_TRIES)):
-            try:
-                session = await self._session(call.label)
-                await session.open()
-                result = await session.call(
-                    call.name, arguments, sent_key, lambda: self._mark(sending)
-                )
-            except NotSent as error:
-                if not left:
-                    return self._after_fault(call, str(error))
-            except McpRefusal as error:
-                if attempt > 0:  # It says nothing about the attempts before.
-                    return self.unknown(call, str(error))
-                return Result(0, call.turn, call.number, "failed", error=error.error)
-            except (OutcomeUnknown, McpFault) as error:
-                return self._after_fault(call, str(error))
-            else:
-                return self._result(call, result)
-        raise AssertionError("the last try returns")
+        try:
+            result = await self._session(call.label).call(
+                call.name, arguments, sent_key, lambda: self._mark(sending)
+            )
+        except McpRefusal as error:
+            if attempt > 0:  # It says nothing about the attempts before.
+                return self.unknown(call, str(error))
+            return Result(0, call.turn, call.number, "failed", error=error.error)
+        except McpError as error:
+            return self._after_fault(call, str(error))
+        return self._result(call, result)
 
     async def _mark(self, sending: Sending) -> None:
         await self._log.append(sending)

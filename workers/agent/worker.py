@@ -9,11 +9,18 @@ import contextlib
 from weakref import WeakValueDictionary
 
 from shared.bus.consumer import Delivery
-from shared.errors import DecodeError, Overloaded, PagemillError, Poisoned, WorkerFailure
+from shared.errors import (
+    DecodeError,
+    Overloaded,
+    PagemillError,
+    Poisoned,
+    Unavailable,
+    WorkerFailure,
+)
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.records import error_info
-from shared.protocol.steps import Ended, decode_response_task
+from shared.protocol.steps import Ended, ResponseTask, decode_response_task
 from shared.stage import dead_letter
 from shared.stage.job import Job
 from shared.stage.runtime import VERSION, Context
@@ -73,12 +80,12 @@ class Agent:
             await delivery.ack()
             return
         progress = asyncio.create_task(self._keep(delivery))
-        run = ResponseRun(self._context, task, self._client, self._conversations)
+        run = self._run_of(task)
         lock = self._locks.setdefault(f"{task.tenant} {task.response_id}", asyncio.Lock())
         try:
             async with lock:
                 await self._check_attempts(delivery, run)
-                has_ended = await run.carry_out()
+                has_ended = await self._carry_out(run)
         except asyncio.CancelledError:
             await delivery.retry(0)
             raise
@@ -89,6 +96,47 @@ class Agent:
         finally:
             progress.cancel()
 
+    def _run_of(self, task: ResponseTask) -> ResponseRun:
+        return ResponseRun(self._context, task, self._client, self._conversations)
+
+    async def _carry_out(self, run: ResponseRun) -> bool:
+        """Carry out a response, and repeat a step that nothing has room for, or that no part of
+        the system answers, for at most as long as a request may take.
+
+        The delivery is kept meanwhile: one that is returned counts as an agent that has died.
+        """
+        shutdown, clock = self._context.shutdown, asyncio.get_running_loop().time
+        num_steps, num_tries, until_s = -1, 0, 0.0
+        while True:
+            try:
+                return await run.carry_out()
+            except (Overloaded, Unavailable) as error:
+                if run.num_steps != num_steps:
+                    num_steps, num_tries = run.num_steps, 0
+                    until_s = clock() + self._delivery.default_timeout_s
+                pause_s = min(RETRY_S * 2**num_tries, MAX_RETRY_S)
+                self._log_interruption(run, num_tries + 1, error)
+                if clock() + pause_s > until_s:
+                    if not run.num_steps:
+                        raise  # The log could not be read.
+                    await run.fail(error_info(error))
+                    return True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(shutdown.asked.wait(), pause_s)
+                return False
+            num_tries += 1
+            run = self._run_of(run.task)
+
+    def _log_interruption(self, run: ResponseRun, attempt: int, error: Exception) -> None:
+        expected = isinstance(error, PagemillError)
+        self._context.log.warning(
+            "response_interrupted",
+            response_id=run.task.response_id,
+            attempt=attempt,
+            error=str(error) if expected else type(error).__name__,
+            exc_info=None if expected else error,
+        )
+
     async def _keep(self, delivery: Delivery) -> None:
         """Keep the response while this process lives; a loop that hangs loses it."""
         while True:
@@ -96,17 +144,10 @@ class Agent:
             await delivery.progress()
 
     async def _retry_or_end(self, delivery: Delivery, run: ResponseRun, error: Exception) -> None:
-        log, task = self._context.log, run.task
-        expected = isinstance(error, PagemillError)
-        log.warning(
-            "response_interrupted",
-            response_id=task.response_id,
-            attempt=delivery.attempt,
-            error=str(error) if expected else type(error).__name__,
-            exc_info=None if expected else error,
-        )
-        # A full queue or store may have room later.
-        is_over = run.is_late if isinstance(error, Overloaded) else self._is_last(delivery)
+        self._log_interruption(run, delivery.attempt, error)
+        # The failure of a response could not be stored; a full store may have room later.
+        passes = isinstance(error, Overloaded | Unavailable)
+        is_over = run.is_late if passes else self._is_last(delivery)
         if is_over or isinstance(error, Poisoned):
             with contextlib.suppress(PagemillError):
                 await self._give_up(delivery, run, error)

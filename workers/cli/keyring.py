@@ -13,6 +13,7 @@ import nkeys
 
 from shared.bus.accounts import accounts_config
 from shared.bus.login import seed_file
+from shared.config import NatsConfig
 from shared.errors import ConfigError, InvalidRequest, NotFound
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.permissions import OPERATOR
@@ -23,12 +24,16 @@ TENANTS = "tenants"
 DEFAULT_TENANT = "local"
 """The tenant that `pagemill up` makes for clients on its machine."""
 
+TENANT_CONNECTIONS = NatsConfig().tenant_connections
+
 
 class Keyring:
     """The keys in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tenant_connections: int = TENANT_CONNECTIONS) -> None:
+        """The accounts allow the clients of each tenant `tenant_connections`."""
         self.folder = folder
+        self._tenant_connections = tenant_connections
         self.accounts_file = folder / ACCOUNTS_FILE
 
     @property
@@ -98,7 +103,8 @@ class Keyring:
     def _write_accounts(self) -> None:
         workers = {name: _public(seed_file(self.folder, name)) for name in _identities()}
         tenants = {name: _public(self.file_of_tenant(name)) for name in self.tenants}
-        _replace(self.accounts_file, accounts_config(workers, tenants).encode())
+        config = accounts_config(workers, tenants, self._tenant_connections)
+        _replace(self.accounts_file, config.encode())
 
 
 def _identities() -> list[str]:

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -19,6 +20,7 @@ from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
 from shared.task_set import TaskSet
 from workers.cli import readiness
+from workers.cli.broker_repair import repair_broker
 from workers.cli.embedded_broker import start_embedded
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
@@ -90,6 +92,8 @@ class LocalCluster:
             self.url = self._broker.url
             await self._fit_streams()
             self._others.append(asyncio.create_task(self._supervise_broker(self._broker)))
+            repair = partial(repair_broker, config=self._config, broker=self._broker)
+            self._others.append(asyncio.create_task(self._keep(repair, "broker_repair")))
         self._refused = asyncio.get_running_loop().create_future()
         for number in range(len(self._specs)):
             self._start_supervisor(number)

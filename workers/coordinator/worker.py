@@ -8,6 +8,7 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 import contextlib
 
 from shared.bus.consumer import Consumer, Delivery
+from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,6 +24,7 @@ from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
+from shared.stage.endings import leave_queues, settle
 from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
@@ -41,6 +43,7 @@ from workers.coordinator.admission import (
 )
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
+from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.turns import Turns
 from workers.coordinator.unread_tasks import why_unread
@@ -76,7 +79,13 @@ class Coordinator:
         loop.add_queue(requests, self._request_of, self._admit_or_end)
         loop.add_queue(cancels, self._cancellation_of, self._cancel)
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
-        self._context.ready(sorted(self._context.config.models), lambda: {"held": loop.num_claimed})
+        watch = StoreWatch(self._context.bus)
+        self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
+        loop.start(watch.run())
+        self._context.ready(
+            sorted(self._context.config.models),
+            lambda: {"held": loop.num_claimed, REFUSING_STREAMS: watch.num_refusing},
+        )
         await loop.run()
 
     async def _consume(
@@ -160,10 +169,10 @@ class Coordinator:
         )
         if admitted.outputs:
             await output_ends.begin(bus, job.request_id, admitted.outputs)
-            # A cancellation may have come first, and found no outputs to close.
-            if await self._has_ended(job, job.request_id):
-                return
         await self._publish_first(job, job.header, admitted)
+        # A cancellation may have come first, and found neither outputs nor tasks.
+        if await self._has_ended(job, job.request_id):
+            return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 
     async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
@@ -215,6 +224,7 @@ class Coordinator:
         if not is_final(await last_record(bus, request_id)):
             return False
         await close_outputs(bus, request_id, job.delivery.attempt)
+        await leave_queues(bus, job)
         await self._stage.finish(job)
         return True
 
@@ -243,10 +253,7 @@ class Coordinator:
         path = [self._stage.span(job)]
         ends_in_text = on_late == "text" and await output_ends.has_ended(bus, request_id, TEXT)
         end = cut_outputs if ends_in_text else end_request
-        await end(bus, request_id, job.delivery.attempt, error, path)
-        await bus.notify(subjects.ended(request_id))
-        # If no worker serves its model any more, its task would stay in the queue for long.
-        await bus.purge(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+        await settle(bus, job, lambda: end(bus, request_id, job.delivery.attempt, error, path))
         self._stage.counters.ended_with(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
@@ -256,8 +263,8 @@ class Coordinator:
         bus, request_id = self._context.bus, job.request_id
         if request_id is not None and names.is_scoped_id(request_id):
             error = Cancelled("cancelled on request")
-            await end_request(bus, request_id, job.delivery.attempt, error, [])
+            attempt = job.delivery.attempt
+            await settle(bus, job, lambda: end_request(bus, request_id, attempt, error, []))
             self._stage.counters.ended_with(error)
-            await bus.notify(subjects.ended(request_id))
             self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()

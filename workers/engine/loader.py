@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
@@ -18,9 +18,10 @@ from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
+from workers.engine.end_tokens import check_endless, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.model.int8 import quantization_of, report_on
+from workers.engine.model.int8 import Int8Config, report_on
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
 from workers.engine.model.talker import Talker
@@ -100,7 +101,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    quantization = quantization_of(config, dtype) if model.quantization else None
+    quantization = Int8Config(dtype) if model.quantization else None
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
     if quantization is not None:
         report_on(weights)
@@ -109,10 +110,16 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     adapters = load_adapters(family, model.adapters)
     with ThreadPoolExecutor(1) as beside:
         # The kernels copy the weights meanwhile, which takes nothing from the interpreter.
-        tokenizer = beside.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+        loading = beside.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
         decoder = _build_decoder(
             family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
         )
+    tokenizer, codes = loading.result(), _codes_of(config, decoder.vocab_size)
+    end_token_ids = read_end_tokens(
+        folder, tokenizer, range(decoder.vocab_size), is_codec=codes is not None
+    )
+    if not end_token_ids and model.pooling is None:
+        check_endless(folder, tokenizer)
     num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
     set_step("warming up")
     warm_up(decoder, block_size)
@@ -121,15 +128,15 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     return LoadedModel(
         model=decoder,
         tower=load_tower(folder, dtype, engine.device, engine.kernels) if needs_tower else None,
-        tokenizer=tokenizer.result(),
-        eos_token_ids=_read_eos_token_ids(folder, text_config),
+        tokenizer=tokenizer,
+        eos_token_ids=end_token_ids,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,
         adapters=adapters,
         pooling=pooling,
-        codes=_codes_of(config, decoder.vocab_size),
+        codes=codes,
     )
 
 
@@ -259,15 +266,3 @@ def _resolve_num_blocks(
             field=key,
         )
     return num_blocks
-
-
-def _read_eos_token_ids(folder: Path, text_config: PreTrainedConfig) -> frozenset[int]:
-    """Read the end tokens from generation_config.json, or else from the model's config.
-
-    Only the former is sure to list all of them.
-    """
-    if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    else:
-        ids = text_config.eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

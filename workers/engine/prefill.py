@@ -220,5 +220,6 @@ class PrefillWorker:
         self._context.stage.claims.progressed(prefill.job for prefill in self._running.values())
 
     def _on_ended(self, subject: str) -> None:
+        self._context.stage.claims.note_ended(subject)
         if (prefill := self._running.get(subjects.last_token(subject))) is not None:
             prefill.settle(None)

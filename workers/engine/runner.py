@@ -26,7 +26,7 @@ from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
 from workers.engine.pooling import check_dimensions, num_pooled_rows, pool
-from workers.engine.sampling.logprobs import logprobs_of
+from workers.engine.sampling.logprobs import num_prompt_rows, record_prompt_logprobs
 from workers.engine.sampling.verifier import sample_batch
 
 _log = structlog.get_logger()
@@ -83,10 +83,10 @@ class ModelRunner:
         return self._embeddings.hits
 
     @torch.inference_mode()
-    def prepare(self, request: EngineRequest) -> None:
-        """Validate the request before it shares a batch, and compute its positions.
+    def check(self, request: EngineRequest) -> int:
+        """Validate the request, and return the number of positions after its prompt.
 
-        Raises UnknownAdapter and InvalidRequest.
+        Raises UnknownAdapter, UnsupportedContent and InvalidRequest.
         """
         family = self._model.family
         self._adapters.check(request.adapter)
@@ -96,6 +96,15 @@ class ModelRunner:
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
             )
+        return family.count_free_positions(request)
+
+    @torch.inference_mode()
+    def prepare(self, request: EngineRequest) -> None:
+        """Compute the positions of a checked request, or the rows of a talker's prompt.
+
+        Raises InvalidRequest for a text that a talker cannot speak.
+        """
+        family = self._model.family
         if self._talker is not None:
             speech = self._talker.speech_rows_of(request.speech)
             self._prepared[request.request_id] = _RequestInputs(
@@ -207,7 +216,7 @@ class ModelRunner:
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
         tables = [s.sequence.block_table for s in scheduled]
-        layout = BatchLayout(tables, query_start_loc, [_end_of(s) for s in scheduled])
+        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled])
         plan = self._model.plan(layout, self._kv_cache)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
@@ -218,7 +227,7 @@ class ModelRunner:
             rows += range(stop - 1 - len(scheduled[i].draft_token_ids), stop)
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
-            rows += range(first_row, first_row + _num_prompt_logprob_rows(s))
+            rows += range(first_row, first_row + num_prompt_rows(s))
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
         positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
@@ -239,7 +248,7 @@ class ModelRunner:
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
         if len(rows) > num_sampled:
-            _record_prompt_logprobs(logits[num_sampled:], scheduled)
+            record_prompt_logprobs(logits[num_sampled:], scheduled)
         if pooled and hidden is not None:
             pool(hidden, [scheduled[i] for i in pooled])
         elif self._talker is not None and hidden is not None:
@@ -260,7 +269,7 @@ class ModelRunner:
         """
         token_ids: list[int] = []
         for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _end_of(s)]
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
             token_ids += s.draft_token_ids
         rows = self._model.embed(self._to_device(token_ids))
         num_tokens, width = rows.shape
@@ -275,7 +284,7 @@ class ModelRunner:
                 # [num_computed_tokens, end of s).
                 offset = placeholder.offset
                 start = max(offset, s.sequence.num_computed_tokens)
-                stop = min(offset + placeholder.length, _end_of(s))
+                stop = min(offset + placeholder.length, s.end)
                 if start < stop:
                     row = first_row + start - s.sequence.num_computed_tokens
                     span = slice(row, row + stop - start)
@@ -299,7 +308,7 @@ class ModelRunner:
         positions = np.empty((len(self._no_positions), num_tokens), np.int64)
         begin = 0
         for s in scheduled:
-            start, stop = s.sequence.num_computed_tokens, _end_of(s)
+            start, stop = s.sequence.num_computed_tokens, s.end
             end = begin + stop - start
             prepared = self._prepared.get(s.sequence.request_id)
             prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
@@ -312,39 +321,3 @@ class ModelRunner:
 
     def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
-
-
-def _num_prompt_logprob_rows(s: ScheduledSequence) -> int:
-    """Return the number of leading rows whose logits predict a requested prompt token."""
-    if s.sequence.prompt_logprobs is None:
-        return 0
-    stop = min(_end_of(s), s.sequence.num_prompt_tokens - 1)
-    return max(0, stop - s.sequence.num_computed_tokens)
-
-
-def _record_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) -> None:
-    """Store prompt log probabilities in the sequences.
-
-    Repeating it is harmless: a repeated run, or a prompt recomputed after a preemption, stores the
-    same values.
-    """
-    for s in scheduled:
-        num_rows, sequence = _num_prompt_logprob_rows(s), s.sequence
-        if num_rows == 0 or sequence.prompt_logprobs is None:
-            continue
-        positions = range(
-            sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
-        )
-        logprobs = logprobs_of(
-            logits[:num_rows],
-            list(range(num_rows)),
-            [sequence.token_ids[position] for position in positions],
-            [sequence.request.sampling.prompt_logprobs or 0] * num_rows,
-        )
-        sequence.prompt_logprobs.update(zip(positions, logprobs, strict=True))
-        logits = logits[num_rows:]
-
-
-def _end_of(s: ScheduledSequence) -> int:
-    """Return the end of the tokens [num_computed_tokens, end) that go through the model."""
-    return s.sequence.num_computed_tokens + s.num_new_tokens

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from shared.errors import ConfigError, ContextTooLong
 from shared.protocol.images import parse_size
+from shared.vision.quantized import find_quantization, find_quantized_tensor
 from workers.generator.core.denoising import ImageModel, Latents, Pixels, Step, Stepped
 from workers.generator.painter import (
     CHANNELS,
@@ -152,7 +153,10 @@ def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> Im
         config = msgspec.json.decode(file.read_bytes(), type=PainterConfig)
         network = Painter(config.shape)
         file = folder / WEIGHTS_FILE
-        network.load_state_dict(load_file(file))
+        weights = load_file(file)
+        if reason := find_quantization(folder) or find_quantized_tensor(folder, network, str):
+            raise ConfigError(f"{key}.path: {folder} {reason}", field=f"{key}.path")
+        network.load_state_dict(weights)
         file = folder / TOKENIZER_FILE
         tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     except (OSError, msgspec.DecodeError, SafetensorError, RuntimeError) as error:

@@ -48,9 +48,6 @@ class RendererWorker:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
-        self._in_flight: set[str] = set()
-        self._ended: set[str] = set()
-        """Requests in flight here that were ended elsewhere."""
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._text_threads = ThreadPoolExecutor(limits.threads, "text")
@@ -107,7 +104,7 @@ class RendererWorker:
         await loop.add_stage(
             self._processors, config.renderer.concurrency, RenderBody, self._handle
         )
-        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._note_ended)
+        await context.bus.watch_subjects(subjects.ENDED_FILTER, context.stage.claims.note_ended)
         rpc = RendererRpc(
             context.bus,
             self._preview_path,
@@ -137,37 +134,27 @@ class RendererWorker:
         self._decoders.close()
         await self._loader.close()
 
-    def _note_ended(self, subject: str) -> None:
-        request_id = subjects.last_token(subject)
-        if request_id in self._in_flight:
-            self._ended.add(request_id)
-
     async def _handle(self, task: Task[RenderBody], _: list[TensorData], job: Job) -> Outcome:
         header, stage = task.header, self._context.stage
-        self._in_flight.add(header.request_id)
-        try:
-            job.waiting = True
-            rendered = await self._render(header, task.body.prompt, job)
-            rendered_s = (self._context.bus.now_ms() - job.received_ms) / 1000
-            metrics = self._context.metrics.of(header.model)
-            metrics.histogram("render_seconds").observe(rendered_s)
-            # The threads are free for the jobs that wait in this worker.
-            stage.claims.progressed(stage.claims.waiting)
-            if header.request_id in self._ended:
-                return Ended()
-            metrics.counter("rendered_requests_total").add()
-            self._context.log.info(
-                "rendered",
-                request_id=header.request_id,
-                attempt=job.delivery.attempt,
-                ms=round(self._context.bus.now_ms() - job.received_ms, 1),
-            )
-            body = EngineBody(rendered.prompt_token_ids, rendered.items)
-            detour = await self._detours.suits(header, body, job)
-            return Forward(body, rendered.tensors, detour)
-        finally:
-            self._in_flight.discard(header.request_id)
-            self._ended.discard(header.request_id)
+        job.waiting = True
+        rendered = await self._render(header, task.body.prompt, job)
+        rendered_s = (self._context.bus.now_ms() - job.received_ms) / 1000
+        metrics = self._context.metrics.of(header.model)
+        metrics.histogram("render_seconds").observe(rendered_s)
+        # The threads are free for the jobs that wait in this worker.
+        stage.claims.progressed(stage.claims.waiting)
+        if job.ended:
+            return Ended()
+        metrics.counter("rendered_requests_total").add()
+        self._context.log.info(
+            "rendered",
+            request_id=header.request_id,
+            attempt=job.delivery.attempt,
+            ms=round(self._context.bus.now_ms() - job.received_ms, 1),
+        )
+        body = EngineBody(rendered.prompt_token_ids, rendered.items)
+        detour = await self._detours.suits(header, body, job)
+        return Forward(body, rendered.tensors, detour)
 
     async def _render(self, header: TaskHeader, prompt: Prompt, job: Job) -> Rendered:
         assert header.ticket is not None

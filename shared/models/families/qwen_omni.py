@@ -299,12 +299,6 @@ class ThinkerAdapter(QwenAdapter):
         model: Any = self.model
         return model.model.language_model
 
-    def _step_of(self, item: MediaItem) -> float:
-        if SECONDS not in item.fields:
-            return 1.0
-        config: Any = self.model.config
-        return float(item.fields[SECONDS]) * float(config.position_id_per_seconds)
-
     def _runs_of(self, item: MediaItem) -> Sequence[Run]:
         if not _has_sound(item.fields):
             return super()._runs_of(item)

@@ -17,6 +17,7 @@ from shared.models.mrope import GridRun, Run, locate_grids
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
+from shared.models.reach import MAX_GRID_SECONDS, positions_per_second
 from shared.models.tower_adapter import (
     Fields,
     TowerAdapter,
@@ -36,8 +37,6 @@ else:
 
 
 _GRIDS: Mapping[str, str] = {IMAGE: IMAGE_GRID, VIDEO: VIDEO_GRID}
-# The positions of a video grow with it, and must stay far from the limits of integers.
-MAX_GRID_SECONDS = 1e6
 
 
 class QwenTower(TowerAdapter):
@@ -177,8 +176,7 @@ class QwenAdapter(LanguageAdapter):
         """Return the number of positions from a pair of frames to the next one."""
         if SECONDS not in item.fields:
             return 1.0
-        config: Any = self.model.config
-        return float(item.fields[SECONDS]) * float(config.vision_config.tokens_per_second)
+        return float(item.fields[SECONDS]) * positions_per_second(self.model.config)
 
     def _check_placement(self, item: MediaItem) -> None:
         """Check the form of the item's placeholder, and what the item says about time.

@@ -218,6 +218,40 @@ def test_a_log_that_lacks_only_its_final_record_gets_it_at_once(request: EngineR
     assert (output.choices, output.usage is not None) == ([], True)
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**40])
+def test_a_log_of_another_model_is_not_continued(token_id: int) -> None:
+    core = make_core()
+    with pytest.raises(WorkerFailure, match=f"0 to {VOCAB_SIZE - 1}"):
+        core.add(replace(make_request(), logged=[LoggedChoice([1, token_id], False)]))
+    assert not core.has_work
+
+
+def test_an_answer_has_no_more_tokens_than_the_model_has_positions() -> None:
+    def core_of(num_free_positions: int) -> EngineCore:
+        runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+        runner.num_free_positions = num_free_positions
+        return make_core(runner)
+
+    endless = make_request(max_tokens=None, ignore_eos=True)
+    core = core_of(5)
+    core.add(endless)
+    ((token_ids, _, reason, _),) = answers_of(finish_all(core), endless)
+    assert (len(token_ids), reason) == (5, "length")
+    # An attempt whose log lacks only the end has the same limit.
+    core.add(replace(endless, logged=[LoggedChoice(token_ids, False)]))
+    (output,) = finish_all(core)
+    assert [(d.token_ids, d.finish_reason) for d in output.choices] == [([], "length")]
+    core.add(make_request(max_tokens=5))
+    core.cancel("r")
+    for too_many in (make_request(max_tokens=6), make_request(min_tokens=6, max_tokens=None)):
+        with pytest.raises(RequestError) as caught:
+            core.add(too_many)
+        assert caught.value.field in ("sampling_params.max_tokens", "sampling_params.min_tokens")
+    with pytest.raises(ContextTooLong, match="more than the 0 positions"):
+        core_of(0).add(endless)
+    core_of(0).add(replace(endless, embedding=EmbeddingParams()))
+
+
 def test_a_failing_encode_fails_only_its_request() -> None:
     good, bad = make_request("good", n=2), make_request("bad", n=2)
     core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_encode=["bad"]))

@@ -1,14 +1,20 @@
 """Paged attention against plain dense causal attention, sequence by sequence."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shared.models.language import LanguageAdapter
+from tests.engine.model.test_parity import build
+from workers.engine.loader import warm_up
 from workers.engine.model.attention import paged_attention, write_cache
+from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.step_plan import StepPlan, Window, plan_step
 
 HEAD_DIM = 8
@@ -208,3 +214,48 @@ def test_a_short_sequence_is_padded_with_its_own_blocks() -> None:
     )
     (decodes,) = plan.reads[None].decodes
     assert decodes.blocks.view(2, -1).tolist() == [[3, 3], [5, 7]]
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "argument"),
+    [
+        # The layer makes a mask from values that are zero before training.
+        ("Doge", TINY, "attention_mask"),
+        ("GptOss", TINY | {"head_dim": 16, "num_local_experts": 2}, "s_aux"),
+    ],
+)
+def test_what_a_layer_asks_of_attention_is_never_ignored(
+    name: str, config: dict[str, Any], argument: str
+) -> None:
+    made = getattr(transformers, f"{name}Config")(**config)
+    model = FlatModel(LanguageAdapter(getattr(transformers, f"{name}ForCausalLM")(made).eval()))
+    with pytest.raises(NotImplementedError, match=f"{argument} of .*Attention is not supported"):
+        warm_up(model, 8)
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(torch.zeros(1), True), (None, False)])
+def test_an_unknown_argument_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: Tensor | None, is_refused: bool
+) -> None:
+    llama = build("llama").eval()
+    layer: Any = llama.get_submodule("model.layers.0.self_attn")
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda **inputs: forward(**inputs, block_indices=value), raising=False
+    )
+    model = FlatModel(LanguageAdapter(llama))
+    if is_refused:
+        with pytest.raises(NotImplementedError, match="block_indices of LlamaAttention"):
+            warm_up(model, 8)
+    else:
+        warm_up(model, 8)

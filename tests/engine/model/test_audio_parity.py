@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,11 @@ class Clip:
     fps: float
 
 
+RATES: Any = SimpleNamespace(
+    vision_config=SimpleNamespace(tokens_per_second=25),
+    get_text_config=lambda: SimpleNamespace(max_position_embeddings=32_768),
+)
+
 Content = int | tuple[int, int] | Clip
 """A sound of so many samples, an image of this size, or a video."""
 
@@ -115,7 +121,7 @@ Content = int | tuple[int, int] | Clip
 def video_item(clip: Clip, offset: int, seed: int) -> Item:
     shape = (clip.num_frames, 56, 84, 3)
     frames = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    layout = Qwen25VideoLayout(VideoSettings(size=SIZES), None)
+    layout = Qwen25VideoLayout(VideoSettings(size=SIZES), RATES)
     probe = VideoProbe(clip.num_frames, clip.fps, 84, 56, is_sequence=True)
     plan = layout.plan(probe, FrameSampling(max_frames=64), "field")
     fields, num = layout.pack((resize_frame(frame, plan) for frame in frames), plan, "field")

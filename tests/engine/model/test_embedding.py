@@ -252,11 +252,9 @@ def test_the_model_decides_on_normalization_unless_the_request_does(
 
 def test_more_dimensions_than_the_model_has_are_refused(served: DecoderModel) -> None:
     params = EmbeddingParams(dimensions=HIDDEN_SIZE + 1)
-    outputs = run(core_of(served, 64), [asked("e", [1, 2], params)])
-    (output,) = outputs["e"]
-    assert isinstance(output.error, InvalidRequest)
-    assert output.error.field == "embedding.dimensions"
-    assert str(HIDDEN_SIZE) in str(output.error)
+    with pytest.raises(InvalidRequest, match=str(HIDDEN_SIZE)) as caught:
+        core_of(served, 64).add(asked("e", [1, 2], params))
+    assert caught.value.field == "embedding.dimensions"
 
 
 def test_a_prompt_over_the_context_is_refused(served: DecoderModel) -> None:

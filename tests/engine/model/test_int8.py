@@ -38,10 +38,10 @@ from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.int8 import (
     FILLED_CHANNELS,
     MAX_PACKED_ROWS,
+    Int8Config,
     Int8Linear,
     dequantize,
     int8_layers,
-    quantization_of,
     quantize,
     report_on,
 )
@@ -96,7 +96,7 @@ def test_a_layer_computes_the_product_with_its_rounded_weights(
 
 def load_int8(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     model.save_pretrained(folder)
-    quantization = quantization_of(model.config, dtype)
+    quantization = Int8Config(dtype)
     return load_weights(type(model), folder, dtype, "cpu", (), quantization)
 
 
@@ -196,7 +196,7 @@ def test_a_weight_of_another_shape_is_refused(num_channels: int, tmp_path: Path)
     full = weights[f"{name}.weight"]
     weights[f"{name}.weight"] = full[:num_channels].clone()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    quantization = quantization_of(model.config, torch.float32)
+    quantization = Int8Config(torch.float32)
     with pytest.raises(ConfigError) as refused:
         load_weights(type(model), tmp_path, torch.float32, "cpu", (), quantization)
     assert refused.value.field == "models.path"
@@ -225,8 +225,16 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     assert refused.value.field == "models.quantization"
 
 
-def test_quantized_folders_are_refused() -> None:
-    config = build("llama").config
-    config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ConfigError, match="quantized already"):
-        quantization_of(config, torch.float32)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_quantized_folders_are_refused(tmp_path: Path, is_stored: bool) -> None:
+    model, name = build("llama"), "model.layers.0.mlp.up_proj.weight"
+    model.save_pretrained(tmp_path)
+    if is_stored:
+        weights = load_file(tmp_path / "model.safetensors")
+        weights[name] = weights[name].to(torch.int8)
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    else:
+        model.config.quantization_config = {"quant_method": "gptq"}
+        model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has quantized weights"):
+        load_weights(type(model), tmp_path, torch.float32, "cpu", (), Int8Config(torch.float32))

@@ -216,10 +216,10 @@ def test_an_unknown_adapter_fails_only_its_request(seeing: Mixed) -> None:
     request = replace(make_cases(False)[0].request, adapter="other")
     runner = ModelRunner(seeing.twins.served, 4, 4, adapters=seeing.twins.adapters)
     with pytest.raises(UnknownAdapter, match="large, small") as caught:
-        runner.prepare(request)
+        runner.check(request)
     assert caught.value.field == "adapter"
     with pytest.raises(UnknownAdapter, match="none"):
-        ModelRunner(seeing.twins.served, 4, 4).prepare(request)
+        ModelRunner(seeing.twins.served, 4, 4).check(request)
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, "x", "y"]), st.integers(1, 4)), min_size=1))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared.config import EngineConfig, ModelConfig
+from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from shared.stage.graphs import graph_of
 from tests import omni
@@ -211,6 +212,21 @@ def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: s
     assert speak(model, nothing, engine=SMALL, arrivals=random.Random(4)) == wanted
     resumed = {question: frames[:5] for question, frames in wanted.items()}
     assert speak(model, resumed) == wanted
+
+
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_a_text_outside_of_the_vocabulary_is_not_spoken(models: dict[str, Omni], name: str) -> None:
+    talker = models[name].talker.talker
+    assert talker is not None
+    prompt, answer = omni.user_prompt("Hi"), [1, 2, 3]
+    assert len(talker.speech_rows_of(SpokenText(prompt, answer, omni.VOICES[0])).prompt)
+    for token_id in (-1, talker.num_text_tokens, 2**40):
+        for speech in (
+            SpokenText([*prompt[:4], token_id, *prompt[4:]], answer, omni.VOICES[0]),
+            SpokenText(prompt, [1, token_id, 3], omni.VOICES[0]),
+        ):
+            with pytest.raises(InvalidRequest, match=f"0 to {talker.num_text_tokens - 1}"):
+                talker.speech_rows_of(speech)
 
 
 def test_a_talker_that_reads_while_it_speaks_says_the_same(models: dict[str, Omni]) -> None:

@@ -508,7 +508,7 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins) -> None:
     case = make_case("blind", [(56, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match="tower"):
-        runner.prepare(case.request)
+        runner.check(case.request)
     assert seeing.tower is not None
     remote = from_afar(case, seeing.tower).request
     runner.prepare(remote)
@@ -735,9 +735,9 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
 def test_malformed_fields_fail_only_their_request(seeing: Twins, fields: dict[str, Any]) -> None:
     case = make_case("spoilt", [(56, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
-    runner.prepare(case.request)
+    runner.check(case.request)
     with pytest.raises(InvalidRequest):
-        runner.prepare(spoilt(case, **fields))
+        runner.check(spoilt(case, **fields))
 
 
 def test_placeholders_must_be_where_the_item_says(seeing: Twins) -> None:
@@ -753,9 +753,9 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins) -> None:
     ):
         moved = [replace(first, placeholder=placeholder), second]
         with pytest.raises(InvalidRequest):
-            runner.prepare(replace(case.request, items=moved))
+            runner.check(replace(case.request, items=moved))
     with pytest.raises(InvalidRequest, match="overlap"):
-        runner.prepare(replace(case.request, items=[first, first, second]))
+        runner.check(replace(case.request, items=[first, first, second]))
 
 
 def test_a_text_model_rejects_images() -> None:

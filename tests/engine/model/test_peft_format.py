@@ -183,6 +183,7 @@ LOW_RANK = {"lora_A.weight": torch.zeros(4, 64), "lora_B.weight": torch.zeros(64
         ("model.language_model.layers.0.self_attn", LOW_RANK, "Attention"),
         ("model.language_model.layers.0.mlp.experts.1.up_proj", LOW_RANK, "every token"),
         (Q, {"lora_A.weight": torch.ones(4, 64, dtype=torch.int8)}, "int8"),
+        (Q, {"lora_A.weight": torch.ones(4, 64).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
         (Q, {"lora_A.weight": torch.ones(4, 63)}, "[4, 63]"),
         (Q, {"lora_B.weight": torch.ones(4, 64)}, "[64, 4]"),
         (Q, {"lora_B.weight": torch.full((64, 4), torch.nan)}, "not finite"),

@@ -64,9 +64,9 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
     bus = await Bus.connect(server.url, "test")
     await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
 
-    async def ask(*roles: str) -> tuple[int, dict[str, Any]]:
+    async def ask(*roles: str, **load: float) -> tuple[int, dict[str, Any]]:
         for role in roles:
-            beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], {})
+            beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], load)
             await bus.publish_heartbeat(beat.worker, to_json(beat))
         config = replace(CONFIG, agent=AgentConfig(store_mib=1))
         context = AppContext(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
@@ -76,6 +76,8 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
     try:
         missing = "no coordinator and no renderer and no engine"
         assert await ask() == (503, {"status": "not ready", "models": {"demo": missing}})
+        # A worker whose queue is lost serves nobody.
+        assert (await ask("coordinator", refused=1.0))[1]["models"] == {"demo": missing}
         missing = "no renderer and no engine"
         assert (await ask("coordinator"))[1]["models"] == {"demo": missing}
         ready = {"status": "ok", "models": {"demo": "no engine"}}

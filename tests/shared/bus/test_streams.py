@@ -18,7 +18,7 @@ from shared.bus import queues
 from shared.bus.bus import Bus
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
-from shared.bus.streams import NEXT_REPLY_TIMEOUT_S
+from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S
 from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
 from shared.config_agent import AgentConfig
@@ -88,7 +88,7 @@ async def test_a_server_without_the_required_settings_is_refused(
 async def test_a_server_that_is_too_old_is_refused(
     broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.bus.streams.MIN_SERVER_VERSION", (99, 0, 1))
+    monkeypatch.setattr("shared.bus.server_settings.MIN_SERVER_VERSION", (99, 0, 1))
     bus = await Bus.connect(broker.url, "test")
     with pytest.raises(
         ConfigError, match=r"^nats-server \d+\.\d+\.\d+ is too old: 99\.0\.1 is required$"

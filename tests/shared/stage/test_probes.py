@@ -13,6 +13,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config, DeliveryConfig, MetricsConfig, NatsConfig
+from shared.protocol import subjects
 from shared.protocol.worker_status import decode_status
 from shared.stage import probes
 from shared.stage.runtime import UNHEARD_S, Context
@@ -89,6 +90,35 @@ async def test_a_worker_without_streams_lives_and_is_not_ready(tmp_path: Path) -
         await context.close()
         await bus.close()
         await asyncio.to_thread(server.stop)
+
+
+async def test_a_worker_whose_queue_is_lost_is_not_ready_and_says_so_to_gateways(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
+    try:
+        await context.open_metrics()
+        queue = subjects.stage_consumer("renderer", "demo", "batch")
+        where = subjects.stage_filter("renderer", "demo", "batch")
+        await bus.consume(subjects.STAGES_STREAM, queue, where, 1, 30.0)
+        context.ready(["demo"], dict)
+        bus.creates_streams = False
+        await bus._js.delete_stream(subjects.STAGES_STREAM)
+        async with asyncio.timeout(30):
+            while await asyncio.to_thread(ask, context, "/ready") != (503, "no queue"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            while not any(beat.load for beat in await bus.read_heartbeats()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            bus.creates_streams = True
+            while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            while any(beat.load for beat in await bus.read_heartbeats()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    finally:
+        await context.close()
+        await bus.close()
 
 
 async def test_a_worker_whose_event_loop_hangs_does_not_live(

@@ -333,6 +333,18 @@ async def test_all_logs_of_a_dead_letter_are_removed_before_it_is_sent_again(
     assert await read_log(bus, request_id) == []
 
 
+async def test_the_other_tasks_of_a_request_that_is_given_up_are_removed(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Otherwise they stay for a request's longest time where no worker serves their stage."""
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    await bus.publish(subjects.stage("talker", model, "batch", request_id), b"", request_id)
+    await stage.fail(await next_job(stage, inbox), Poisoned("twice dead"))
+    assert len(await read_log(bus, request_id)) == 1
+    assert await bus.read(subjects.STAGES_STREAM, subjects.stages_of(request_id)) == []
+
+
 async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: str) -> None:
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)

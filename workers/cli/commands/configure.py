@@ -1,6 +1,7 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -8,13 +9,14 @@ import yaml
 from cyclopts import Parameter
 from rich.console import Console
 
-from shared.config import Right
+from shared.config import Config, Right
 from shared.errors import ConfigError
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
-from shared.stage.pipelines import pipelines_of
+from shared.stage.pipelines import ENGINE, pipelines_of
 from workers.cli import settings
+from workers.cli.models import reports
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
@@ -53,6 +55,8 @@ def key(
 def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     """Print each pipeline and the effective configuration, or the configuration's first error.
 
+    A model folder that the engine refuses is an error, too.
+
     Parameters
     ----------
     kernels
@@ -63,12 +67,33 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
+    _check_models(loaded)
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     for name, pipeline in pipelines_of(loaded).items():
         lines = [f"pipeline of {name}", *(f"  {line}" for line in _graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
     sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(loaded), sort_keys=False))
     return 0
+
+
+def _check_models(config: Config) -> None:
+    """Raises ConfigError for a folder that an engine refuses."""
+    folders: list[tuple[str, Path, str | None]] = []
+    for name, pipeline in pipelines_of(config).items():
+        model, field = config.models[name], f"models.{name}"
+        for stage in pipeline.stages:
+            if stage.role != ENGINE:
+                continue
+            if stage.path is None:
+                folders.append((f"{field}.path", Path(model.path), model.pooling))
+            else:
+                folders.append((f"{field}.stages.{stage.name}.path", Path(stage.path), None))
+    checked = reports.check_folders(
+        [folder for _, folder, _ in folders], [pooling for _, _, pooling in folders]
+    )
+    for (field, folder, _), report in zip(folders, checked, strict=True):
+        if report.reason is not None:
+            raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
 
 
 def _print_kernels() -> int:

@@ -86,7 +86,9 @@ def list_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
 
 
 def _open(directory: Path | None, config: Path | None) -> Keyring:
-    return Keyring(directory or settings.keys_folder(load(config)))
+    loaded = load(config)
+    folder = directory or settings.keys_folder(loaded)
+    return Keyring(folder, loaded.nats.tenant_connections)
 
 
 @contextlib.asynccontextmanager

@@ -58,7 +58,7 @@ class Progress(Protocol):
 def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Path:
     """Download a model into `folder`, by default into the hub's cache; return where it is.
 
-    The weights are left where they are if the engine refuses the model's config.json or pooling.
+    The weights are left where they are if the engine refuses the model for its small files.
     Raises PagemillError. What was received until then stays, and the next call continues it.
     """
     # Its warnings would break the progress.

@@ -26,6 +26,8 @@ from huggingface_hub.errors import (
 )
 
 from shared.errors import AccessDenied, ConfigError, DiskFull, NotFound, PagemillError, Unavailable
+from shared.vision.quantized import SETTINGS_FILES
+from shared.vision.weight_files import INDEX
 
 # Names of a few forms, which lead out of no folder: nothing else of a repository is ever written.
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -39,7 +41,7 @@ SMALL_FILES = frozenset(
         "generation_config.json",
         "merges.txt",
         "modules.json",
-        "model.safetensors.index.json",
+        INDEX,
         "preprocessor_config.json",
         "processor_config.json",
         "special_tokens_map.json",
@@ -48,8 +50,10 @@ SMALL_FILES = frozenset(
         "video_preprocessor_config.json",
         "vocab.json",
         "vocab.txt",
+        *SETTINGS_FILES,
     }
 )
+DESCRIPTIONS = frozenset({"config.json", "modules.json", INDEX, *SETTINGS_FILES})
 # They become names of files.
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 # The library raises some of these for JSON of another shape than a hub's.
@@ -102,7 +106,7 @@ def is_needed(name: str) -> bool:
 
 def is_description(name: str) -> bool:
     """Return whether the engine reads a file of this name to decide whether it serves a model."""
-    return name in ("config.json", "modules.json") or POOLING.fullmatch(name) is not None
+    return name in DESCRIPTIONS or POOLING.fullmatch(name) is not None
 
 
 def find_model(name: str, revision: str | None) -> RemoteModel:

@@ -3,18 +3,13 @@
 import math
 import os
 import re
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
-
 from shared.errors import ConfigError
+from shared.vision.weight_files import INDEX, read_headers, read_index
 
-# safetensors has the same limit.
-MAX_HEADER_BYTES = 100_000_000
 # Names of weights: the matrices in a decoder's layers are its linear layers.
 _IN_DECODER = re.compile(r"(^|\.)layers\.\d+\.")
 _IN_TOWER = re.compile(r"(^|\.)(visual|vision_)")
@@ -26,14 +21,6 @@ class LocalModel:
     folder: Path
     pooling: str | None = None
     """The model's `models.NAME.pooling`."""
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    shape: list[int] = []
-
-
-class WeightIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
 
 
 def check_endpoint() -> None:
@@ -93,15 +80,12 @@ def find_local(given: str) -> LocalModel | None:
 def missing_files(folder: Path) -> list[str]:
     """Return what a folder lacks of the files that serving needs."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / INDEX).is_file():
         try:
-            weight_map = msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map
-        except msgspec.MsgspecError:
-            return [*missing, "a readable model.safetensors.index.json"]
-        missing += sorted(
-            shard for shard in set(weight_map.values()) if not (folder / shard).is_file()
-        )
+            shards = set(read_index(folder).weight_map.values())
+        except ConfigError:
+            return [*missing, f"a readable {INDEX}"]
+        missing += sorted(shard for shard in shards if not (folder / shard).is_file())
     elif not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     return missing
@@ -114,32 +98,13 @@ def size_on_disk(folder: Path) -> int:
 
 def count_parameters(folder: Path) -> int:
     """Return how many numbers the weights of a folder are. Raises ConfigError."""
-    return sum(math.prod(tensor.shape) for _, tensor in _read_headers(folder))
+    return sum(math.prod(tensor.shape) for _, tensor in read_headers(folder))
 
 
 def count_int8_parameters(folder: Path) -> int:
     """Return how many of them an engine with `quantization: int8` rounds. Raises ConfigError."""
     return sum(
         math.prod(tensor.shape)
-        for name, tensor in _read_headers(folder)
+        for name, tensor in read_headers(folder)
         if len(tensor.shape) == 2 and _IN_DECODER.search(name) and not _IN_TOWER.search(name)
     )
-
-
-def _read_headers(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        yield from _read_header(file)
-
-
-def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with file.open("rb") as weights:
-            (header_len,) = struct.unpack("<Q", weights.read(8))
-            if header_len > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {header_len} bytes")
-            header = msgspec.json.decode(weights.read(header_len), type=dict[str, msgspec.Raw])
-        for name, raw in header.items():
-            if name != "__metadata__":
-                yield name, msgspec.json.decode(raw, type=Tensor)
-    except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} is not a safetensors file: {error}", field="models") from error

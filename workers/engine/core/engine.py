@@ -63,7 +63,7 @@ class EngineCore:
         self._runner = runner
         self._factory = RequestFactory(
             *(tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter),
-            pooling,
+            *(runner.check, pooling),
         )
         self._pool = pool
         self._scheduler = Scheduler(

@@ -21,6 +21,7 @@ from workers.engine.core.sequence import (
     Sequence,
 )
 from workers.engine.core.validation import (
+    check_logged,
     check_placeholders,
     check_prompt,
     check_sampling,
@@ -170,13 +171,16 @@ class RequestFactory:
     max_model_len: int
     new_drafter: Callable[[], Drafter | None]
     """Creates the drafter of each choice that may have one, see `_may_draft`."""
+    check: Callable[[EngineRequest], int]
+    """The runner's check, which returns the number of positions after the prompt."""
     pooling: Pooling = LAST_TOKEN
 
     def create(self, request: EngineRequest) -> RequestState:
-        """Return the state of a new request. Raises a RequestError if it could never run."""
+        """Return the state of a new request. Raises a PagemillError if it cannot run here."""
         check_prompt(request, self.vocab_size)
+        check_logged(request, self.vocab_size)
         check_placeholders(request)
-        max_tokens = resolve_max_tokens(request, self.max_model_len)
+        max_tokens = resolve_max_tokens(request, self.max_model_len, self.check(request))
         check_sampling(request, self.vocab_size, max_tokens)
         return RequestState(request, self._new_choices(request, max_tokens))
 

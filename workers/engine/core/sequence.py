@@ -309,6 +309,11 @@ class ScheduledSequence:
     """(source, destination) of a block to be copied before the destination is written."""
     draft_token_ids: tuple[int, ...] = ()
 
+    @property
+    def end(self) -> int:
+        """Index in the sequence after the last of these tokens."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -21,8 +21,15 @@ class StepRunner(Protocol):
     @property
     def mm_cache_hits(self) -> int: ...
 
+    def check(self, request: EngineRequest) -> int:
+        """Return the number of positions that the model has after the request's prompt.
+
+        Each token of an answer takes one. Raises a RequestError if the model cannot run the
+        request; the runner holds no state for it yet.
+        """
+
     def prepare(self, request: EngineRequest) -> None:
-        """Set up the request before its first batch. Raises if the request is invalid."""
+        """Set up a checked request before its first batch."""
 
     def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
         """Compute or look up the embeddings of these items and hold them for the next batches."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shared.errors import ContextTooLong, InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest, WorkerFailure
 from workers.engine.core.sequence import EngineRequest
 
 MAX_PROMPT_LOGPROBS = 1 << 15
@@ -16,6 +16,15 @@ def check_prompt(request: EngineRequest, vocab_size: int) -> None:
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise InvalidRequest(
             f"the prompt's token ids must be from 0 to {vocab_size - 1}", field="messages"
+        )
+
+
+def check_logged(request: EngineRequest, vocab_size: int) -> None:
+    """Raise WorkerFailure for logged tokens that another model must have written."""
+    if any(not 0 <= t < vocab_size for choice in request.logged for t in choice.token_ids):
+        raise WorkerFailure(
+            "the token log was begun by another model: it has token ids outside of this model's"
+            f" vocabulary, 0 to {vocab_size - 1}"
         )
 
 
@@ -102,8 +111,11 @@ def tokenize_bad_words(
     return tuple(tokenized)
 
 
-def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:
-    """Return the maximum of tokens behind the prompt: 0, the requested one, or all that fit."""
+def resolve_max_tokens(request: EngineRequest, max_model_len: int, num_free_positions: int) -> int:
+    """Return the maximum of tokens behind the prompt: 0, the requested one, or all that fit.
+
+    Each token takes one of the context's tokens and one of the model's free positions.
+    """
     num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     num_free = max_model_len - num_prompt_tokens
     if request.embedding is not None:
@@ -126,4 +138,11 @@ def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:
             f" context of {max_model_len}; at most {num_free} tokens can follow this prompt",
             field="sampling_params.max_tokens",
         )
-    return num_free if max_tokens is None else max_tokens
+    if (max_tokens or 1) > num_free_positions:
+        raise ContextTooLong(
+            f"max_tokens {max_tokens or 1} is more than the {num_free_positions} positions that the"
+            " model has after this prompt: videos with many seconds from frame to frame take more"
+            " positions than tokens",
+            field="sampling_params.max_tokens",
+        )
+    return min(num_free, num_free_positions) if max_tokens is None else max_tokens

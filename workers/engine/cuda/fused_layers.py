@@ -26,6 +26,7 @@ from workers.engine.cuda.kernels.rotary import (
     tabulate_rotary,
     write_cache,
 )
+from workers.engine.model.attention import check_arguments
 from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.support import layer_windows
 
@@ -121,7 +122,11 @@ def attention_of_layer(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
-    """Attention function for transformers, for models that are not fused."""
+    """Attention function for transformers, for models that are not fused.
+
+    Raises NotImplementedError for unsupported features.
+    """
+    check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (query, key, value))
     write_cache(key, value, key_cache, value_cache, plan.slot_mapping)

@@ -5,6 +5,7 @@ transformers calls `attention_of_layer` for every layer through its attention in
 and the cache reach it as keyword arguments of the model's forward pass.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,18 @@ ATTENTION = "pagemill_paged"
 KVCache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer: [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-# Optional arguments of attention that this implementation does not support.
-UNSUPPORTED = ("s_aux", "position_bias")
+# Arguments of attention that change nothing here: the plan has the positions, and no layer drops
+# weights or returns them. Any other one stands for a feature that this implementation lacks.
+HARMLESS = frozenset(
+    {
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
 
 
 def write_cache(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -126,6 +137,21 @@ class _LayerCache:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
+def check_arguments(
+    module: torch.nn.Module, attention_mask: Tensor | None, others: Mapping[str, object]
+) -> None:
+    """Raises NotImplementedError for a feature of attention that the engine does not have.
+
+    transformers creates no mask for this engine, so a mask is the layer's own.
+    """
+    named = {"attention_mask": attention_mask, **others}
+    for name in sorted(named.keys() - HARMLESS):
+        if named[name] is not None:
+            raise NotImplementedError(f"{name} of {type(module).__name__} is not supported")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} is not causal, which is not supported")
+
+
 def attention_of_layer(
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, num_tokens, head_dim]
@@ -140,11 +166,7 @@ def attention_of_layer(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """Attention function for transformers; raises NotImplementedError for unsupported features."""
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{name} of {type(module).__name__} is not supported")
-    if not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} is not causal, which is not supported")
+    check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
     write_cache(key_cache, plan.slot_mapping, key[0].transpose(0, 1))
     write_cache(value_cache, plan.slot_mapping, value[0].transpose(0, 1))

@@ -135,7 +135,7 @@ def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear]]:
 
 
 def report_on(model: nn.Module) -> Int8Report:
-    """Describe a model that was loaded with `quantization_of`, and write the report to the log."""
+    """Describe a model that was loaded with an `Int8Config`, and write the report to the log."""
     layers = list(int8_layers(model))
     worst_layer, worst = max(layers, key=lambda layer: layer[1].error)
     report = Int8Report(
@@ -157,19 +157,10 @@ def report_on(model: nn.Module) -> Int8Report:
     return report
 
 
-def quantization_of(config: Any, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """Return what makes transformers quantize a model of this config while it reads the weights.
-
-    Raises ConfigError for a folder whose weights are quantized already.
-    """
-    for section in (config, config.get_text_config(decoder=True)):
-        if getattr(section, "quantization_config", None) is not None:
-            _refuse("the weights of the folder are quantized already")
-    return Int8Config(dtype)
-
-
 @register_quantization_config(METHOD)
 class Int8Config(QuantizationConfigMixin):
+    """Setting with which transformers quantizes a model while it reads the weights."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.quant_method: Any = METHOD
         self.dtype = dtype

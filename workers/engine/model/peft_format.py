@@ -188,7 +188,9 @@ def _check_weight(pair: Mapping[str, Tensor], key: str, shape: tuple[int, int]) 
     tensor = pair.get(key)
     if tensor is None:
         _refuse(f"{WEIGHTS} has no {key}")
-    if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
+    # Floats of 8 bits stand for other values, by a scale.
+    is_float = tensor.is_floating_point() and tensor.itemsize > 1
+    if not is_float or tuple(tensor.shape) != shape:
         _refuse(f"{key} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)}")
     if not bool(tensor.isfinite().all()):
         _refuse(f"{key} holds values that are not finite")

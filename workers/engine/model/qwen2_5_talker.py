@@ -30,6 +30,7 @@ class Qwen25Talker(Talker):
         self._talker, self._thinker = talker, thinker
         config = talker.config
         self.codes = range(num_codes)
+        self.num_text_tokens = thinker.get_input_embeddings().num_embeddings
         self.end_token_ids = frozenset([talker.codec_pad_token, talker.codec_eos_token])
         self.voices = voices
         self.media_token_ids = frozenset(

@@ -40,6 +40,7 @@ class Qwen3Talker(Talker):
         self._talker = whole.talker
         self._predictor = whole.talker.code_predictor
         self._embed_text = whole.thinker.get_input_embeddings()
+        self.num_text_tokens = self._embed_text.num_embeddings
         config = whole.config.talker_config
         self.codes = range(config.text_config.vocab_size - NUM_RESERVED)
         self.end_token_ids = frozenset([config.codec_eos_token_id])

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
+from shared.vision.quantized import find_quantization
 
 if TYPE_CHECKING:
     # `pagemill models` runs these checks in a process without torch.
@@ -35,6 +36,7 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 def check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Raises ConfigError, with the reason, for a model that would be answered wrongly."""
     reason = next(_refusals(config, config.get_text_config(decoder=True)), None)
+    reason = reason or find_quantization(folder)
     if reason is not None:
         raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
 

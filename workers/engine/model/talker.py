@@ -45,6 +45,8 @@ class Talker(LanguageAdapter):
     """The tokens that are codes of the first codebook."""
     end_token_ids: frozenset[int]
     num_codebooks: int
+    num_text_tokens: int
+    """Size of the vocabulary of the texts."""
     voices: Mapping[str, int]
     """Names of the voices, and a number that the talker knows each by."""
     media_token_ids: frozenset[int]
@@ -114,6 +116,11 @@ class Talker(LanguageAdapter):
         """Raises InvalidRequest for a request that is not to be spoken."""
         if speech is None:
             raise InvalidRequest("this stage speaks the text of another stage", field="prompt")
+        token_ids = [*speech.prompt_token_ids, *speech.answer_token_ids]
+        if any(not 0 <= token_id < self.num_text_tokens for token_id in token_ids):
+            raise InvalidRequest(
+                f"the text's token ids must be from 0 to {self.num_text_tokens - 1}", field="prompt"
+            )
         return self.make_rows(speech)
 
     def write_rows(self, rows: Tensor, s: ScheduledSequence, speech: SpeechRows) -> None:

@@ -1,9 +1,12 @@
 """Log probabilities of tokens and of their most probable alternatives, from unprocessed logits."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from shared.protocol.records import TokenLogprobs
+from workers.engine.core.sequence import ScheduledSequence
 from workers.engine.sampling.ranked import NUM_RANKED, rank
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 
@@ -25,6 +28,37 @@ def logprobs_of(
         for chunk in iterate_chunks(requests, logits)
         for logprobs in _chunk_logprobs(logits, chunk)
     ]
+
+
+def num_prompt_rows(s: ScheduledSequence) -> int:
+    """Return the number of leading rows whose logits predict a requested prompt token."""
+    if s.sequence.prompt_logprobs is None:
+        return 0
+    stop = min(s.end, s.sequence.num_prompt_tokens - 1)
+    return max(0, stop - s.sequence.num_computed_tokens)
+
+
+def record_prompt_logprobs(logits: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
+    """Store prompt log probabilities in the sequences.
+
+    Repeating it is harmless: a repeated run, or a prompt recomputed after a preemption, stores the
+    same values.
+    """
+    for s in scheduled:
+        num_rows, sequence = num_prompt_rows(s), s.sequence
+        if num_rows == 0 or sequence.prompt_logprobs is None:
+            continue
+        positions = range(
+            sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
+        )
+        logprobs = logprobs_of(
+            logits[:num_rows],
+            list(range(num_rows)),
+            [sequence.token_ids[position] for position in positions],
+            [sequence.request.sampling.prompt_logprobs or 0] * num_rows,
+        )
+        sequence.prompt_logprobs.update(zip(positions, logprobs, strict=True))
+        logits = logits[num_rows:]
 
 
 def _chunk_logprobs(logits: Tensor, requests: list[tuple[int, int, int]]) -> list[TokenLogprobs]:

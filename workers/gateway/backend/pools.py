@@ -18,7 +18,11 @@ class ModelPools(NamedTuple):
 async def read_pools(context: AppContext, model: str) -> ModelPools:
     """Raises Unavailable or TimeoutError."""
     beats = await context.heartbeats.read()
-    serving = {beat.stage or beat.role for beat in beats if model in beat.models}
+    serving = {
+        beat.stage or beat.role
+        for beat in beats
+        if model in beat.models and not beat.load.get("refused")
+    }
     roles = {stage.name: stage.role for stage in context.pipelines[model].stages}
     required = {"coordinator": "coordinator"} | {
         stage: roles[stage] for stage in context.pipelines[model].required_stages

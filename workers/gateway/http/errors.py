@@ -14,6 +14,7 @@ from shared.errors import (
     PagemillError,
     RequestError,
     ToolFailure,
+    ToolsUnavailable,
     Unavailable,
     UnsupportedContent,
     WorkerFailure,
@@ -176,6 +177,7 @@ STATUSES = {
     "overloaded": 503,
     "unsupported_version": 503,
     StoreFull.code: 503,
+    ToolsUnavailable.code: 503,
     "grammar_not_tried": 503,
     Interrupted.code: 503,
     "deadline_exceeded": 504,
@@ -237,7 +239,7 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     client = error.fault == "client"
-    is_told = client or error.code == ToolFailure.code
+    is_told = client or error.code in (ToolFailure.code, ToolsUnavailable.code)
     message = error.message if is_told else _MESSAGES.get(error.code, _INTERNAL)
     # A retry with another `X-Request-Id` would be another request.
     field = error.field if client or error.code == Unavailable.code else None

@@ -6,6 +6,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import PagemillError
 from shared.stage.runtime import VERSION
 from shared.telemetry import prometheus
@@ -23,7 +24,7 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    status: Literal["ok", "not ready", "draining", "no broker"]
+    status: Literal["ok", "not ready", "draining", "no broker", "broker does not store"]
     models: dict[str, str] = {}
     """`ok`, or the stages that no worker serves, such as `no engine` or `engine is starting`, by
     model."""
@@ -51,14 +52,20 @@ async def health(_: AppContext, __: Request, ___: Caller) -> Response:
 async def ready(context: AppContext, _: Request, __: Caller) -> Response:
     try:
         states = {model: await read_pools(context, model) for model in context.config.models}
+        beats = await context.heartbeats.read()
         is_full = await is_store_full(context)
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
-    accepts = any(state.accepts for state in states.values()) and not context.draining
+    state: Any = "ok"
+    if context.draining:
+        state = "draining"
+    elif any(beat.load.get(REFUSING_STREAMS) for beat in beats):
+        state = "broker does not store"
+    elif not any(pools.accepts for pools in states.values()):
+        state = "not ready"
     told = {name: " and ".join(s.missing.values()) or "ok" for name, s in states.items()}
-    state: Any = "ok" if accepts else "draining" if context.draining else "not ready"
     status = Ready(state, told, "store is full" if is_full else "ok")
-    return Json(status, 200 if accepts else 503)
+    return Json(status, 200 if state == "ok" else 503)
 
 
 @ROUTES.endpoint("GET", "/version", "The version that runs", answer=Version)

@@ -17,6 +17,7 @@ from shared.errors import (
     Overloaded,
     PagemillError,
     ToolFailure,
+    ToolsUnavailable,
     Unavailable,
     WorkerFailure,
 )
@@ -105,6 +106,7 @@ def encode_event(shown: ResponseEvent) -> bytes:
         Overloaded,
         errors.ApprovalUsed,
         ToolFailure,
+        ToolsUnavailable,
         errors.StoreFull,
         errors.UnknownPreviousResponse,
     ),

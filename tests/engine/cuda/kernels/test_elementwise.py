@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
-from workers.engine.cuda.kernels.rotary import HeadNorm, rotate_and_write, tabulate_rotary
+from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write, tabulate_rotary
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6
@@ -113,3 +113,25 @@ def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
     close(key_cache[[6, 0, 3, 7]], key[0, written])
     assert torch.equal(value_cache[[6, 0, 3, 7]], value[written])
     assert not caches.flatten(1, 2)[:, [1, 2, 4, 5]].any()
+
+
+@pytest.mark.parametrize("position", [8, 1000, 2**31, 2**62, -1, -(2**62)])
+def test_no_position_reads_outside_of_the_rotary_table(device: torch.device, position: int) -> None:
+    """The rows around the table belong to this test: a read of theirs changes the result."""
+    head_dim, first, num_positions = 32, 4096, 8
+    memory = torch.full((3 * first, head_dim // 2), 7.0, device=device)
+    cos = memory[first : first + num_positions]
+    cos[:] = torch.arange(1.0, num_positions + 1, device=device)[:, None]
+    axes = torch.zeros(head_dim // 2, dtype=torch.int32, device=device)
+    caches = torch.zeros(2, 1, 4, 1, head_dim, device=device)
+    rotated = rotate_and_write(
+        torch.ones(1, 3, head_dim, device=device),
+        torch.full((1, 1), position, device=device),
+        Rotary(cos, torch.zeros_like(memory)[first : first + num_positions], axes),
+        caches[0],
+        caches[1],
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    nearest = cos[-1] if position > 0 else cos[0]
+    close(rotated[0, 0], nearest.repeat(2))
+    close(caches[0, 0, 0, 0], nearest.repeat(2))

@@ -3,6 +3,9 @@
 The angles come from a table computed by the model's own module, so they are identical to the bit.
 A position may have several axes (M-RoPE of Qwen2-VL): each pair of a head's dimensions is rotated
 by one of them, in sections or interleaved, according to `Rotary.axes`.
+
+Positions are checked when a request is added. The kernel clamps them to the table all the same: a
+read outside of it may end the CUDA context, and with it every request of the engine.
 """
 
 from dataclasses import dataclass
@@ -74,6 +77,7 @@ def rotate_and_write(
         norm.weight if norm else rotary.cos,
         norm.eps if norm else 0.0,
         positions.stride(0),
+        len(rotary.cos),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
@@ -84,7 +88,7 @@ def rotate_and_write(
     return qkv[:, :num_heads]
 
 
-@triton.jit(do_not_specialize=["axis_stride"])
+@triton.jit(do_not_specialize=["axis_stride", "num_positions"])
 def _rotate_and_write(
     qkv,
     positions,
@@ -97,6 +101,7 @@ def _rotate_and_write(
     norm_weight,
     eps,
     axis_stride,
+    num_positions,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -125,6 +130,7 @@ def _rotate_and_write(
 
     axis = tl.load(axes + i, mask=within, other=0)
     position = tl.load(positions + axis * axis_stride + token)
+    position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
     cos = tl.load(cos_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
     sin = tl.load(sin_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
     rotated_first = (first * cos - second * sin).to(dtype)

@@ -1,0 +1,46 @@
+"""Queues whose pulls the broker refuses: their consumer is lost, or has no leader."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import structlog
+
+# An election begins with a few refusals, and most end before an operator could act.
+MAX_SILENT_REFUSALS = 3
+
+_log = structlog.get_logger()
+
+
+class Outages:
+    """The queues of one worker whose pulls are refused, logged as one outage."""
+
+    def __init__(self, on_refused: Callable[[], None]) -> None:
+        self._on_refused = on_refused
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._began_s: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a queue has refused several pulls, and has answered none since."""
+        return self._began_s is not None
+
+    def is_refused(self, stream: str, durable: str) -> bool:
+        """Whether the last pull from a queue was refused."""
+        return (stream, durable) in self._refusals
+
+    def add_refusal(self, stream: str, durable: str, status: str) -> None:
+        """Count a refused pull."""
+        self._refusals[stream, durable] += 1
+        if not self.is_open and self._refusals[stream, durable] >= MAX_SILENT_REFUSALS:
+            self._began_s = time.monotonic()
+            _log.warning("queue_refused", stream=stream, consumer=durable, status=status)
+        self._on_refused()
+
+    def add_answer(self, stream: str, durable: str) -> None:
+        """Note that the broker has answered a pull from a queue."""
+        del self._refusals[stream, durable]
+        if self._began_s is not None and not self._refusals:
+            seconds = round(time.monotonic() - self._began_s, 1)
+            self._began_s = None
+            _log.info("queues_answer", stream=stream, consumer=durable, after_s=seconds)

@@ -1,0 +1,60 @@
+"""Probes of the streams on disk: a broker may run, answer, and refuse to store."""
+
+import asyncio
+import json
+from typing import NamedTuple
+
+from nats.errors import Error as NatsError
+from nats.js import api
+
+from shared.bus.connection import REPLY_TIMEOUT_S
+from shared.bus.stream_keeper import StreamKeeper
+from shared.protocol import subjects
+
+REFUSING_STREAMS = "refusing_streams"
+"""Key in the load of a coordinator's heartbeat: how many streams on disk refuse to store."""
+
+# How often each stream is probed.
+PROBE_S = 2.0
+
+# Server error code (nats-server's errors.json).
+_WRITE_FAILED = 10051
+
+
+class Refusal(NamedTuple):
+    """The failure of a stream's probe."""
+
+    reason: str
+    needs_restart: bool
+    """Whether the stream refuses all messages until the server is restarted."""
+
+
+class StoreProbes(StreamKeeper):
+    """The part of `Bus` that finds the streams on disk that store nothing."""
+
+    async def probe_streams(self) -> dict[str, Refusal]:
+        """Return the streams on disk whose probe has failed.
+
+        When one write of a stream fails, as on a full disk, nats-server 2.15.1 does not answer any
+        further publish to this stream until it is restarted. It refuses purges as well, also one
+        that would remove nothing. The audit log is not probed, because nobody may purge it.
+        """
+        names = [
+            config.name or ""
+            for config in self._configs
+            if config.storage is not api.StorageType.MEMORY and not config.deny_purge
+        ]
+        refusals = await asyncio.gather(*map(self._probe, names))
+        return {name: found for name, found in zip(names, refusals, strict=True) if found}
+
+    async def _probe(self, stream: str) -> Refusal | None:
+        subject = f"$JS.API.STREAM.PURGE.{stream}"
+        query = json.dumps({"filter": subjects.PROBE}).encode()
+        try:
+            reply = await self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
+        except NatsError as failure:
+            return Refusal(f"no answer: {failure or type(failure).__name__}", needs_restart=False)
+        error = json.loads(reply.data).get("error")
+        if error is None:
+            return None
+        return Refusal(error.get("description", ""), error.get("err_code") == _WRITE_FAILED)

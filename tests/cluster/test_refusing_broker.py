@@ -1,0 +1,104 @@
+"""An embedded broker whose writes have failed: it is restarted when its disk has room."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from nats.errors import Error as NatsError
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from tests.cluster.conftest import Cluster, living, start_cluster, stop_cluster
+
+DISK_MIB = 64
+MIB = 2**20
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of the broker's store, on a file system of its own."""
+    folder = tmp_path / "data" / "nats"
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
+    cluster = await asyncio.to_thread(start_cluster, folder)
+    try:
+        bus = await Bus.connect(cluster.url, "test")
+        (gateway,) = await living(bus, "gateway")
+        await bus.close()
+        async with httpx.AsyncClient(base_url=gateway.url or "", timeout=60) as http:
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            yield cluster, http
+    finally:
+        assert await asyncio.to_thread(stop_cluster, cluster) == 0
+
+
+def fill(disk: Path) -> Path:
+    """Write a file until the disk is full."""
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+async def publish_media(bus: Bus, count: int) -> None:
+    """Publish so much that the broker has to open further files."""
+    for number in range(count):
+        await bus._js.publish(subjects.media(f"{number:064}"), os.urandom(MIB))
+
+
+async def wait_for_status(http: httpx.AsyncClient, status: str) -> None:
+    async with asyncio.timeout(90):
+        while (await http.get("/ready")).json()["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+
+
+async def test_a_full_disk_that_has_room_again_is_written_again(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as (cluster, http):
+        ballast = await asyncio.to_thread(fill, small_disk)
+        # The last page of each file still has room.
+        while (status := (await http.post("/v1/chat/completions", json=CHAT)).status_code) == 200:
+            pass
+        assert status in (503, 504)
+        await wait_for_status(http, "broker does not store")
+        assert (await http.get("/ready")).status_code == 503
+        # Without room, a restart would not help.
+        assert "broker_restarted" not in cluster.log.read_text()
+        ballast.unlink()
+        await wait_for_status(http, "ok")
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        log = cluster.log.read_text()
+    for event in ("broker_refuses_to_store", "broker_restarted", "broker_stores_again"):
+        assert log.count(f'"{event}"') == 1, event
+
+
+async def test_a_broker_that_had_no_descriptors_left_is_restarted(tmp_path: Path) -> None:
+    async with running(tmp_path) as (cluster, http):
+        bus = await Bus.connect(cluster.url, "test")
+        pid = int((tmp_path / "data" / "nats" / "nats-server.pid").read_text())
+        hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, hard))
+        with pytest.raises(NatsError):
+            await publish_media(bus, 256)
+        await bus.close()
+        async with asyncio.timeout(60):
+            while "broker_restarted" not in cluster.log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200

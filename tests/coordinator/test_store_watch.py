@@ -1,0 +1,53 @@
+"""A coordinator that probes whether the broker stores."""
+
+import asyncio
+import resource
+
+import pytest
+from nats.errors import TimeoutError as NatsTimeoutError
+from structlog.testing import capture_logs
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
+from workers.coordinator import store_watch
+from workers.coordinator.store_watch import StoreWatch
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+async def test_a_stream_that_refuses_for_long_is_counted_until_it_stores_again(
+    patience_s: float, own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(store_watch, "PROBE_S", 0.05)
+    bus = await Bus.connect(own_broker.url, "watch")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    watch = StoreWatch(bus)
+    with capture_logs() as logs:
+        watching = asyncio.create_task(watch.run())
+        pid = int(own_broker.pid_file.read_text())
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        with pytest.raises(NatsTimeoutError):
+            await bus._js.publish(subjects.request("demo"), b"1", timeout=0.5)
+        async with asyncio.timeout(20):
+            while subjects.REQUESTS_STREAM not in watch._since_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while patience_s == 0 and not watch.num_refusing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert watch.num_refusing == (1 if patience_s == 0 else 0)
+        own_broker.end_process()
+        own_broker.start()
+        async with asyncio.timeout(20):
+            while watch._since_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        watching.cancel()
+    assert watch.num_refusing == 0
+    refused = [log for log in logs if log["event"] == "broker_refuses_to_store"]
+    stored = [log for log in logs if log["event"] == "broker_stores_again"]
+    if patience_s > 0:
+        assert refused == stored == []
+    else:
+        assert "file too large" in refused[0]["reasons"][subjects.REQUESTS_STREAM]
+        assert stored != []
+    await bus.close()

@@ -1,0 +1,96 @@
+"""Probes of a real broker whose writes fail: each stream on disk that stores nothing is found."""
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from ops.chaos.processes.cluster import Cluster
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
+
+# A subject of each stream on disk that can be probed.
+SUBJECTS = {
+    subjects.REQUESTS_STREAM: subjects.request("demo"),
+    subjects.RESPONSES_STREAM: subjects.response("demo"),
+    subjects.CANCELS_STREAM: subjects.cancel("probed"),
+    subjects.TOKENS_STREAM: subjects.append("probed"),
+    subjects.MEDIA_STREAM: subjects.media("probed"),
+    subjects.JOBS_STREAM: subjects.job("probed"),
+    subjects.DEAD_STREAM: subjects.dead("engine", "probed"),
+    subjects.SCALE_STREAM: subjects.SCALE_PLAN,
+    subjects.STEPS_STREAM: subjects.step("tenant", "probed"),
+}
+
+
+@pytest.fixture
+async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(own_broker.url, "probes")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    yield bus
+    await bus.close()
+
+
+async def states(bus: Bus) -> list[tuple[str, int, int]]:
+    infos = [await bus._js.stream_info(stream) for stream in SUBJECTS]
+    return [(i.config.name or "", i.state.messages, i.state.last_seq) for i in infos]
+
+
+async def publish_to_all(bus: Bus) -> None:
+    await asyncio.gather(*(bus._js.publish(subject, b"1") for subject in SUBJECTS.values()))
+
+
+async def test_each_stream_that_refuses_to_store_is_found(
+    own: Bus, own_broker: EmbeddedServer
+) -> None:
+    assert await own.probe_streams() == {}
+    pid = int(own_broker.pid_file.read_text())
+    unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, unlimited[1]))
+    for subject in SUBJECTS.values():
+        # The broker answers nothing to a publish whose write has failed.
+        with pytest.raises(NatsTimeoutError):
+            await own._js.publish(subject, b"1", timeout=0.1)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+    refusals = await own.probe_streams()
+    assert refusals.keys() == SUBJECTS.keys()
+    assert {refusal.needs_restart for refusal in refusals.values()} == {True}
+    assert "file too large" in refusals[subjects.REQUESTS_STREAM].reason
+    own_broker.end_process()
+    own_broker.start()
+    async with asyncio.timeout(20):
+        while await own.probe_streams():
+            pass
+    await publish_to_all(own)
+
+
+async def test_a_probe_changes_nothing(own: Bus) -> None:
+    await publish_to_all(own)
+    consumer = await own.consume(
+        subjects.REQUESTS_STREAM, "coordinator", subjects.REQUESTS_FILTER, 1, 5.0
+    )
+    before = await states(own)
+    assert await own.probe_streams() == {}
+    assert await states(own) == before
+    delivery = await asyncio.wait_for(consumer.next(), 10)
+    assert delivery.data == b"1"
+
+
+async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
+    brokers = Cluster(tmp_path)
+    await brokers.start()
+    bus = await Bus.connect(brokers.url, "probes")
+    try:
+        await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await publish_to_all(bus)
+        before = await states(bus)
+        assert await bus.probe_streams() == {}
+        assert await states(bus) == before
+    finally:
+        await bus.close()
+        await brokers.stop()

@@ -1,0 +1,61 @@
+"""Reader of the tokens that end an answer, from the files of a model folder."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+from workers.engine.pooling_files import MODULES
+
+
+def read_end_tokens(
+    folder: Path, tokenizer: Any, vocab: range, *, is_codec: bool
+) -> frozenset[int]:
+    """Return the tokens of `vocab` that end an answer.
+
+    An answer ends with any token that generation_config.json, config.json or the tokenizer names.
+    Many files name only the end of a turn, or only the end of a text. In models that write the
+    codes of a codec, the first of these that names one decides: a text ends with another token.
+
+    Defaults of transformers' config classes do not count, because they belong to the vocabulary of
+    one model.
+    """
+    config = _read(folder / "config.json")
+    thinker = config.get("thinker_config")
+    sections = (config, _section(config, "text_config"), thinker, _section(thinker, "text_config"))
+    sources = (
+        _named(_read(folder / "generation_config.json")),
+        set(chain.from_iterable(map(_named, sections))),
+        _named({"eos_token_id": tokenizer.eos_token_id}),
+    )
+    served = [token_ids.intersection(vocab) for token_ids in sources]
+    if is_codec:
+        return frozenset(next(filter(None, served), ()))
+    return frozenset().union(*served)
+
+
+def check_endless(folder: Path, tokenizer: Any) -> None:
+    """Raises ConfigError for a model without an end token that is to chat."""
+    chats = tokenizer.chat_template or (folder / "chat_template.json").is_file()
+    # sentence-transformers writes the file for models that compute embeddings.
+    if chats and not (folder / MODULES).is_file():
+        raise ConfigError(
+            f"models.path: {folder} has a chat template and no end token, so no answer would end:"
+            " set eos_token_id in its generation_config.json",
+            field="models.path",
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return content
+
+
+def _section(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else None
+
+
+def _named(section: Any) -> set[int]:
+    token_ids = _section(section, "eos_token_id")
+    return set(token_ids) if isinstance(token_ids, list) else {token_ids} - {None}
