@@ -20,7 +20,7 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 from tests import preloaded
 

@@ -20,8 +20,8 @@ from ops.cluster.compose import KEYS, ONCE, Container
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
 from shared.bus.login import Login, seed_file
-from shared.config import Config
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of

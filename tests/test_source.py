@@ -33,7 +33,7 @@ FILES_BY_NAME |= {"av.open", "soundfile.SoundFile"}
 ALLOWED = {
     "workers.renderer.media.fetcher": {"httpcore2"},
     # Every dial for a client goes through it, to a checked address.
-    "shared.dialing": {"httpcore2"},
+    "shared.net.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are

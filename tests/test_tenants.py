@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import last_token

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.config import Config
-from shared.config_scale import PoolConfig
+from shared.config.schema import Config, PoolConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
 from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name

@@ -6,7 +6,7 @@ A module that adds a role calls `register` when it is imported, before the comma
 from dataclasses import dataclass
 from itertools import chain
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
 

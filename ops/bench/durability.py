@@ -41,7 +41,7 @@ from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
 from shared.codec import envelope
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.records import Failure, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, Message

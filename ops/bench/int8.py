@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ops.bench.peers.machine import peak_bytes
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs

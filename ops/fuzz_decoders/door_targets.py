@@ -11,13 +11,13 @@ from starlette.requests import Request
 from ops.demo import IMAGES
 from ops.fuzz_decoders.seeds import json_messages
 from ops.fuzz_decoders.target import FuzzTarget
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge, RequestError
-from shared.ip_policy import parse_address
+from shared.net.ip_policy import parse_address
+from shared.net.targets import parse_target
 from shared.protocol.json_limits import json_limit_error
 from shared.protocol.value_limits import check_json
 from shared.state.media_store import parse_media_url
-from shared.targets import parse_target
 from shared.tool_calls.parser import ToolParser
 from shared.tool_calls.scanner import Call, Piece
 from shared.tool_calls.turn_text import TurnText

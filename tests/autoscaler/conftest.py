@@ -1,7 +1,6 @@
 """Pools, reports and heartbeats for tests of the autoscaler."""
 
-from shared.config import Config, ModelConfig
-from shared.config_scale import PoolConfig, ScaleConfig
+from shared.config.schema import Config, ModelConfig, PoolConfig, ScaleConfig
 from shared.protocol.messages import ActuatorReport, BlobAddress, Heartbeat, WorkerSlot
 from workers.pools import Pools, pools_of
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ops.chaos.bugs import scaling
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.messages import WorkerSlot
 from shared.scaling.memory import Memory

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
 from workers.autoscaler.kubernetes_api import ScaleApi

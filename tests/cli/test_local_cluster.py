@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
 from workers.cli import local_cluster, readiness

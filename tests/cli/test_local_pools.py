@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from shared.bus.bus import Bus
-from shared.config import Config, DeliveryConfig
+from shared.config.schema import Config, DeliveryConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import ActuatorReport, PoolPlan, ScalePlan

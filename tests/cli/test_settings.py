@@ -10,7 +10,7 @@ import pytest
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError, Unavailable
 from shared.stage.pipelines import pipelines_of
 from workers.cli import settings

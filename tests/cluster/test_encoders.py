@@ -17,7 +17,7 @@ from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, new_request_id
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import IMAGE, embedding_key

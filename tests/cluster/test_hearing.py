@@ -24,7 +24,7 @@ from ops.demo_hearing.training.sounds import RATE, Wave, beeps
 from shared.bus.bus import Bus
 from shared.client import pin_media
 from shared.codec.arrays import from_numpy
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
 from shared.models.qwen_video import SECONDS

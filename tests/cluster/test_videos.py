@@ -25,7 +25,7 @@ from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, tokenize
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
 from shared.models.registry import adapt

@@ -15,7 +15,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
-from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.requests import GenerateRequest, encode_request

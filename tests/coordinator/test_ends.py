@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.records import OutputEnd

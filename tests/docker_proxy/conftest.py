@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from tests.docker_proxy.fake_engine import PROJECT, FakeEngine
 from workers.autoscaler.docker_api import ProxyApi
 from workers.docker_proxy.engine import Engine

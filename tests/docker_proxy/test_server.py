@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ConfigError, NotFound, Unavailable
 from tests.docker_proxy.conftest import CONFIG, serve_proxy
 from tests.docker_proxy.fake_engine import BUS, DOOR, PROJECT, FakeEngine

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import (
     DecodeError,
     InvalidRequest,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams

@@ -1,6 +1,6 @@
 """Steps that an engine reports while it loads a model."""
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.native import library
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.loader import PACKING, READING, load

@@ -13,7 +13,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.vllm_kwargs import mm_hash
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.renderer_rpc import (
     Detokenized,

@@ -13,8 +13,7 @@ from PIL import Image
 from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig, ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import BlobsConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from shared.errors import ConfigError, PagemillError
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.memory import Memory
@@ -21,7 +22,6 @@ from shared.scaling.policy import decide
 from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_victims
 from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
-from shared.task_set import TaskSet
 from workers.actuator import follow_plan
 from workers.autoscaler.docker_api import ProxyApi
 from workers.autoscaler.docker_pools import DockerPools

@@ -14,6 +14,7 @@ from rich.markup import escape
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import InvalidMedia
+from shared.helpers.validation import invalid_request
 from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import (
@@ -29,7 +30,6 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
-from shared.validation import invalid_request
 from workers.cli.terminal import errors, harmless, print_json, print_note, write_text
 
 EXIT_INTERRUPTED = 130

@@ -8,7 +8,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.store_probes import PROBE_S
-from shared.config import Config
+from shared.config.schema import Config
 
 # Two of the largest messages.
 MIN_ROOM_BYTES = 16 * 2**20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.local_keys import note_keys
-from shared.config import Config
+from shared.config.schema import Config
 from workers.cli.keyring import DEFAULT_TENANT, Keyring
 from workers.cli.settings import keys_folder
 

@@ -13,7 +13,7 @@ import nkeys
 
 from shared.bus.accounts import accounts_config
 from shared.bus.login import seed_file
-from shared.config import NatsConfig
+from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, InvalidRequest, NotFound
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.permissions import OPERATOR

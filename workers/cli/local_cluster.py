@@ -14,11 +14,11 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, become_child
 from shared.bus.local_keys import forget_keys
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.helpers.task_set import TaskSet
 from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
-from shared.task_set import TaskSet
 from workers.cli import readiness
 from workers.cli.broker_repair import repair_broker
 from workers.cli.embedded_broker import start_embedded

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shared.bus.login import Login
-from shared.config import Config
+from shared.config.schema import Config
 from workers.cli import settings
 from workers.roles import all_roles
 

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
-from shared.config import Config
-from shared.config_parsing import parse_config
-from shared.config_stages import Graph
+from shared.config.parsing import parse_config
+from shared.config.schema import Config, Graph
 from shared.errors import ConfigError
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import graph_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.bus.login import without_credentials
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import PagemillError
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs

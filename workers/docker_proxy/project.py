@@ -8,7 +8,7 @@ from itertools import count
 import structlog
 
 from shared.errors import ConfigError, NotFound, PagemillError
-from shared.task_set import TaskSet
+from shared.helpers.task_set import TaskSet
 from workers.docker_messages import DockerWorker
 from workers.docker_proxy.definition import NUMBER, ONE_OFF, PROJECT, SERVICE, define
 from workers.docker_proxy.engine import Engine, Listed

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 import uvicorn
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError, NotFound, PagemillError
 from shared.protocol.encoding import to_json
 from shared.stage import signals

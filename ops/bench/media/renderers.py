@@ -14,7 +14,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task, TaskHeader

@@ -14,7 +14,7 @@ from ops.bench.media.senders import ask_about
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.requests import Message
 from workers.cli import settings
 

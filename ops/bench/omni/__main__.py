@@ -30,7 +30,7 @@ from ops.bench.omni.durable import MODEL, SPECS, STEPS, TALKER, VOCODER, Site, r
 from ops.bench.omni.figures import Level, Spoken, level_of
 from ops.bench.omni.plain import PlainLoop
 from ops.chaos.plan import ROOT
-from shared.config import Config
+from shared.config.schema import Config
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.commands.worker import worker

@@ -15,7 +15,7 @@ from ops.bench.omni.figures import Spoken
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
 from shared.protocol.requests import GenerateRequest

@@ -28,7 +28,7 @@ from ops.chaos.history import (
 from ops.chaos.plan import ROOT
 from ops.chaos.processes.pool import ACTUATOR, WATCH_S, WORKER_MODULE, worker_command
 from ops.chaos.processes.preloading import fork_engine_preloader
-from shared.task_set import TaskSet
+from shared.helpers.task_set import TaskSet
 from shared.telemetry import logs
 from workers.actuator import follow_plan
 from workers.cli import settings

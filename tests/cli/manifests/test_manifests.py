@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import Config
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.protocol import subjects
 from shared.protocol.permissions import ACCOUNT

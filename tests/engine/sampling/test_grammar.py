@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import (
     GrammarNotTried,
     InvalidGrammar,

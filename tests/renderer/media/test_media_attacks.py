@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shared.codec.arrays import from_numpy
 from shared.codec.tensors import from_torch
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.models.wire_pixels import to_numpy, to_pixels
 from shared.protocol.multimodal import IMAGE

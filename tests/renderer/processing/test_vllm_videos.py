@@ -13,8 +13,7 @@ import pytest
 from shared.codec import vllm_kwargs
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField, decode_item, encode_item
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest
 from shared.models.frames import resize_frame
 from shared.models.media import VideoProbe

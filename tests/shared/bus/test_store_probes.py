@@ -11,7 +11,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 
 # A subject of each stream on disk that can be probed.

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import InvalidRequest
+from shared.helpers.validation import invalid_request
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import (
@@ -18,7 +19,6 @@ from shared.protocol.requests import (
     TextPart,
 )
 from shared.protocol.sampling import SamplingParams
-from shared.validation import invalid_request
 
 
 class Entry(Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import is_listening
 from shared.bus.local_keys import forget_keys
-from shared.config import Config
+from shared.config.schema import Config
 from workers.cli import settings
 from workers.cli.audited import audited
 from workers.cli.backup import restoring

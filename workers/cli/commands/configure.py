@@ -9,7 +9,7 @@ import yaml
 from cyclopts import Parameter
 from rich.console import Console
 
-from shared.config import Config, Right
+from shared.config.schema import Config, Right
 from shared.errors import ConfigError
 from shared.native import library
 from shared.native.measuring import read_records

@@ -9,7 +9,7 @@ import uvloop
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
 from workers.actuator import follow_plan

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shared.bus.login import seed_file
-from shared.config import Config
+from shared.config.schema import Config
 from workers.cli.manifests.target import CONFIG, Manifest, Target, key_secret, labels_of, metadata
 from workers.deployment_names import name_of
 from workers.roles import WorkerSpec, role_of

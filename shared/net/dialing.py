@@ -16,7 +16,7 @@ from itertools import chain, zip_longest
 import aiodns
 import httpcore2
 
-from shared.ip_policy import (
+from shared.net.ip_policy import (
     Address,
     Network,
     may_be_translated,
@@ -24,7 +24,7 @@ from shared.ip_policy import (
     parse_address,
     translators_of,
 )
-from shared.targets import Target
+from shared.net.targets import Target
 
 MAX_DIALLED = 8
 """Addresses of one name that are tried."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ConfigError
 
 GOOD = "models: {demo: {path: model}}"

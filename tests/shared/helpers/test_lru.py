@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.lru import ByteLRU
+from shared.helpers.lru import ByteLRU
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from("abcde"), st.one_of(st.none(), st.integers(0, 12))), max_size=60

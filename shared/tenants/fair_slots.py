@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from shared.errors import Overloaded
-from shared.fair_queue import FairQueue
+from shared.tenants.fair_queue import FairQueue
 
 
 class FairSlots:

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import resource
 import numpy as np
-from shared.heap import keep_freed_memory
+from shared.helpers.heap import keep_freed_memory
 
 {}
 for turn in range(40):

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_queue import FairQueue
+from shared.tenants.fair_queue import FairQueue
 
 MAX_HELD = 6
 Waiter = tuple[str, int]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.ip_policy import may_be_translated, may_dial, parse_address, translators_of
+from shared.net.ip_policy import may_be_translated, may_dial, parse_address, translators_of
 
 INSIDE = (
     "127.0.0.1",

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from shared.errors import Overloaded
-from shared.fair_slots import FairSlots
+from shared.tenants.fair_slots import FairSlots
 
 
 class Callers:

@@ -1,4 +1,4 @@
-"""Which tenants are to store nothing more for now: measured by coordinators, told to all workers.
+"""Storage quotas. Coordinators measure what each tenant has stored, and publish those that exceed it.
 
 What is told lies beside the heartbeats, and expires like them: without a coordinator nobody is
 refused.
@@ -17,7 +17,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.exceeded_shares import ExceededShare, ExceededShares, decode_exceeded_shares
 from shared.protocol.requests import GenerateRequest, count_media
-from shared.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
+from shared.tenants.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
 
 # What tenants fill, and the settings with its limits.
 LIMITS = {

@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from shared.config import Config, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
-from shared.ip_policy import is_loopback_host
+from shared.helpers.validation import split_validation_error
+from shared.net.ip_policy import is_loopback_host
 from shared.protocol.images import ImageParams
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.protocol.pipeline import IMAGE_KIND, Fault
 from shared.protocol.sampling import SamplingParams
-from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
 _UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")

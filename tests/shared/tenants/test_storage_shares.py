@@ -5,7 +5,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
+from shared.tenants.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
 
 MAX = 1000
 TENANTS = "abcd"
