@@ -1,7 +1,7 @@
-"""Storage quotas. Coordinators measure what each tenant has stored, and publish those that exceed it.
+"""Storage quotas: coordinators measure what each tenant has stored, and all workers refuse.
 
-What is told lies beside the heartbeats, and expires like them: without a coordinator nobody is
-refused.
+The list of tenants over their share is stored next to the heartbeats, and expires like them.
+Without a coordinator, no request is refused.
 """
 
 import asyncio
