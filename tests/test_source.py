@@ -82,9 +82,7 @@ ALLOWED = {
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.backup.archive": {"os.open", ".open"},
-    "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.sound": {".open"},
-    "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
