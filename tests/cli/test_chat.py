@@ -105,9 +105,9 @@ async def test_settings_are_sent(talk: Talk, capsys: pytest.CaptureFixture[str])
     new_model = f"{talk.model}-new"
     lines = ("a", "/params max_tokens=3", f"/model {new_model}", "b", "/params max_tokens=", "c")
     assert await talk.run(*lines, answers=(HELLO, HELLO, HELLO)) == 0
-    default, changed, removed = (request.sampling_params for request in talk.requests)
-    assert isinstance(changed, SamplingParams)
-    assert (changed.max_tokens, removed) == (3, default)
+    first, second, third = (request.sampling_params for request in talk.requests)
+    assert isinstance(second, SamplingParams)
+    assert (second.max_tokens, third) == (3, first)
     assert [r.model for r in talk.requests] == [talk.model, new_model, new_model]
     notes = capsys.readouterr().err
     assert "max_tokens=3\n" in notes
@@ -120,9 +120,9 @@ async def test_an_answer_that_is_empty_is_an_answer(
 ) -> None:
     await talk.run("a", "b", answers=([], HELLO))
     assert talk.contents()[1] == ["a", "", "b"]
-    printed = capsys.readouterr()
-    assert printed.out == "\nHello world\n"
-    ends = [line.split(" · ")[1::2] for line in printed.err.splitlines()]
+    output = capsys.readouterr()
+    assert output.out == "\nHello world\n"
+    ends = [line.split(" · ")[1::2] for line in output.err.splitlines()]
     assert ends == [["5 + 0 tokens", "finished"], ["5 + 2 tokens", "stop"]]
 
 
@@ -132,9 +132,9 @@ async def test_a_message_without_an_answer_is_replaced(
     lines = ("a", "/retry", "b")
     assert await talk.run(*lines, answers=([BUSY], [BUSY], HELLO)) == 1
     assert talk.contents() == [["a"], ["a"], ["b"]]
-    printed = capsys.readouterr()
-    assert printed.out == "Hello world\n"
-    first, end, *_ = printed.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == "Hello world\n"
+    first, end, *_ = output.err.splitlines()
     assert first == "error overloaded: the queue is [full]\N{REPLACEMENT CHARACTER}[2J"
     assert end.endswith(" s · failed")
 
@@ -212,12 +212,12 @@ async def test_commands_that_fail_and_the_help(
     talk: Talk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await talk.run("/undo", "/retry", "/resume", "/params n=2", "/help") == 1
-    printed = capsys.readouterr()
-    assert [line.split(":")[0] for line in printed.err.splitlines()] == [
+    output = capsys.readouterr()
+    assert [line.split(":")[0] for line in output.err.splitlines()] == [
         *["error not_found"] * 2,
         *["error invalid_request"] * 2,
     ]
-    assert [line.split()[0] for line in printed.out.splitlines()] == [
+    assert [line.split()[0] for line in output.out.splitlines()] == [
         *(f"/{n}" for n in HELP),
         "@FILE",
     ]

@@ -29,9 +29,9 @@ REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 
 
 def _keep_output() -> None:
-    """Have the terminal keep what was written and not yet read when Ctrl-C comes.
+    """Keep unread output when Ctrl-C is pressed.
 
-    By default it is discarded, and a test would miss text that `pagemill` has printed.
+    By default the terminal discards it, and a test would miss text that `pagemill` has printed.
     """
     attributes = termios.tcgetattr(0)
     attributes[3] |= termios.NOFLSH
@@ -39,7 +39,7 @@ def _keep_output() -> None:
 
 
 class Terminal:
-    """A running `pagemill chat` and what it has written."""
+    """A running `pagemill chat` and its output."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.pid, self._fd = pty.fork()
@@ -53,7 +53,7 @@ class Terminal:
         self.at = 0
 
     def _read(self) -> bool:
-        """Read what there is; return False at the end."""
+        """Read the available output; return False at the end."""
         try:
             data = os.read(self._fd, 65536)
         except BlockingIOError:
@@ -64,19 +64,19 @@ class Terminal:
         return bool(data)
 
     async def until(self, pattern: str) -> re.Match[str]:
-        """Return the next place that matches, behind the one before."""
+        """Wait for output that matches, after the previous match."""
         deadline = time.monotonic() + LIMIT_S
-        while (found := re.compile(pattern).search(self.written, self.at)) is None:
+        while (match := re.compile(pattern).search(self.written, self.at)) is None:
             assert self._read() or re.search(pattern, self.written[self.at :]), self.written
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.written!r}"
             await asyncio.sleep(0.02)
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     async def prompted(self) -> None:
-        """Wait for the prompt behind the latest output.
+        """Wait for the prompt after the latest output.
 
-        What is typed before is echoed at once, in the middle of that output.
+        The terminal echoes input at once, so earlier input would appear within that output.
         """
         self.at = max(0, self.at - len(PROMPT))
         await self.until("> $")
@@ -117,14 +117,17 @@ class Terminal:
             os.waitpid(self.pid, 0)
         with contextlib.suppress(OSError):
             os.close(self._fd)
+        self._fd = -1
 
 
 @pytest.fixture
 async def terminal(cluster: Cluster) -> AsyncIterator[Terminal]:
     terminal = Terminal(cluster)
-    await terminal.until("> $")
-    yield terminal
-    terminal.kill()
+    try:
+        await terminal.until("> $")
+        yield terminal
+    finally:
+        terminal.kill()
 
 
 async def messages_of(bus: Bus, terminal: Terminal, line: str) -> tuple[list[Message], str]:
@@ -180,13 +183,13 @@ async def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     await terminal.until(r"[^\n]{8}")
     terminal.type("\x03")
     end = await terminal.until(rf"\n({REQUEST_ID.pattern}) · [^\n]* · interrupted\n")
-    printed = terminal.written[at : end.start()].replace("^C", "")
+    text = terminal.written[at : end.start()].replace("^C", "")
     records = [record async for record in follow(client, end[1])]
-    assert text_of(records).startswith(printed)
+    assert text_of(records).startswith(text)
     assert (await request_status.find(client, end[1])).error_code == "cancelled"
     await terminal.say("/params max_tokens=3", "max_tokens=3")
     messages, answer = await messages_of(client, terminal, "What can you do?")
-    assert messages[1] == Message("assistant", printed)
+    assert messages[1] == Message("assistant", text)
     assert answer
 
 

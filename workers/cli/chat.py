@@ -130,8 +130,8 @@ class Chat:
                 print_note(self._model)
             case "params":
                 self._params = merge_params(self._params, argument)
-                shown = " ".join(f"{name}={value}" for name, value in self._params.items())
-                print_note(shown or "no parameters are set: the model's configured defaults apply")
+                pairs = " ".join(f"{name}={value}" for name, value in self._params.items())
+                print_note(pairs or "no parameters are set: the model's configured defaults apply")
             case "retry" | "undo" if not self._turns:
                 raise NotFound(f"there is no message to {name}", field="command")
             case "retry":
@@ -249,20 +249,20 @@ def merge_params(params: dict[str, Any], text: str) -> dict[str, Any]:
 
     A value is JSON, or else a string. An empty value removes the parameter.
     """
-    merged = dict(params)
+    values = dict(params)
     for pair in text.split():
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise InvalidRequest(f"{pair}: parameters are written NAME=VALUE", field="params")
         try:
-            merged[name] = msgspec.json.decode(value) if value else None
+            values[name] = msgspec.json.decode(value) if value else None
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            merged[name] = value
-    merged = {name: value for name, value in merged.items() if value is not None}
+            values[name] = value
+    values = {name: value for name, value in values.items() if value is not None}
     try:
-        checked = msgspec.convert(merged, SamplingParams)
+        sampling = msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
-    if checked.n != 1:
+    if sampling.n != 1:
         raise InvalidRequest("n: a conversation has one answer to each message", field="n")
-    return merged
+    return values
