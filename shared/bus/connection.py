@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -47,7 +48,16 @@ class BusPart:
         """Look for streams and consumers that are missing; a `Bus` creates them again."""
 
 
+# The server's error for a request about a stream that a key does not permit.
+_DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
+
+
 class _CorrectedClient(NatsClient):
+    denied: frozenset[str] = frozenset()
+    """Subjects, in lower case, of requests about streams that this connection may not make.
+
+    The server refuses them without a reply, as if it could not answer."""
+
     def _connect_command(self) -> bytes:
         # A key that was replaced is in the file, and nats-py has kept the public half of the old.
         if self._nkeys_seed is None:
@@ -69,6 +79,7 @@ class _CorrectedClient(NatsClient):
             await _log_error(error)
             await self._process_op_err(error)
         else:
+            self.denied |= {*_DENIED.findall(err_msg.lower())}
             await super()._process_err(err_msg)
 
     async def _process_pong(self) -> None:
@@ -102,6 +113,7 @@ class _CorrectedClient(NatsClient):
         await _keep_cancellation(super()._connect_to_server(*args, **kwargs))
 
     async def _process_connect_init(self) -> None:
+        self.denied = frozenset()
         await _keep_cancellation(super()._process_connect_init())
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
@@ -109,6 +121,11 @@ class _CorrectedClient(NatsClient):
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         await _keep_cancellation(super().flush(*args, **kwargs))
+
+
+def is_denied(nc: NatsClient, subject: str) -> bool:
+    """Return whether the key of a connection does not permit a request about a stream."""
+    return isinstance(nc, _CorrectedClient) and subject.lower() in nc.denied
 
 
 async def next_message(subscription: Subscription, timeout_s: float) -> Msg:

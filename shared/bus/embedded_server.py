@@ -85,7 +85,8 @@ class EmbeddedServer:
                 preexec_fn=become_child,
                 pass_fds=[self._lock.fileno()],
             )
-        self._lock.name_holders(self._process.pid, os.getpid())
+        # An error names the first that is alive. The broker ends with the process that started it.
+        self._lock.name_holders(os.getpid(), self._process.pid)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_listening(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:

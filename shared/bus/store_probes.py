@@ -4,10 +4,11 @@ import asyncio
 import json
 from typing import NamedTuple
 
+import structlog
 from nats.errors import Error as NatsError
 from nats.js import api
 
-from shared.bus.connection import REPLY_TIMEOUT_S
+from shared.bus.connection import REPLY_TIMEOUT_S, is_denied
 from shared.bus.stream_keeper import StreamKeeper
 from shared.protocol import subjects
 
@@ -19,6 +20,10 @@ PROBE_S = 2.0
 
 # Server error code (nats-server's errors.json).
 _WRITE_FAILED = 10051
+
+NEW_KEYS = "`pagemill keys make` and a reload of the broker permit it"
+
+_log = structlog.get_logger()
 
 
 class Refusal(NamedTuple):
@@ -49,10 +54,15 @@ class StoreProbes(StreamKeeper):
 
     async def _probe(self, stream: str) -> Refusal | None:
         subject = f"$JS.API.STREAM.PURGE.{stream}"
+        if is_denied(self._nc, subject):
+            return None  # The keys are from a version without probes.
         query = json.dumps({"filter": subjects.PROBE}).encode()
         try:
             reply = await self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
         except NatsError as failure:
+            if is_denied(self._nc, subject):
+                _log.warning("stream_not_probed", stream=stream, hint=NEW_KEYS)
+                return None
             return Refusal(f"no answer: {failure or type(failure).__name__}", needs_restart=False)
         error = json.loads(reply.data).get("error")
         if error is None:

@@ -76,14 +76,9 @@ async def publish(
     stored one with its own payloads. Raises Unavailable while the stage's queue still has the task
     of an earlier round.
     """
-    assert header.ticket is not None
-    body = function_of(edge)(source)
-    data = encode(header, body, tensors)
-    round = header.round
-    msg_id = subjects.stage_msg_id(edge.target, header.request_id, header.ticket.sequence, round)
-    slot = slot_of_task(header, body, num_slots)
-    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id, slot)
-    was_there = await bus.publish(subject, data, msg_id)
+    message = _message_of(edge, header, source, tensors, num_slots)
+    subject, data, msg_id = message
+    round, was_there = header.round, await bus.publish(*message)
     if not was_there or edge.mode == "stream" or not (round > 0 or payloads):
         # A follower reads logs, so its task of an earlier round will do.
         return True
@@ -92,8 +87,23 @@ async def publish(
         raise Unavailable("the task of an earlier round is still in the queue")
     if round > 0 and stored is None:
         # The task of the earlier round may have gone since; a duplicate is refused once more.
-        was_there = await bus.publish(subject, data, msg_id)
+        was_there = await bus.publish(*message)
     return not was_there or (stored is not None and stored.data == data)
+
+
+def _message_of(
+    edge: Edge, header: TaskHeader, source: Any, tensors: Sequence[TensorData], num_slots: int
+) -> tuple[str, bytes, str]:
+    """Return the subject, the content and the message id of the target's task."""
+    assert header.ticket is not None
+    sequence, round = header.ticket.sequence, header.round
+    body = function_of(edge)(source)
+    slot = slot_of_task(header, body, num_slots)
+    return (
+        subjects.stage(edge.target, header.model, header.lane, header.request_id, slot),
+        encode(header, body, tensors),
+        subjects.stage_msg_id(edge.target, header.request_id, sequence, round),
+    )
 
 
 async def publish_follower(
@@ -144,8 +154,13 @@ async def publish_item(
     )
 
 
-async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> None:
-    """Publish the tasks of the stages that take the request itself."""
-    part = pipeline.part_for(header.outputs, text_given=header.text_given)
+async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> bool:
+    """Publish the tasks of the stages that take the request itself.
+
+    Return whether none of them was there before.
+    """
+    part, is_first = pipeline.part_for(header.outputs, text_given=header.text_given), True
     for edge in part.edges_from(REQUEST, "task"):
-        await publish(bus, edge, header, prompt)
+        was_there = await bus.publish(*_message_of(edge, header, prompt, (), 1))
+        is_first = is_first and not was_there
+    return is_first

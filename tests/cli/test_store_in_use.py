@@ -1,5 +1,6 @@
 """Commands that open the store of the embedded broker while another process has it open."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from workers.cli.backup.manifest import FORMAT, MANIFEST_FILE, Manifest
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[int]:
-    """The process of a broker, whose port the configuration does not have."""
+    """The process that has started a broker, whose port the configuration does not have."""
     (tmp_path / "pagemill.yaml").write_text(
         f"models: {{demo: {{path: {settings.DEMO_MODEL}}}}}\nnats: {{port: 0}}\n"
         "gateway: {port: 0}\n"
@@ -24,7 +25,7 @@ def holder(tmp_path: Path) -> Iterator[int]:
     (backup / MANIFEST_FILE).write_bytes(to_json(Manifest(FORMAT, "", "", 0, {}, [])))
     server = EmbeddedServer(tmp_path / "data" / "nats")
     server.start()
-    yield int(server.pid_file.read_text())
+    yield os.getpid()
     server.stop()
 
 

@@ -302,7 +302,7 @@ async def wait_until_idle(url: str, role: str) -> None:
 
 async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool]) -> None:
     nc = await nats.connect(url, nkeys_seed=str(Login.of_operator(url).seed_file))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
             info = await nc.jetstream().consumer_info(

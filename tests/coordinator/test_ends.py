@@ -124,9 +124,9 @@ async def test_tasks_that_were_stored_after_a_cancellation_are_removed(
 ) -> None:
     publish_first = tasks.publish_first
 
-    async def publish_after_cancel(*args: Any) -> None:
+    async def publish_after_cancel(*args: Any) -> bool:
         await cancel(bus, request_id)
-        await publish_first(*args)
+        return await publish_first(*args)
 
     monkeypatch.setattr(tasks, "publish_first", publish_after_cancel)
     assert await admit(bus, request_id) == ["acknowledged"]

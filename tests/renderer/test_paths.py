@@ -328,6 +328,13 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     monkeypatch.setattr(rpc, "MAX_HELD", 8)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     order: list[str] = []
+    in_thread, one_is_refused = rig.worker._preview_path._in_thread, asyncio.Event()
+
+    async def held(function: Any, *args: Any) -> Any:
+        await one_is_refused.wait()
+        return await in_thread(function, *args)
+
+    monkeypatch.setattr(rig.worker._preview_path, "_in_thread", held)
 
     async def ask(tenant: str) -> str:
         answer = await client.render(rig.bus, request, tenant=tenant)
@@ -338,6 +345,8 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
 
     burst = [asyncio.create_task(ask("many")) for _ in range(24)]
     few = [asyncio.create_task(ask("few")) for _ in range(4)]
+    assert await next(asyncio.as_completed(burst)) == "overloaded"
+    one_is_refused.set()
     assert await asyncio.gather(*few) == ["answered"] * 4
     outcomes = await asyncio.gather(*burst)
     assert set(outcomes) == {"answered", "overloaded"}

@@ -21,13 +21,17 @@ class StorageMeter:
         """Streams and tenants that were told last."""
 
     async def run(self) -> None:
-        """Measure again and again."""
+        """Measure again and again. An outage has one line in the log."""
+        reason = ""
         while True:
             began_s = time.monotonic()
             try:
                 await self.measure()
+                reason = ""
             except Unavailable as error:
-                _log.warning("storage_not_measured", reason=error.message)
+                if error.message != reason:
+                    reason = error.message
+                    _log.warning("storage_not_measured", reason=reason)
             await asyncio.sleep(next_measurement_s(began_s) - time.monotonic())
 
     async def measure(self) -> None:

@@ -5,7 +5,9 @@ comes back then, no worker has ended it, and the coordinator does. So the queue 
 requests in flight, its limit bounds their number, and no timer lives in a process that can die.
 """
 
+import asyncio
 import contextlib
+from weakref import WeakValueDictionary
 
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
@@ -68,6 +70,8 @@ class Coordinator:
         self._waits = StageWaits(context.bus)
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By request id, held while a request is admitted."""
 
     async def serve(self) -> None:
         await create_queues(self._context)
@@ -117,7 +121,6 @@ class Coordinator:
         return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
 
     async def _admit_or_end(self, job: Job) -> None:
-        delivery, bus = job.delivery, self._context.bus
         if job.request_id is None:
             # There is no log to answer in: an operator finds the request among the dead letters.
             raise DecodeError(
@@ -125,20 +128,27 @@ class Coordinator:
                 f" with {names.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
                 field="request_id",
             )
-        if await self._has_ended(job, job.request_id):
+        # The gateway and the agent publish the first turn of a response at the same time.
+        async with self._locks.setdefault(job.request_id, asyncio.Lock()):
+            await self._admit(job, job.request_id)
+
+    async def _admit(self, job: Job, request_id: str) -> None:
+        delivery, bus = job.delivery, self._context.bus
+        if await self._has_ended(job, request_id):
             return
-        if await self._is_repeated(delivery, job.request_id):
+        # The later one yields, so that one of two always stays.
+        if 0 < await self._sequence_in_flight(request_id) < delivery.sequence:
             await delivery.ack()
             return
         if await self._has_expired_unread(job):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
-        admitted = admit(delivery.subject, job.request_id, delivery.data, models, pipelines)
+        admitted = admit(delivery.subject, request_id, delivery.data, models, pipelines)
         request, tenant = admitted.request, tenant_of(delivery.tenant)
         lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
         if delivery.attempt == 1 and delivery.stored_ms >= bus.tasks.since_ms:
             # Otherwise the request may have been admitted before.
-            await self._check_limits(job, job.request_id, admitted, lane)
+            await self._check_limits(job, request_id, admitted, lane)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
@@ -153,7 +163,7 @@ class Coordinator:
             await self._expire(job, allowed_s, request.on_late)
             return
         job.header = TaskHeader(
-            request_id=job.request_id,
+            request_id=request_id,
             model=request.model,
             lane=lane,
             ticket=ticket,
@@ -168,29 +178,33 @@ class Coordinator:
             image=admitted.image,
         )
         if admitted.outputs:
-            await output_ends.begin(bus, job.request_id, admitted.outputs)
-        await self._publish_first(job, job.header, admitted)
+            await output_ends.begin(bus, request_id, admitted.outputs)
+        is_first = await self._publish_first(job, job.header, admitted)
         # A cancellation may have come first, and found neither outputs nor tasks.
-        if await self._has_ended(job, job.request_id):
+        if await self._has_ended(job, request_id):
             return
+        if not is_first:
+            # Another coordinator may have admitted a request with this id at the same time.
+            in_flight = await self._sequence_in_flight(request_id)
+            if in_flight not in (0, delivery.sequence):
+                await delivery.ack()
+                return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 
-    async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
-        """Return whether an earlier request with this id is in flight, which will be answered.
+    async def _sequence_in_flight(self, request_id: str) -> int:
+        """Return the sequence of the request with this id that has tasks; 0 if none is queued.
 
         A publisher that gets no acknowledgement publishes its request again, and the stream stores
         it twice.
         """
         bus = self._context.bus
         task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
-        first = task and subjects.sequence_of(task.msg_id or "", request_id)
-        # The later one yields, so that one of two always stays.
-        if not first or first >= delivery.sequence:
-            return False
-        queued = await bus.get_queued_request(first)
-        return queued is not None and request_id == request_id_of(
-            queued.msg_id, queued.data, queued.subject
-        )
+        sequence = task and subjects.sequence_of(task.msg_id or "", request_id)
+        queued = await bus.get_queued_request(sequence) if sequence else None
+        if not sequence or queued is None:
+            return 0
+        found = request_id_of(queued.msg_id, queued.data, queued.subject)
+        return sequence if found == request_id else 0
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
@@ -228,9 +242,10 @@ class Coordinator:
         await self._stage.finish(job)
         return True
 
-    async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> None:
+    async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> bool:
+        """Publish the first tasks. Return whether none of them was there before."""
         pipeline = self._context.pipelines[header.model]
-        await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
+        is_first = await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
         self._stage.counters.handled(job)
         self._context.metrics.of(header.model).counter("requests_accepted_total").add()
         self._context.log.info(
@@ -240,6 +255,7 @@ class Coordinator:
             model=header.model,
             lane=header.lane,
         )
+        return is_first
 
     async def _expire(self, job: Job, allowed_s: float, on_late: OnLate) -> None:
         assert job.request_id is not None

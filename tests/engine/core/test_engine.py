@@ -137,6 +137,18 @@ requests = st.builds(
 many = st.lists(requests, min_size=1, max_size=5, unique_by=lambda r: r.request_id)
 
 
+def test_a_generated_placeholder_is_no_part_of_an_item() -> None:
+    short = EngineRequest("short", [2, 2, 7], [item("a", 2, 1)], SamplingParams(seed=0))
+    items = [item("a", 2, 2), item("a", 4, 1)]
+    long = EngineRequest("long", [2, 2, 7, 7, 7], items, SamplingParams())
+    core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE), 12, max_num_seqs=1)
+    for request in (short, long):
+        core.add(request)
+    outputs = finish_all(core)
+    assert answers_of(outputs, short)[0][0][0] == 7, "a placeholder, after the item"
+    assert answers_of(outputs, long) == answers_of(run_alone(long), long)
+
+
 @settings(deadline=None, max_examples=100)
 @given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_other_requests_do_not_change_an_output(

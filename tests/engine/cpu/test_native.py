@@ -117,7 +117,7 @@ def test_the_loader_uses_the_kernels_where_possible() -> None:
 def test_a_pool_uses_the_configured_memory(tmp_path: Path) -> None:
     """Values of 40 dimensions lie in rows of 64."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
-    config = LlamaConfig(**{**TEXT, "hidden_size": 160})
+    config = LlamaConfig(**{**TEXT, "hidden_size": 160, "eos_token_id": 0})
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     loaded = load(ModelConfig(path=str(tmp_path)), EngineConfig(kv_cache_mib=16))
     assert isinstance(loaded.model, NativeModel)

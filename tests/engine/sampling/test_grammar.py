@@ -112,6 +112,7 @@ def write_random_model(folder: Path, vocab_size: int) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
+        eos_token_id=None,
     )
     model = LlamaForCausalLM(config)
     widen(model)

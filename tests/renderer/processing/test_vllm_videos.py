@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen2_5_VLConfig
 
 from shared.codec import vllm_kwargs
 from shared.codec.envelope import TensorData
@@ -82,7 +83,7 @@ def test_items_and_hashes_are_those_of_vllm_to_the_byte(
 def test_an_item_of_qwen_2_5_is_that_of_vllm_to_the_byte(tmp_path: Path) -> None:
     settings = {"size": {"shortest_edge": 6272, "longest_edge": 10609}}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
-    layout = Qwen25VideoLayout.open(tmp_path, None)
+    layout = Qwen25VideoLayout.open(tmp_path, Qwen2_5_VLConfig())
     assert layout is not None
     frames = np.random.default_rng(0).integers(0, 256, (6, 84, 112, 3), dtype=np.uint8)
     plan = layout.plan(VideoProbe(24, 8.0, 112, 84), FrameSampling(), "field")

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from nats.errors import TimeoutError as NatsTimeoutError
+from structlog.testing import capture_logs
 
 from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.login import Login, seed_file
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from workers.cli.keyring import Keyring
 
 # A subject of each stream on disk that can be probed.
 SUBJECTS = {
@@ -94,3 +97,24 @@ async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
     finally:
         await bus.close()
         await brokers.stop()
+
+
+async def test_a_key_that_does_not_permit_a_probe_is_no_refusal(tmp_path: Path) -> None:
+    """Coordinators start before the keys are renewed."""
+    keyring = Keyring(tmp_path / "keys")
+    keyring.complete([])
+    accounts = keyring.accounts_file.read_text()
+    older = accounts.replace(f"PURGE.{subjects.REQUESTS_STREAM}", "PURGE.none")
+    assert older != accounts
+    keyring.accounts_file.write_text(older)
+    server = EmbeddedServer(tmp_path / "nats", accounts_file=keyring.accounts_file)
+    await asyncio.to_thread(server.start)
+    login = Login(server.url, "coordinator", seed_file(keyring.folder, "coordinator"))
+    bus = await Bus.connect(login, "coordinator")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    with capture_logs() as logs:
+        assert [await bus.probe_streams() for _ in range(2)] == [{}, {}]
+    skipped = [log["stream"] for log in logs if log["event"] == "stream_not_probed"]
+    assert skipped == [subjects.REQUESTS_STREAM]
+    await bus.close()
+    await asyncio.to_thread(server.stop)

@@ -13,7 +13,7 @@ the sender of the other.
 import struct
 
 from shared.protocol.multimodal import content_hash
-from workers.engine.core.sequence import EngineRequest, Sequence
+from workers.engine.core.sequence import EngineRequest, Item, Sequence
 
 
 def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
@@ -56,6 +56,15 @@ def _scope_of(request: EngineRequest) -> list[str]:
     return scope if request.speech is None else [*scope, request.request_id]
 
 
+def _item_key(item: Item, start: int) -> list[str | int | bytes]:
+    """Return what identifies an item in a block that begins at `start`.
+
+    The length too: a model may generate the token of placeholders itself, right after an item.
+    """
+    place = item.placeholder
+    return [item.mm_hash, place.offset - start, place.length, place.is_embed or b""]
+
+
 def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) -> str:
     token_ids = sequence.token_ids[start : start + block_size]
     assert len(token_ids) == block_size, "the block is not full"
@@ -65,8 +74,5 @@ def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) ->
         parent,
         # Fixed byte order, because hashes may be compared between machines.
         struct.pack(f"<{block_size}q", *token_ids),
-        [
-            [item.mm_hash, item.placeholder.offset - start, item.placeholder.is_embed or b""]
-            for item in items
-        ],
+        [_item_key(item, start) for item in items],
     )
