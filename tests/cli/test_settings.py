@@ -125,3 +125,12 @@ def test_the_folder_of_an_omni_model_has_its_graph(
     file.write_text(json.dumps({"models": {"omni": {"path": "omni", "graph": graph}}}))
     pipeline = pipelines_of(settings.load_config(file))["omni"]
     assert {stage.name for stage in pipeline.stages} == {"renderer", "engine"} | stages
+
+
+def test_a_folder_of_quantized_weights_is_refused_before_a_start(tmp_path: Path) -> None:
+    model, file = tmp_path / "model", tmp_path / "pagemill.yaml"
+    model.mkdir()
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    file.write_text("models: {any: {path: model}}")
+    with pytest.raises(ConfigError, match=r"models\.any\.path: .*quantized"):
+        settings.check_paths(settings.load_config(file))

@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from tests import omni
 from tests.engine.model.test_parity import build, changed_copy, folder
 from workers.engine.end_tokens import read_end_tokens
+from workers.engine.model import check_folders
 from workers.engine.loader import LoadedModel, load
 
 __all__ = ["folder"]  # a fixture
@@ -113,6 +114,9 @@ def test_a_model_that_chats_without_an_end_token_is_refused(
     with pytest.raises(ConfigError, match=r"no end token.*eos_token_id") as refused:
         load_it(copied)
     assert refused.value.field == "models.path"
+    # `pagemill models` and `up` say so before anything is loaded.
+    assert "no end token" in (check_folders._report(copied).reason or "")
+    assert check_folders._report(copied, "mean").reason is None
     # An embedding has no end.
     load_it(copied, pooling="mean")
     (copied / "modules.json").write_text('[{"type": "models.Transformer"}]')

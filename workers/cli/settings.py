@@ -18,6 +18,7 @@ from shared.errors import ConfigError
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import graph_of
 from shared.stage.pipelines import check_pipelines
+from shared.vision.quantized import find_quantization
 from workers.pools import pools_of
 from workers.roles import stage_roles
 
@@ -127,13 +128,20 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
 
 
 def check_paths(config: Config) -> None:
-    """Check that the folders of models and adapters exist. Raises ConfigError."""
+    """Check that the folders of models and adapters are there, with weights that are not quantized.
+
+    Raises ConfigError.
+    """
     for name, model in config.models.items():
         if not (Path(model.path) / "config.json").is_file():
             raise ConfigError(
                 f"models.{name}.path: {model.path} is not a Hugging Face model folder"
                 " (no config.json)",
                 field=f"models.{name}.path",
+            )
+        if reason := find_quantization(Path(model.path)):
+            raise ConfigError(
+                f"models.{name}.path: {model.path} {reason}", field=f"models.{name}.path"
             )
         for adapter, path in model.adapters.items():
             if not (Path(path) / "adapter_config.json").is_file():

@@ -5,6 +5,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from shared.errors import ConfigError
 from workers.engine.pooling_files import MODULES
 
@@ -21,18 +23,34 @@ def read_end_tokens(
     Defaults of transformers' config classes do not count, because they belong to the vocabulary of
     one model.
     """
-    config = _read(folder / "config.json")
-    thinker = config.get("thinker_config")
-    sections = (config, _section(config, "text_config"), thinker, _section(thinker, "text_config"))
-    sources = (
-        _named(_read(folder / "generation_config.json")),
-        set(chain.from_iterable(map(_named, sections))),
-        _named({"eos_token_id": tokenizer.eos_token_id}),
-    )
+    sources = (*_named_by_files(folder), _named({"eos_token_id": tokenizer.eos_token_id}))
     served = [token_ids.intersection(vocab) for token_ids in sources]
     if is_codec:
         return frozenset(next(filter(None, served), ()))
     return frozenset().union(*served)
+
+
+def _named_by_files(folder: Path) -> tuple[set[int], set[int]]:
+    """Return the end tokens of generation_config.json and of config.json."""
+    config = _read(folder / "config.json")
+    thinker = config.get("thinker_config")
+    sections = (config, _section(config, "text_config"), thinker, _section(thinker, "text_config"))
+    generation = _named(_read(folder / "generation_config.json"))
+    return generation, set(chain.from_iterable(map(_named, sections)))
+
+
+def check_files(folder: Path, vocab_size: int) -> None:
+    """Raises ConfigError where `check_endless` will, before the model is loaded.
+
+    The tokenizer is read only if no other file names an end token, and if it is downloaded.
+    """
+    vocab = range(vocab_size)
+    is_named = any(token_ids.intersection(vocab) for token_ids in _named_by_files(folder))
+    if is_named or not (folder / "tokenizer.json").is_file():
+        return
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not read_end_tokens(folder, tokenizer, vocab, is_codec=False):
+        check_endless(folder, tokenizer)
 
 
 def check_endless(folder: Path, tokenizer: Any) -> None:

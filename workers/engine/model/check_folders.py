@@ -2,7 +2,7 @@
 
 `pagemill models`, `pull` and `up`, which do not import transformers themselves, run `python -m
 workers.engine.model.check_folders FOLDER POOLING...`, where POOLING is `models.NAME.pooling` or
-empty. It reads config.json and the files about pooling alone, and no code of a folder.
+empty. It reads small files, and the headers of weights, and runs no code of a folder.
 """
 
 import contextlib
@@ -54,6 +54,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
     from shared.errors import ConfigError
     from shared.models import registry
+    from workers.engine.end_tokens import check_files
     from workers.engine.model.support import check_supported
     from workers.engine.pooling_files import read_pooling
 
@@ -64,6 +65,8 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         check_supported(config, folder)
         registry.find_tower(config)
         read_pooling(folder, pooling)
+        if pooling is None:
+            check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
         return FolderReport(name, reason.replace(f"{folder}/", ""))
