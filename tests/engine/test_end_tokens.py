@@ -14,8 +14,8 @@ from shared.errors import ConfigError
 from tests import omni
 from tests.engine.model.test_parity import build, changed_copy, folder
 from workers.engine.end_tokens import read_end_tokens
-from workers.engine.model import check_folders
 from workers.engine.loader import LoadedModel, load
+from workers.engine.model import check_folders
 
 __all__ = ["folder"]  # a fixture
 
