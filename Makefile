@@ -141,7 +141,7 @@ bench-media: .venv/dev  ## clips and sounds to fields, against transformers; ima
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
-simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engines
+simulate: .venv/dev  ## the tables of docs/contribute/scaling.md, and 10,000 engines
 	$(BIN)/python -m ops.simulate report
 	$(BIN)/python -m ops.simulate big
 
