@@ -25,7 +25,7 @@ from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 from workers.pools import pools_of
 from workers.roles import AUTOSCALER, all_roles
 

@@ -17,9 +17,9 @@ from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
 from workers.autoscaler import figures
 from workers.autoscaler.figures import Look, Queue, figures_of
 from workers.autoscaler.presence import Presence, Workers
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.local_pools import LocalPools
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster, Process
+from workers.supervisor.pools import LocalPools
 
 # A worker that drains at SIGTERM, and says when it is ready for it.
 DRAINS = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"

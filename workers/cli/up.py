@@ -10,10 +10,10 @@ from shared.config.schema import Config
 from shared.errors import PagemillError
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs
-from workers.cli import log_file
-from workers.cli.local_cluster import LocalCluster
 from workers.cli.start_display import StartDisplay
 from workers.cli.terminal import call_on_signals, errors
+from workers.supervisor import log_file
+from workers.supervisor.cluster import LocalCluster
 
 # Errors of the log that are shown when the start fails.
 NUM_REASONS = 5

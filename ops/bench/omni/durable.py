@@ -20,10 +20,10 @@ from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
-from workers.cli.local_cluster import LocalCluster
-from workers.cli.preloader import Preloader
-from workers.cli.process_usage import usage_of
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.preloader import Preloader
+from workers.supervisor.process_usage import usage_of
 
 MODEL, TALKER, VOCODER, CODES, AUDIO = "demo", "talker", "code2wav", "codes", "audio"
 SPECS = [

@@ -14,7 +14,7 @@ from ops.chaos.patching import replace_attribute
 @bug("actuator", "scaled to zero", "I15")
 def scale_down_by_sigkill() -> None:
     """Workers that have to go cannot finish or requeue what they have."""
-    from workers.cli.local_cluster import LocalCluster, Process
+    from workers.supervisor.cluster import LocalCluster, Process
 
     def kill(self: LocalCluster, process: Process) -> None:
         process.kill()

@@ -30,12 +30,12 @@ from ops.chaos.processes.pool import ACTUATOR, WATCH_S, WORKER_MODULE, worker_co
 from ops.chaos.processes.preloading import fork_engine_preloader
 from shared.helpers.task_set import TaskSet
 from shared.telemetry import logs
+from workers import settings
 from workers.actuator import follow_plan
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.local_pools import LocalPools
 from workers.pools import pools_of
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster, Process
+from workers.supervisor.pools import LocalPools
 
 app = App(name="chaos-actuator")
 

@@ -22,9 +22,9 @@ from shared.protocol.records import Finish, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, Process
+from workers import settings
 from workers.roles import WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster, Process
 
 ROOT = Path(__file__).parents[3]
 NUM_ENGINES = 2

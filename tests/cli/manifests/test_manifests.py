@@ -22,10 +22,10 @@ from tests import preloaded
 from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
 from workers.cli.manifests.target import Manifest, Scaling, Target, key_secret
-from workers.cli.settings import login_of
 from workers.deployment_names import MAX_NAME_LEN, name_of
 from workers.pools import pools_of
 from workers.roles import WorkerSpec
+from workers.settings import login_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SCHEMAS = Path(__file__).parent / "schemas"

@@ -12,21 +12,21 @@ from cyclopts.validators import Number
 from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
+from workers import settings
 from workers.actuator import follow_plan
-from workers.cli import settings
 from workers.cli.commands.models import pull_model
 from workers.cli.commands.worker import worker
-from workers.cli.first_use import start_agent_on_first_use
-from workers.cli.local_cluster import LocalCluster
-from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import WorkerSpec, role_of
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.first_use import start_agent_on_first_use
+from workers.supervisor.pools import LocalPools
+from workers.supervisor.preloader import Preloader, fork_preloader
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."

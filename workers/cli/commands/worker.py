@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
-from workers.cli import settings
+from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.terminal import print_refusal

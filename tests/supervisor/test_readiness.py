@@ -15,9 +15,9 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat, StartReport
-from workers.cli.process_usage import Usage, usage_of
-from workers.cli.readiness import Quiet, read_signs, wait_ready
 from workers.roles import WorkerSpec
+from workers.supervisor.process_usage import Usage, usage_of
+from workers.supervisor.start import Quiet, read_signs, wait_ready
 
 ENGINE = WorkerSpec("engine", "demo")
 

@@ -14,10 +14,12 @@ from shared.bus.bus import Bus
 from shared.config.schema import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
-from workers.cli import local_cluster, readiness
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.preloader import ForkedProcess, Preloader
 from workers.roles import WorkerSpec
+from workers.supervisor import cluster as cluster_module
+from workers.supervisor import start
+from workers.supervisor.cluster import LocalCluster, Process
+from workers.supervisor.preloader import ForkedProcess, Preloader
+from workers.supervisor.start import Quiet, Watched
 
 
 async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
@@ -34,7 +36,7 @@ async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
             connected.set_result(bus)
         return [], []
 
-    monkeypatch.setattr(readiness, "read_signs", nobody)
+    monkeypatch.setattr(start, "read_signs", nobody)
     starting = asyncio.create_task(cluster.start())
     try:
         bus = await asyncio.wait_for(connected, 30)
@@ -80,7 +82,7 @@ async def test_processes_have_groups_of_their_own_within_the_session(tmp_path: P
         await cluster.stop()
 
 
-class Shown(readiness.Quiet):
+class Shown(Quiet):
     def __init__(self) -> None:
         self.titles: list[str] = []
 
@@ -92,7 +94,7 @@ class Forks(LocalCluster):
     """A cluster whose processes come from `spawned`, and end at once."""
 
     spawned: list[Process | OSError]
-    watched: list[readiness.Process | None]
+    watched: list[Watched | None]
 
     async def _spawn(self, spec: WorkerSpec) -> Process:
         self.watched.append(self._watched.get(0))
@@ -117,7 +119,7 @@ async def supervise(cluster: Forks) -> None:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
-    monkeypatch.setattr(local_cluster, "FIRST_RESTART_S", 0.001)
+    monkeypatch.setattr(cluster_module, "FIRST_RESTART_S", 0.001)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         cluster = Forks(Config({}), None, [WorkerSpec("engine", "demo")])

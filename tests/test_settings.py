@@ -13,9 +13,9 @@ from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.config.schema import Config
 from shared.errors import ConfigError, Unavailable
 from shared.stage.pipelines import pipelines_of
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
 
 SERVERS = "nats://pagemill@nats-0:4222, nats://pagemill@nats-1:4222,nats://other:own@nats-2"
 

@@ -4,8 +4,8 @@ import asyncio
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from workers.cli.local_cluster import LocalCluster
 from workers.roles import AGENT, WorkerSpec
+from workers.supervisor.cluster import LocalCluster
 
 # Without a message, the queue is looked at so often.
 LOOK_S = 60.0

@@ -19,14 +19,12 @@ from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.helpers.task_set import TaskSet
 from shared.protocol.messages import WorkerSlot
 from shared.stage.runtime import EXIT_CONFIG
-from workers.cli import readiness
-from workers.cli.broker_repair import repair_broker
-from workers.cli.embedded_broker import start_embedded
-from workers.cli.log_file import open_for_append
-from workers.cli.preloader import ForkedProcess, Preloader
-from workers.cli.settings import login_of, nats_url
-from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
+from workers.settings import login_of, nats_url
+from workers.supervisor.broker import repair_broker, start_embedded
+from workers.supervisor.log_file import open_for_append
+from workers.supervisor.preloader import ForkedProcess, Preloader
+from workers.supervisor.start import Quiet, Show, Watched, titles_of, wait_ready
 
 _log = structlog.get_logger()
 
@@ -52,7 +50,7 @@ class LocalCluster:
     log_file: Path | None = None
     gateway_url: str | None = None
     """URL of a gateway of this cluster, once it is ready."""
-    show: Show = field(default_factory=readiness.Quiet)
+    show: Show = field(default_factory=Quiet)
     """Receiver of the progress of the start."""
     preloader: Preloader | None = None
     """The process that workers which use torch are forked from; by default they are executed."""
@@ -68,7 +66,7 @@ class LocalCluster:
     _ending: TaskSet = field(default_factory=TaskSet)
     _refused: asyncio.Future[None] | None = None
     _processes: dict[int, Process] = field(default_factory=dict)
-    _watched: dict[int, readiness.Process] = field(default_factory=dict)
+    _watched: dict[int, Watched] = field(default_factory=dict)
     """The processes that the start observes, by worker number.
 
     For a worker that has not been forked yet, this is the preloader, which imports its modules.
@@ -317,7 +315,7 @@ class LocalCluster:
         """Raises Unavailable when the workers that are not ready show no sign of life any more."""
         bus = await self._connect("local")
         try:
-            beats = await readiness.wait_ready(
+            beats = await wait_ready(
                 bus, self._specs, self._watched, self._config.start_silence_s, self.show
             )
         finally:

@@ -7,8 +7,8 @@ import structlog
 from shared.blobs.server import host_id
 from shared.protocol.messages import WorkerSlot
 from workers.actuator import choose_changes
-from workers.cli.local_cluster import LocalCluster
 from workers.pools import Pools
+from workers.supervisor.cluster import LocalCluster
 
 _log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ from shared.state import scale_state
 from tests.autoscaler.conftest import ENGINE, two_pools
 from workers import actuator
 from workers.actuator import follow_plan
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.local_pools import LocalPools
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster, Process
+from workers.supervisor.pools import LocalPools
 
 
 class Sleepers(LocalCluster):
