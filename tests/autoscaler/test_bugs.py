@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ops.chaos.bugs import scaling
-from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.messages import WorkerSlot
 from shared.scaling.memory import Memory
@@ -18,8 +17,8 @@ from workers.autoscaler import figures
 from workers.autoscaler.figures import Look, Queue, figures_of
 from workers.autoscaler.presence import Presence, Workers
 from workers.roles import WorkerSpec
-from workers.supervisor.cluster import LocalCluster, Process
-from workers.supervisor.pools import LocalPools
+from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.supervisor import Process, Supervisor
 
 # A worker that drains at SIGTERM, and says when it is ready for it.
 DRAINS = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"
@@ -32,25 +31,24 @@ LONG_S = 10_000.0
 
 
 async def workers_that_go_have_drained() -> None:
-    class Shells(LocalCluster):
-        async def _spawn(self, spec: WorkerSpec) -> Process:
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec("sh", "-c", DRAINS, stdout=pipe)
-            assert process.stdout is not None
-            await process.stdout.readline()
-            return process
+    async def spawn(worker: WorkerSpec) -> Process:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("sh", "-c", DRAINS, stdout=pipe)
+        assert process.stdout is not None
+        await process.stdout.readline()
+        return process
 
-    cluster = Shells(Config({}), None, [], "nats://nowhere")
-    pools = LocalPools(cluster, two_pools())
+    supervisor = Supervisor(spawn, 20.0, lambda worker: None)
+    pools = SupervisedPools(supervisor, two_pools().by_name.values())
     try:
         pools.wanted(ENGINE, 1)
         async with asyncio.timeout(30):
             found = await _running(pools)
-            process = cluster._processes[found[0].slot]
+            process = supervisor.processes[found[0].slot]
             pools.wanted(ENGINE, 0, drain=[found[0].slot])
             code = await process.wait()
     finally:
-        await cluster.stop()
+        await supervisor.stop()
     assert code == 0
 
 
@@ -79,7 +77,7 @@ async def a_silent_worker_is_not_given_up() -> None:
     assert decision.give_up == ()
 
 
-async def _running(pools: LocalPools) -> list[WorkerSlot]:
+async def _running(pools: SupervisedPools) -> list[WorkerSlot]:
     while True:
         if found := [slot for slot in pools.running(ENGINE) if slot.pid]:
             return found
@@ -97,7 +95,7 @@ CHECKS: list[tuple[Check, Callable[[], None], tuple[object, str]]] = [
     (
         workers_that_go_have_drained,
         scaling.scale_down_by_sigkill,
-        (LocalCluster, "_end_later"),
+        (Supervisor, "_end_later"),
     ),
     (a_missing_queue_stops_no_worker, scaling.missing_read_as_zero, (figures, "_figures_of")),
     (a_silent_worker_is_not_given_up, scaling.silence_read_as_no_workers, (Presence, "_load_of")),

@@ -1,4 +1,4 @@
-"""The actuator of `pagemill up`, over processes that do nothing."""
+"""The actuator of a supervisor, over processes that do nothing."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from shared.bus.bus import Bus
-from shared.config.schema import Config, DeliveryConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import ActuatorReport, PoolPlan, ScalePlan
@@ -17,27 +16,29 @@ from tests.autoscaler.conftest import ENGINE, two_pools
 from workers import actuator
 from workers.actuator import follow_plan
 from workers.roles import WorkerSpec
-from workers.supervisor.cluster import LocalCluster, Process
-from workers.supervisor.pools import LocalPools
+from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.supervisor import Process, Supervisor
 
 
-class Sleepers(LocalCluster):
-    """A cluster of processes that wait for a signal."""
-
-    async def _spawn(self, spec: WorkerSpec) -> Process:
-        return await asyncio.create_subprocess_exec("sleep", "60")
+async def sleep(worker: WorkerSpec) -> Process:
+    """Start a process that waits for a signal."""
+    return await asyncio.create_subprocess_exec("sleep", "60")
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Sleepers]:
-    made = Sleepers(Config({}, delivery=DeliveryConfig(drain_s=5.0)), None, [], "nats://nowhere")
+async def supervisor() -> AsyncIterator[Supervisor]:
+    made = Supervisor(sleep, 5.0, lambda worker: None)
     yield made
     await made.stop()
 
 
-def living(cluster: Sleepers) -> list[int]:
+def pools_over(supervisor: Supervisor) -> SupervisedPools:
+    return SupervisedPools(supervisor, two_pools().by_name.values())
+
+
+def living(supervisor: Supervisor) -> list[int]:
     spec = WorkerSpec("engine", "demo")
-    return [slot.slot for slot in cluster.slots(spec) if slot.pid and not slot.draining]
+    return [slot.slot for slot in supervisor.slots(spec) if slot.pid and not slot.draining]
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -47,13 +48,13 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def until_living(cluster: Sleepers, *slots: int) -> None:
-    await until(lambda: living(cluster) == list(slots))
+async def until_living(supervisor: Supervisor, *slots: int) -> None:
+    await until(lambda: living(supervisor) == list(slots))
 
 
-async def until_ended(cluster: Sleepers, slot: int) -> None:
+async def until_ended(supervisor: Supervisor, slot: int) -> None:
     spec = WorkerSpec("engine", "demo")
-    await until(lambda: slot not in {one.slot for one in cluster.slots(spec)})
+    await until(lambda: slot not in {one.slot for one in supervisor.slots(spec)})
 
 
 async def next_report(bus: Bus, num_engines: int) -> ActuatorReport:
@@ -66,67 +67,71 @@ async def next_report(bus: Bus, num_engines: int) -> ActuatorReport:
         await asyncio.sleep(0.01)
 
 
-async def test_a_pool_grows_and_its_victims_are_drained_and_not_replaced(cluster: Sleepers) -> None:
-    pools = LocalPools(cluster, two_pools())
+async def test_a_pool_grows_and_its_victims_are_drained_and_not_replaced(
+    supervisor: Supervisor,
+) -> None:
+    pools = pools_over(supervisor)
     assert pools.wanted(ENGINE, 3)
     assert not pools.wanted(ENGINE, 3)
-    await until_living(cluster, 0, 1, 2)
+    await until_living(supervisor, 0, 1, 2)
     assert pools.wanted(ENGINE, 2, drain=[1])
-    await until_living(cluster, 0, 2)
-    await until_ended(cluster, 1)
+    await until_living(supervisor, 0, 2)
+    await until_ended(supervisor, 1)
     # The plan still says so when that has been done.
     assert not pools.wanted(ENGINE, 2, drain=[1])
 
 
-async def test_no_more_are_drained_than_there_are_too_many(cluster: Sleepers) -> None:
-    pools = LocalPools(cluster, two_pools())
+async def test_no_more_are_drained_than_there_are_too_many(supervisor: Supervisor) -> None:
+    pools = pools_over(supervisor)
     pools.wanted(ENGINE, 2)
-    await until_living(cluster, 0, 1)
+    await until_living(supervisor, 0, 1)
     # A plan that was made before another one was carried out.
     assert pools.wanted(ENGINE, 1, drain=[0, 1])
-    await until_living(cluster, 1)
+    await until_living(supervisor, 1)
     assert not pools.wanted(ENGINE, 0)
 
 
 async def test_a_start_that_is_given_up_is_replaced_when_the_plan_wants_it(
-    cluster: Sleepers,
+    supervisor: Supervisor,
 ) -> None:
-    pools = LocalPools(cluster, two_pools())
+    pools = pools_over(supervisor)
     pools.wanted(ENGINE, 1)
-    await until_living(cluster, 0)
+    await until_living(supervisor, 0)
     assert pools.wanted(ENGINE, 1, give_up=[0])
-    await until_living(cluster, 1)
+    await until_living(supervisor, 1)
 
 
-async def test_a_worker_that_ends_by_itself_is_replaced_under_its_slot(cluster: Sleepers) -> None:
-    pools = LocalPools(cluster, two_pools())
+async def test_a_worker_that_ends_by_itself_is_replaced_under_its_slot(
+    supervisor: Supervisor,
+) -> None:
+    pools = pools_over(supervisor)
     pools.wanted(ENGINE, 1)
-    await until_living(cluster, 0)
-    first = cluster.pids("engine")
-    cluster._processes[0].kill()
-    await until(lambda: cluster.pids("engine") not in ([], first))
-    assert living(cluster) == [0]
+    await until_living(supervisor, 0)
+    first = supervisor.pids("engine")
+    supervisor.processes[0].kill()
+    await until(lambda: supervisor.pids("engine") not in ([], first))
+    assert living(supervisor) == [0]
 
 
 async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
-    bus: Bus, cluster: Sleepers, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
     monkeypatch.setattr(actuator, "REPORT_S", 0.05)
     plan = ScalePlan("leader", {ENGINE: PoolPlan(2)}, "another")
     await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
-    following = asyncio.create_task(follow_plan(bus, LocalPools(cluster, two_pools())))
+    following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
         report = await next_report(bus, 0)
         # That plan was made for workers which ended with the actuator before.
         await asyncio.sleep(0.2)
-        assert living(cluster) == []
+        assert living(supervisor) == []
         mine = ScalePlan("leader", plan.pools, report.actuator)
         await bus.publish_without_id(subjects.SCALE_PLAN, to_json(mine))
-        await until_living(cluster, 0, 1)
+        await until_living(supervisor, 0, 1)
         await next_report(bus, 2)
         # A second one on the same broker leaves the pools alone.
-        second = asyncio.create_task(follow_plan(bus, LocalPools(cluster, two_pools())))
+        second = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
         await asyncio.sleep(0.2)
         second.cancel()
         assert (await next_report(bus, 2)).actuator == report.actuator
@@ -138,7 +143,7 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
             if number > 20:  # It has seen the other's report by now.
                 await bus.publish_without_id(subjects.SCALE_PLAN, to_json(three))
             await asyncio.sleep(0.02)
-        assert living(cluster) == [0, 1]
+        assert living(supervisor) == [0, 1]
         assert await scale_state.read_report(bus) == other
     finally:
         following.cancel()

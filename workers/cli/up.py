@@ -43,11 +43,12 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
 
     def stop_or_requeue() -> None:
         if stopping.is_set():
-            cluster.requeue_now()
+            cluster.supervisor.requeue_now()
         stopping.set()
 
     # Without a terminal, a service manager asks for a reload.
-    call_on_signals(stop_or_requeue, on_hangup=stopping.set if has_terminal() else cluster.reload)
+    on_hangup = stopping.set if has_terminal() else cluster.supervisor.reload
+    call_on_signals(stop_or_requeue, on_hangup=on_hangup)
     display.open()
     ticks = asyncio.create_task(display.keep_current())
     start = asyncio.create_task(cluster.start())

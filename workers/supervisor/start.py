@@ -7,7 +7,7 @@ that a worker that dies and starts again for ever falls silent in the end.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -182,13 +182,13 @@ class Quiet:
 async def wait_ready(
     bus: Bus,
     specs: Sequence[WorkerSpec],
-    processes: Mapping[int, Watched],
+    process_of: Callable[[int], Watched | None],
     silence_s: float,
     show: Show,
 ) -> list[Heartbeat]:
     """Return the workers' heartbeats as soon as each of `specs` has one.
 
-    `processes` has their processes by number, and changes while they start. Raises Unavailable when
+    `process_of` returns the current process of a worker by its number. Raises Unavailable when
     no worker that is not ready has shown a sign of life for `silence_s`.
     """
     loop = asyncio.get_running_loop()
@@ -199,8 +199,10 @@ async def wait_ready(
         here = [beat for beat in beats if beat.blobs is None or beat.blobs.host == host]
         own: dict[int, Heartbeat] = {}
         seen = {}
-        for number, process in processes.items():
-            role = specs[number].role
+        for number, spec in enumerate(specs):
+            if (process := process_of(number)) is None:
+                continue
+            role = spec.role
             if (beat := _find(here, process, role)) is not None:
                 own[number] = beat
             seen[number] = Observation(

@@ -115,7 +115,7 @@ class Site:
         """Processor time of each part so far."""
         specs = {spec.stage or spec.role: spec for spec in SPECS}
         found = {
-            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.slots(spec))
+            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.supervisor.slots(spec))
             for name, spec in specs.items()
         }
         server = usage_of(int(self._server_pid_file.read_text()))
@@ -129,7 +129,7 @@ class Site:
         (undisturbed,) = await self.speak([text], 1)
         speaking = asyncio.create_task(self.speak([text], 1))
         await asyncio.sleep(undisturbed.first_s)
-        for slot in self._cluster.slots(SPECS[1]):
+        for slot in self._cluster.supervisor.slots(SPECS[1]):
             os.kill(slot.pid, signal.SIGKILL)
         (killed,) = await speaking
         if killed.sound != undisturbed.sound:

@@ -14,12 +14,12 @@ from ops.chaos.patching import replace_attribute
 @bug("actuator", "scaled to zero", "I15")
 def scale_down_by_sigkill() -> None:
     """Workers that have to go cannot finish or requeue what they have."""
-    from workers.supervisor.cluster import LocalCluster, Process
+    from workers.supervisor.supervisor import Process, Supervisor
 
-    def kill(self: LocalCluster, process: Process) -> None:
+    def kill(self: Supervisor, process: Process) -> None:
         process.kill()
 
-    replace_attribute(LocalCluster, "_end_later", kill)
+    replace_attribute(Supervisor, "_end_later", kill)
 
 
 @bug("autoscaler", "scaled without a queue", "I15")

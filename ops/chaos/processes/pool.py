@@ -30,8 +30,8 @@ from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.bus.local_keys import forget_keys, note_keys
 from workers.keyring import Keyring
-from workers.supervisor.cluster import Process
 from workers.supervisor.preloader import Preloader
+from workers.supervisor.supervisor import Process
 
 # Engines with a model import torch first, which takes long on a busy machine.
 READY_TIMEOUT_S = 180.0

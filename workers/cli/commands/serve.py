@@ -25,7 +25,7 @@ from workers.pools import pools_of, workers_of
 from workers.roles import WorkerSpec, role_of
 from workers.supervisor.cluster import LocalCluster
 from workers.supervisor.first_use import start_agent_on_first_use
-from workers.supervisor.pools import LocalPools
+from workers.supervisor.pools import SupervisedPools
 from workers.supervisor.preloader import Preloader, fork_preloader
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -81,9 +81,9 @@ def up(
             loaded, file, workers, nats, log_file, preloader=preload(loaded, specs)
         )
         if pools.by_name:
-            local = LocalPools(cluster, pools)
+            local = SupervisedPools(cluster.supervisor, pools.by_name.values())
             cluster.follow = lambda bus: follow_plan(bus, local)
-        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster)
+        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster.supervisor)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
