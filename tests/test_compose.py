@@ -27,12 +27,11 @@ from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
 from workers.keyring import Keyring
 from workers.pools import pools_of
-from workers.roles import AUTOSCALER, all_roles
+from workers.roles import all_roles
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
-PROXY = "docker-proxy"
 TALKER = "talker"
 """An engine for a second stage of its model."""
 # What ends between the drain and the process, such as transfers of payloads.
@@ -56,7 +55,7 @@ def scaling_services() -> dict[str, dict[str, Any]]:
 
 
 def workers() -> dict[str, dict[str, Any]]:
-    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE, PROXY)}
+    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE)}
 
 
 def config() -> Config:
@@ -73,8 +72,7 @@ def test_every_container_has_no_more_rights_than_it_needs() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["init"] is True, name
         assert "privileged" not in service, name
-        # The Docker engine's socket belongs to root.
-        assert service.get("user") == ("0:0" if name == PROXY else None), name
+        assert "user" not in service, name
     assert re.search(r"^USER 10001:10001$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
 
 
@@ -83,7 +81,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert networks["bus"] == {"internal": True}
     for name, service in services().items():
         assert ("ports" in service) == (name == "gateway"), name
-        if name not in ("agent", "gateway", PROXY, *ONCE):
+        if name not in ("agent", "gateway", *ONCE):
             assert service["networks"] == ["bus"], name
     (port,) = services()["gateway"]["ports"]
     assert port.startswith("127.0.0.1:")
@@ -110,7 +108,7 @@ scale:
   pools:
   - {role: engine, max: 1}
   - {role: engine, stage: talker, max: 1}
-  - {role: generator, stage: code2wav, service: generator, max: 1}
+  - {role: generator, stage: code2wav, max: 1}
 """
     speaking = parse_config(text + pools, {}, "pagemill.yaml")
     pipelines = pipelines_of(speaking)
@@ -120,8 +118,8 @@ scale:
         served[name] = rest[-1] if rest else default_stage(pipelines, role, "demo")
     for stage in pipelines["demo"].stages:
         assert stage.name in served.values()
-    for name, pool in pools_of(speaking).by_service().items():
-        assert served[name] == pool.stage
+    for pool in pools_of(speaking).by_name.values():
+        assert pool.stage in served.values()
     assert services()[TALKER]["profiles"] == ["speech"]
     assert "speech" in services()["generator"]["profiles"]
 
@@ -179,7 +177,7 @@ def test_each_container_has_the_key_of_its_role_alone() -> None:
         assert keys_of(service) == [f"keys-{role}:{KEYS}:ro"], name
     for name in BROKERS:
         assert keys_of(services()[name]) == [f"keys-brokers:{KEYS}:ro"]
-    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": [], PROXY: []}.items():
+    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": []}.items():
         assert keys_of(services()[name]) == expected, name
 
 
@@ -207,22 +205,10 @@ def test_images_for_gpus_change_what_uses_torch_alone() -> None:
             assert f"ARG {argument}=" in dockerfile
 
 
-def test_the_engines_socket_is_with_the_proxy_alone() -> None:
-    """It is root of the machine; the autoscaler has a socket of the proxy, and nobody else has."""
-    having = {
-        socket: {name for name, s in services().items() if socket in str(s.get("volumes"))}
-        for socket in ("docker.sock", "docker-proxy:/run/docker-proxy")
-    }
-    assert list(having.values()) == [{PROXY}, {PROXY, AUTOSCALER}]
-    proxy = scaling_services()[PROXY]
-    assert proxy["network_mode"] == "none"
-    assert proxy["command"] == [PROXY]
-    assert "secrets" not in str(proxy["volumes"])
-    scale = config().scale
-    assert scale.actuator == "docker"
-    assert scale.docker_proxy in proxy["healthcheck"]["test"][-1]
-    assert Path(scale.docker_proxy).parent == Path("/run/docker-proxy")
-    assert pools_of(config()).by_service().keys() <= services().keys()
+def test_no_container_has_the_socket_of_the_docker_engine() -> None:
+    """It is root of the machine."""
+    assert "docker.sock" not in (FOLDER / "docker-compose.yml").read_text(encoding="utf-8")
+    assert "docker.sock" not in str(scaling_services())
 
 
 @pytest.mark.parametrize(

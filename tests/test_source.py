@@ -89,9 +89,6 @@ ALLOWED = {
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
     "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
-    # Sockets that the operator names: that of the proxy, and that of the Docker engine.
-    "workers.autoscaler.docker_api": {"httpx2"},
-    "workers.docker_proxy.engine": {"httpx2"},
     # The metrics listeners of this machine.
     "workers.cli.commands.health": {"http.client"},
     "workers.supervisor.log_file": {".open", "os.open"},

@@ -280,9 +280,6 @@ class WorkerSlot(Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     """0 while there is no process."""
     draining: bool = False
-    addresses: list[str] = []
-    """Addresses of the worker's container, where the actuator knows them: a heartbeat with one of
-    them under `blobs` is this worker's."""
 
 
 class ActuatorReport(Struct, frozen=True):
@@ -292,8 +289,7 @@ class ActuatorReport(Struct, frozen=True):
     """Name of this actuator; only one acts at a time."""
     host: str
     """Machine and network namespace of the processes, as in `BlobAddress`; empty if they are on
-    several. Then workers are told apart by their addresses; without these, the slots are no more
-    than a number of workers."""
+    several. Then the slots are no more than a number of workers."""
     pools: dict[str, list[WorkerSlot]]
 
 

@@ -1,6 +1,6 @@
 """Which workers of a pool are ready, start or drain."""
 
-from shared.protocol.messages import ActuatorReport, BlobAddress, Heartbeat, WorkerSlot
+from shared.protocol.messages import ActuatorReport, WorkerSlot
 from shared.scaling.pools import WorkerLoad
 from tests.autoscaler.conftest import ENGINE, beat, report, two_pools
 from workers.autoscaler.presence import Presence
@@ -56,51 +56,11 @@ def test_a_worker_that_has_died_is_no_worker_of_another_actuator() -> None:
     assert len(presence.look(POOL, report(), [last], 13.0).others) == 1
 
 
-def test_workers_of_containers_are_told_apart_by_their_addresses() -> None:
-    """All of them have the same process id in a namespace of their own."""
-
-    def heartbeat(worker: str, address: str | None, held: int) -> Heartbeat:
-        tcp = None if address is None else (address, 9200)
-        blobs = BlobAddress(worker, "socket", tcp)
-        return Heartbeat("engine", worker, "1", 7, ["demo"], {"held": held}, blobs)
-
-    slots = [
-        WorkerSlot(1, 100, addresses=["172.18.0.2", "fd00::2"]),
-        WorkerSlot(2, 200, addresses=["172.18.0.3"]),
-        WorkerSlot(3, 300, addresses=["172.18.0.4"]),
-    ]
-    containers = ActuatorReport("docker", "", {ENGINE: slots})
-    beats = [
-        # The container of this worker was removed.
-        heartbeat("engine-z", "172.18.0.9", 9),
-        heartbeat("engine-b", "172.18.0.3", 2),
-        heartbeat("engine-a", "fd00::2", 1),
-    ]
-    seen = Presence().look(POOL, containers, beats, 0.0)
-    assert seen.ready == (WorkerLoad("1", 1), WorkerLoad("2", 2))
-    assert seen.starting == {"3": 0.0}
-    assert seen.others == ()
-    # Without addresses of containers in heartbeats the slots are a number of workers.
-    for address in (None, "workers.example"):
-        beats = [heartbeat("engine-a", address, 1), heartbeat("engine-b", address, 2)]
-        seen = Presence().look(POOL, containers, beats, 0.0)
-        assert [len(seen.ready), len(seen.starting)] == [2, 1]
-
-
-def test_the_last_heartbeat_of_a_removed_container_is_not_that_of_the_next_one() -> None:
-    blobs = BlobAddress("there", "socket", ("172.18.0.2", 9200))
-    last = Heartbeat("engine", "engine-a", "1", 7, ["demo"], {}, blobs)
-
-    def containers(number: int, address: str) -> ActuatorReport:
-        return ActuatorReport(
-            "docker", "", {ENGINE: [WorkerSlot(number, number, False, [address])]}
-        )
-
-    presence = Presence()
-    assert len(presence.look(POOL, containers(1, "172.18.0.2"), [last], 0.0).ready) == 1
-    for address in ("172.18.0.3", "172.18.0.2"):
-        seen = presence.look(POOL, containers(2, address), [last], 1.0)
-        assert (seen.ready, seen.starting) == ((), {"2": 0.0})
+def test_slots_without_processes_are_a_number_of_workers() -> None:
+    pods = ActuatorReport("kubernetes", "", {ENGINE: [WorkerSlot(n) for n in range(3)]})
+    beats = [beat(7, host="here", held=1), beat(7, host="there", held=2)]
+    seen = Presence().look(POOL, pods, beats, 0.0)
+    assert [len(seen.ready), len(seen.starting), len(seen.others)] == [2, 1, 0]
 
 
 def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:

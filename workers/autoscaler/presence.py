@@ -5,7 +5,7 @@ ready counts as ready as long as its process lives: a late heartbeat is no new s
 of a process that has ended are read for some seconds more, and count for nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -52,9 +52,7 @@ class Presence:
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
         found = [beat for beat in own if self._known.get(beat.worker) in living]
-        certain = (
-            _by_process(slots, found, report.host) if report.host else _by_address(slots, found)
-        )
+        certain = _by_process(slots, found, report.host) if report.host else {}
         heard = {beat.worker for beat in beats}
         self._known = {worker: p for worker, p in self._known.items() if worker in heard}
         self._known |= {beat.worker: processes[slot] for slot, beat in certain.items()}
@@ -64,7 +62,7 @@ class Presence:
             by_slot, others = certain, self._find_others(rest, slots)
         else:
             # The actuator does not tell its own workers from others.
-            by_slot, others = certain | _by_number(slots, certain, rest), ()
+            by_slot, others = _by_number(slots, rest), ()
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -125,26 +123,9 @@ def _by_process(
     return {slot.slot: by_pid[slot.pid] for slot in slots if slot.pid in by_pid}
 
 
-def _by_address(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the heartbeats by slot that have the address of a slot's container."""
-    places = {address: slot.slot for slot in slots for address in slot.addresses}
-    found = ((places.get(_address(beat) or ""), beat) for beat in beats)
-    return {slot: beat for slot, beat in found if slot is not None}
-
-
-def _by_number(
-    slots: Iterable[WorkerSlot], certain: Mapping[int, Heartbeat], rest: Iterable[Heartbeat]
-) -> dict[int, Heartbeat]:
-    """Return heartbeats for the other slots, of which nothing more is known than their number."""
-    if certain:
-        # Workers of these pools do tell their addresses: others are elsewhere.
-        rest = (beat for beat in rest if _address(beat) is None)
-    free = [slot.slot for slot in slots if slot.slot not in certain]
-    return dict(zip(free, rest, strict=False))
-
-
-def _address(beat: Heartbeat) -> str | None:
-    return None if beat.blobs is None or beat.blobs.tcp is None else beat.blobs.tcp[0]
+def _by_number(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
+    """Return heartbeats by slot, for slots without any information but their number."""
+    return dict(zip((slot.slot for slot in slots), beats, strict=False))
 
 
 def _load(name: str, beat: Heartbeat) -> WorkerLoad:

@@ -23,14 +23,11 @@ from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_v
 from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
 from workers.actuator import follow_plan
-from workers.autoscaler.docker_api import ProxyApi
-from workers.autoscaler.docker_pools import DockerPools
 from workers.autoscaler.figures import Look, Reader, figures_of
 from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import LEASE_S, RENEW_S, Lease
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.remote_pools import RemotePools
 from workers.pools import Pools, pools_of
 
 LOOK_S = 1.0
@@ -41,31 +38,16 @@ async def main(context: Context) -> None:
     if not pools.by_name:
         raise ConfigError("scale.pools: the configuration has no pools", field="scale.pools")
     async with contextlib.AsyncExitStack() as stack:
-        if (actuator := _new_actuator(context, pools, stack)) is not None:
-            await _actuate(context, actuator, stack)
+        if context.config.scale.actuator == "kubernetes":
+            await _actuate(context, pools, stack)
         await Autoscaler(context, pools).serve()
 
 
-def _new_actuator(
-    context: Context, pools: Pools, stack: contextlib.AsyncExitStack
-) -> RemotePools | None:
-    """Return the configured actuator; None for `up`, which is another process."""
-    scale = context.config.scale
-    if scale.actuator == "up":
-        return None
-    if scale.actuator == "kubernetes":
-        api = ScaleApi.in_cluster()
-        stack.push_async_callback(api.close)
-        return KubernetesPools(api, pools)
-    proxy = ProxyApi(scale.docker_proxy)
-    stack.push_async_callback(proxy.close)
-    return DockerPools(proxy, pools)
-
-
-async def _actuate(
-    context: Context, actuator: RemotePools, stack: contextlib.AsyncExitStack
-) -> None:
+async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
     """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
+    api = ScaleApi.in_cluster()
+    stack.push_async_callback(api.close)
+    actuator = KubernetesPools(api, pools)
     await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
