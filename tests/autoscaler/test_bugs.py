@@ -55,25 +55,25 @@ async def workers_that_go_have_drained() -> None:
 async def a_missing_queue_stops_no_worker() -> None:
     """One worker has a task in the queue that is missing in the second look."""
     pool = two_pools().by_name[ENGINE]
-    engines = Presence().look(pool, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 0.0)
+    engines = Presence(pool).look(report([WorkerSlot(7, 70)]), [beat(70)], 0.0)
     workers = {ENGINE: engines, ENCODER: Workers()}
     busy = QUEUES | {("engine", "demo", "batch"): Queue(0, 1, 0.0)}
     missing = {key: queue for key, queue in busy.items() if key != ("engine", "demo", "batch")}
     memory: Memory = {}
-    decision, memory = _decide(Look(busy, workers, "up"), memory, 0.0)
+    decision, memory = _decide(Look(busy, workers, {}), memory, 0.0)
     assert (decision.wanted, decision.stop) == (1, 0)
-    decision, _ = _decide(Look(missing, workers, "up"), memory, LONG_S)
+    decision, _ = _decide(Look(missing, workers, {}), memory, LONG_S)
     assert (decision.wanted, decision.stop, decision.reason) == (1, 0, "no_figures")
 
 
 async def a_silent_worker_is_not_given_up() -> None:
     """The process lives on, and its heartbeats were lost with the broker."""
-    presence, slots = Presence(), report(engine=[WorkerSlot(7, 70)])
-    pool = two_pools().by_name[ENGINE]
-    presence.look(pool, slots, [beat(70)], 0.0)
-    presence.look(pool, slots, [], 1.0)
-    seen = presence.look(pool, slots, [], LONG_S)
-    decision, _ = _decide(Look(QUEUES, {ENGINE: seen, ENCODER: Workers()}, "up"), {}, LONG_S)
+    presence = Presence(two_pools().by_name[ENGINE])
+    slots = report([WorkerSlot(7, 70)])
+    presence.look(slots, [beat(70)], 0.0)
+    presence.look(slots, [], 1.0)
+    seen = presence.look(slots, [], LONG_S)
+    decision, _ = _decide(Look(QUEUES, {ENGINE: seen, ENCODER: Workers()}, {}), {}, LONG_S)
     assert decision.give_up == ()
 
 

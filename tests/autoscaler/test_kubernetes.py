@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from shared.config.parsing import parse_config
 from shared.errors import ConfigError, Unavailable
-from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.protocol.messages import Heartbeat, PoolReport, WorkerSlot
 from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import MAX_SLOTS, KubernetesPools
 from workers.autoscaler.presence import Presence
@@ -291,17 +291,17 @@ def beat(number: int) -> Heartbeat:
 
 
 def test_workers_of_an_actuator_without_processes_are_counted() -> None:
-    pool, presence = pools().by_name["engine/a"], Presence()
-    report = ActuatorReport("k", "", {"engine/a": [WorkerSlot(n) for n in range(3)]})
-    seen = presence.look(pool, report, [beat(1), beat(2)], 10.0)
+    presence = Presence(pools().by_name["engine/a"])
+    report = PoolReport("engine/a", "k", "", [WorkerSlot(n) for n in range(3)])
+    seen = presence.look(report, [beat(1), beat(2)], 10.0)
     assert [load.num_in_flight for load in seen.ready] == [1, 2]
     assert seen.starting == {"2": 0.0}
     assert seen.others == ()
-    seen = presence.look(pool, report, [beat(1)], 15.0)
+    seen = presence.look(report, [beat(1)], 15.0)
     # A pod that has ended is replaced, and starts again.
     assert len(seen.ready) == 1
     assert seen.starting == {"1": 0.0, "2": 5.0}
-    seen = presence.look(pool, report, [beat(n) for n in range(5)], 20.0)
+    seen = presence.look(report, [beat(n) for n in range(5)], 20.0)
     assert len(seen.ready) == 3
     assert seen.others == ()
     assert seen.cold_starts_s == (5.0, 10.0)

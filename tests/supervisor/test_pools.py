@@ -10,9 +10,9 @@ import pytest
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import ActuatorReport, PoolPlan, ScalePlan
+from shared.protocol.messages import PoolPlan, PoolReport, ScalePlan
 from shared.state import scale_state
-from tests.autoscaler.conftest import ENGINE, two_pools
+from tests.autoscaler.conftest import ENCODER, ENGINE, two_pools
 from workers import actuator
 from workers.actuator import follow_plan
 from workers.roles import WorkerSpec
@@ -57,11 +57,11 @@ async def until_ended(supervisor: Supervisor, slot: int) -> None:
     await until(lambda: slot not in {one.slot for one in supervisor.slots(spec)})
 
 
-async def next_report(bus: Bus, num_engines: int) -> ActuatorReport:
+async def next_report(bus: Bus, num_engines: int) -> PoolReport:
     deadline = time.monotonic() + 30.0
     while True:
-        report = await scale_state.read_report(bus)
-        if report is not None and len(report.pools[ENGINE]) == num_engines:
+        report = await scale_state.read_report(bus, ENGINE)
+        if report is not None and len(report.slots) == num_engines:
             return report
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
 ) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
     monkeypatch.setattr(actuator, "REPORT_S", 0.05)
-    plan = ScalePlan("leader", {ENGINE: PoolPlan(2)}, "another")
+    plan = ScalePlan("leader", {ENGINE: PoolPlan(2, actuator="another")})
     await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
     following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
@@ -126,7 +126,7 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
         # That plan was made for workers which ended with the actuator before.
         await asyncio.sleep(0.2)
         assert living(supervisor) == []
-        mine = ScalePlan("leader", plan.pools, report.actuator)
+        mine = ScalePlan("leader", {ENGINE: PoolPlan(2, actuator=report.actuator)})
         await bus.publish_without_id(subjects.SCALE_PLAN, to_json(mine))
         await until_living(supervisor, 0, 1)
         await next_report(bus, 2)
@@ -136,15 +136,38 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
         second.cancel()
         assert (await next_report(bus, 2)).actuator == report.actuator
         # One that was silent for too long leaves the pools to the one that has reported since.
-        other = ActuatorReport("another", "", {ENGINE: []})
-        three = ScalePlan("leader", {ENGINE: PoolPlan(3)}, report.actuator)
+        other = PoolReport(ENGINE, "another", "", [])
+        three = ScalePlan("leader", {ENGINE: PoolPlan(3, actuator=report.actuator)})
         for number in range(40):
             await scale_state.write_report(bus, other)
             if number > 20:  # It has seen the other's report by now.
                 await bus.publish_without_id(subjects.SCALE_PLAN, to_json(three))
             await asyncio.sleep(0.02)
         assert living(supervisor) == [0, 1]
-        assert await scale_state.read_report(bus) == other
+        assert await scale_state.read_report(bus, ENGINE) == other
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+
+
+async def test_an_actuator_steps_aside_for_one_pool_alone(
+    bus: Bus, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    monkeypatch.setattr(actuator, "REPORT_S", 0.05)
+    other = PoolReport(ENGINE, "another", "there", [])
+    await scale_state.write_report(bus, other)
+    following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
+    try:
+        async with asyncio.timeout(30):
+            while (own := await scale_state.read_report(bus, ENCODER)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await scale_state.read_report(bus, ENGINE) == other
+        plan = {pool: PoolPlan(1, actuator=own.actuator) for pool in (ENGINE, ENCODER)}
+        await bus.publish_without_id(subjects.SCALE_PLAN, to_json(ScalePlan("leader", plan)))
+        await until(lambda: len(supervisor.slots(WorkerSpec("encoder", "demo"))) == 1)
+        assert living(supervisor) == []
     finally:
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""The workers of pools, as heartbeats and the actuator's report show them together. Pure.
+"""The workers of pools, as heartbeats and the actuators' reports show them together. Pure.
 
 The report says which processes there are, the heartbeats which of them are ready. A worker that was
 ready counts as ready as long as its process lives: a late heartbeat is no new start. The heartbeats
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.protocol.messages import Heartbeat, PoolReport, WorkerSlot
 from shared.scaling.pools import WorkerLoad
 from workers.pools import Pool
 
@@ -31,9 +31,10 @@ class Workers(Struct, frozen=True):
 
 
 class Presence:
-    """Memory of which worker is ready, and since when the others start."""
+    """Memory of which workers of a pool are ready, and since when the others start."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._ready: dict[tuple[int, int], WorkerLoad] = {}
         """By slot and process id."""
         self._started_s: dict[int, float] = {}
@@ -43,12 +44,11 @@ class Presence:
         self._others: set[str] = set()
         """Workers that the actuator has not started."""
 
-    def look(
-        self, pool: Pool, report: ActuatorReport, beats: Sequence[Heartbeat], now_s: float
-    ) -> Workers:
+    def look(self, report: PoolReport, beats: Sequence[Heartbeat], now_s: float) -> Workers:
         """Return the pool's workers."""
-        slots = report.pools.get(pool.name, [])
-        own = [beat for beat in beats if _serves(beat, pool)]
+        slots = report.slots
+        self._forget_all_but(slots)
+        own = [beat for beat in beats if _serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
         found = [beat for beat in own if self._known.get(beat.worker) in living]
@@ -91,9 +91,8 @@ class Presence:
         self._others |= {beat.worker for beat in others}
         return tuple(_load(beat.worker, beat) for beat in others)
 
-    def forget_all_but(self, report: ActuatorReport) -> None:
+    def _forget_all_but(self, slots: Sequence[WorkerSlot]) -> None:
         """Forget the processes that the actuator does not have any more."""
-        slots = [slot for pool in report.pools.values() for slot in pool]
         processes = {(slot.slot, slot.pid) for slot in slots}
         numbers = {slot.slot for slot in slots}
         self._ready = {key: load for key, load in self._ready.items() if key in processes}
@@ -118,8 +117,8 @@ def _serves(beat: Heartbeat, pool: Pool) -> bool:
 def _by_process(
     slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat], host: str
 ) -> dict[int, Heartbeat]:
-    """Return the heartbeats by slot. Machines use the same process ids."""
-    by_pid = {b.pid: b for b in beats if b.blobs is None or b.blobs.host == host}
+    """Return the heartbeats by slot. Machines and containers use the same process ids."""
+    by_pid = {beat.pid: beat for beat in beats if beat.may_run_on(host)}
     return {slot.slot: by_pid[slot.pid] for slot in slots if slot.pid in by_pid}
 
 

@@ -146,9 +146,9 @@ class Autoscaler:
         for name, decision in decisions.items():
             if (seen := figures[name]) is not None:
                 workers = look.workers[name]
-                pools[name] = plan_of(decision, seen, workers)
+                pools[name] = plan_of(decision, seen, workers, look.actuators[name])
                 self._tell(name, before.get(name), pools[name], workers)
-        return ScalePlan(self._context.worker, pools, look.actuator)
+        return ScalePlan(self._context.worker, pools)
 
     def _tell(self, pool: str, before: PoolPlan | None, now: PoolPlan, workers: Workers) -> None:
         """Log and count a decision that changes anything, and the starts that have ended."""
@@ -205,7 +205,7 @@ def _is_empty(look: Look, pool: str) -> bool:
     return workers is not None and not (workers.ready or workers.starting or workers.others)
 
 
-def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
+def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers, actuator: str) -> PoolPlan:
     """Return the plan for the pool's actuator, which has not started all of the workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
     # An actuator starts what it lacks, whatever that is missing for.
@@ -224,4 +224,5 @@ def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> Pool
         in_flight=seen.in_flight,
         oldest_s=seen.oldest_s,
         pinned=seen.num_pinned,
+        actuator=actuator,
     )

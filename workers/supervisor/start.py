@@ -196,7 +196,7 @@ async def wait_ready(
     host = host_id()
     while True:
         beats, reports = await read_signs(bus)
-        here = [beat for beat in beats if beat.blobs is None or beat.blobs.host == host]
+        here = [beat for beat in beats if beat.may_run_on(host)]
         own: dict[int, Heartbeat] = {}
         seen = {}
         for number, spec in enumerate(specs):

@@ -36,7 +36,7 @@ def missing_read_as_zero() -> None:
         empty = figures.Queue(0, 0, 0.0)
         keys = [(pool.stage, m, lane) for m in pool.models for lane in subjects.LANES]
         queues = {**dict.fromkeys(keys, empty), **look.queues}
-        return read(pool, figures.Look(queues, look.workers, look.actuator), before)
+        return read(pool, figures.Look(queues, look.workers, look.actuators), before)
 
     replace_attribute(figures, "_figures_of", hopeful)
 
