@@ -32,7 +32,7 @@ from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, Token
 from shared.telemetry import logs
 from workers import settings
 from workers.cli.ask import build_request, media_parts, with_media
-from workers.cli.commands.serve import preload
+from workers.cli.commands.worker import preload
 from workers.roles import AGENT, WorkerSpec, default_workers
 from workers.supervisor.cluster import LocalCluster
 

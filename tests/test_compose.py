@@ -27,13 +27,18 @@ from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
 from workers.keyring import Keyring
 from workers.pools import pools_of
-from workers.roles import all_roles
+from workers.roles import POOL, all_roles
+from workers.supervisor.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
 TALKER = "talker"
 """An engine for a second stage of its model."""
+POOL_ROLES = "${POOL_ROLES:-engine}"
+COMMANDS = {TALKER: ["engine", "--stage", TALKER], POOL: [POOL, "--roles", POOL_ROLES]}
+"""Arguments of workers whose services are not named like their role alone."""
+POOL_GRACE_S = 40.0
 # What ends between the drain and the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
@@ -46,7 +51,7 @@ def read(name: str) -> dict[str, Any]:
 
 def services() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
-    return found | scaling_services()
+    return found | {name: found.get(name, {}) | s for name, s in scaling_services().items()}
 
 
 def scaling_services() -> dict[str, dict[str, Any]]:
@@ -91,13 +96,14 @@ def test_the_gateway_is_the_only_door() -> None:
 def test_every_role_has_containers_of_its_own() -> None:
     assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
-        of_role = [name] if name != TALKER else ["engine", "--stage", TALKER]
-        assert service["command"] == ["worker", *of_role]
+        assert service["command"] == ["worker", *COMMANDS.get(name, [name])]
     assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
         ("coordinator", 2),
         ("renderer", 2),
-        ("engine", 1),
+        # The pool has the engines.
+        ("engine", 0),
     }
+    assert "scale" not in read("docker-compose.yml")["services"]["engine"]
     assert services()["encoder"]["profiles"] == ["encoder"]
 
 
@@ -115,6 +121,8 @@ scale:
     served: dict[str, str] = {}
     for name, service in workers().items():
         _, role, *rest = service["command"]
+        if role == POOL:
+            continue
         served[name] = rest[-1] if rest else default_stage(pipelines, role, "demo")
     for stage in pipelines["demo"].stages:
         assert stage.name in served.values()
@@ -127,8 +135,10 @@ scale:
 def test_a_stopped_worker_has_the_time_to_drain() -> None:
     """Compose kills after ten seconds by default, in the middle of a drain."""
     assert config().delivery.drain_s + AFTER_DRAIN_S <= ENGINE_GRACE_S
+    assert config().delivery.drain_s + STOP_GRACE_S + AFTER_DRAIN_S <= POOL_GRACE_S
     for name, service in workers().items():
-        assert service["stop_grace_period"] == f"{ENGINE_GRACE_S:.0f}s", name
+        grace_s = POOL_GRACE_S if name == POOL else ENGINE_GRACE_S
+        assert service["stop_grace_period"] == f"{grace_s:.0f}s", name
         assert "stop_signal" not in service, name
     for name in BROKERS:
         assert services()[name]["stop_signal"] == "SIGUSR2"
@@ -179,6 +189,15 @@ def test_each_container_has_the_key_of_its_role_alone() -> None:
         assert keys_of(services()[name]) == [f"keys-brokers:{KEYS}:ro"]
     for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": []}.items():
         assert keys_of(services()[name]) == expected, name
+
+
+def test_a_pool_has_the_keys_of_the_roles_that_it_starts() -> None:
+    secrets = services()["secrets"]
+    assert secrets["environment"]["POOL_ROLES"] == POOL_ROLES
+    default = POOL_ROLES.removeprefix("${POOL_ROLES:-").removesuffix("}")
+    assert {pool.spec.role for pool in pools_of(config()).by_name.values()} == {default}
+    assert config().scale.actuator == "supervisor"
+    assert services()[POOL]["environment"] == {"PAGEMILL_BLOBS__PORT": "0"}
 
 
 def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:

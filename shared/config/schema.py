@@ -573,8 +573,9 @@ class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
     budget: Count | None = None
     """Workers of all pools together; by default as many as the pools' `max` allow."""
     actuator: Literal["supervisor", "kubernetes"] = "supervisor"
-    """`supervisor`: `pagemill up` starts and drains the workers. `kubernetes`: autoscalers, as
-    pods, set the sizes of the Deployments that `pagemill manifests` has written."""
+    """`supervisor`: `pagemill up`, or a worker of the role `pool`, starts and drains the workers.
+    `kubernetes`: autoscalers, as pods, set the sizes of the Deployments that `pagemill manifests`
+    has written."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
