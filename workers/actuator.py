@@ -1,8 +1,8 @@
 """Interface of an actuator, and the loop that makes one follow the autoscaler's plan.
 
 An actuator starts and drains the workers of pools. It publishes reports of its workers and reads
-the plan in the bucket `pm_scale`, so it needs no connection to the autoscaler. Of several actuators
-with the same pool, one acts on it.
+the plan in the bucket `pm_scale`, so it needs no connection to the autoscaler. Among several
+actuators with the same pool, one acts on it.
 """
 
 import asyncio
