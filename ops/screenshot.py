@@ -20,9 +20,9 @@ from ops.demo import IMAGES
 from ops.serving import MODEL, serving
 from ops.tool_server import LocalToolServer
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.roles import AGENT, WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Each has a file name, a width, a height and a colour scheme.

@@ -74,7 +74,6 @@ ALLOWED_SKIPS = {
     "needs Debian's package fonts-liberation": 1,
     "needs Debian's package prometheus": 1,
     "needs curl": 2,
-    "needs a Docker engine with the image pagemill": 1,
     "needs docker compose": 3,
     "needs node and npm": 10,
     "needs systemd-analyze": 1,

@@ -46,6 +46,7 @@ class RoleSpec:
 
 AGENT = "agent"
 AUTOSCALER = "autoscaler"
+POOL = "pool"
 
 _ROLES: dict[str, RoleSpec] = {}
 
@@ -119,7 +120,16 @@ for _spec in (
         AUTOSCALER,
         "workers.autoscaler.worker",
         "Autoscaler",
-        "starts and stops workers of pools",
+        "plans the workers of pools",
+        serves_stages=False,
+        one_model=False,
+        uses_torch=False,
+    ),
+    RoleSpec(
+        POOL,
+        "workers.supervisor.pool",
+        "Pool",
+        "starts and stops workers in its container",
         serves_stages=False,
         one_model=False,
         uses_torch=False,

@@ -48,14 +48,14 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.engine import loader
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
 from workers.roles import default_workers
+from workers.supervisor.cluster import LocalCluster
 
 MODEL = "bench"
 LOADS = (1, 8, 32)

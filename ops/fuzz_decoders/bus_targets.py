@@ -194,7 +194,7 @@ BUS_TARGETS = [
     _message("attempt", messages.decode_attempt, messages.AttemptRecord),
     _message("media_head", messages.decode_media_head, messages.MediaHead),
     _message("scale_plan", messages.decode_scale_plan, messages.ScalePlan),
-    _message("actuator_report", messages.decode_actuator_report, messages.ActuatorReport),
+    _message("pool_report", messages.decode_pool_report, messages.PoolReport),
     _message("scale_orders", messages.decode_scale_orders, messages.ScaleOrders),
     _message("metrics", messages.decode_metrics, messages.WorkerMetrics),
     _message("common_settings", messages.decode_common_settings, messages.CommonSettings),

@@ -22,7 +22,6 @@ from shared.tool_calls.parser import ToolParser
 from shared.tool_calls.scanner import Call, Piece
 from shared.tool_calls.turn_text import TurnText
 from workers.agent import mcp_protocol
-from workers.docker_proxy.rules import Refused, read_action
 from workers.gateway.core.byte_ranges import cut, read_range
 from workers.gateway.core.ids import read_start
 from workers.gateway.core.multipart import FileHead, FormStream, FormValue, parse_form
@@ -146,11 +145,6 @@ def _data_url(data: bytes) -> None:
     decode_data_url(data.decode(errors="replace"), _RENDERER, "url")
 
 
-def _docker_action(data: bytes) -> None:
-    method, _, path = data.partition(b" ")
-    read_action(method.decode("latin-1"), path, b"", [], ["engine"])
-
-
 # -- files ----------------------------------------------------------------------------------------
 
 
@@ -263,12 +257,6 @@ DOOR_TARGETS = [
         _data_url,
         lambda: [b"data:image/png;base64,aGk=", b"data:video/jpeg;base64,aGk=,aGk="],
         (InvalidMedia, MediaTooLarge),
-    ),
-    FuzzTarget(
-        "docker_action",
-        _docker_action,
-        lambda: [b"GET /services/engine/workers", b"DELETE /services/engine/workers/3"],
-        (Refused,),
     ),
     FuzzTarget("still_image", _still_image, _pictures, (Refusal,)),
     FuzzTarget("container", _container, _animations, (ValueError,)),

@@ -562,9 +562,6 @@ class PoolConfig(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=
     whose workers serve all models."""
     stage: str | None = None
     """Stage that the workers serve; by default the one named like the role."""
-    service: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
-    """Service of the compose project whose containers are the workers; by default the one named
-    like the stage. Only `actuator: docker` reads it."""
 
 
 class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -575,13 +572,10 @@ class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The pools; a pool's `min` takes the place of its stage's `replicas`."""
     budget: Count | None = None
     """Workers of all pools together; by default as many as the pools' `max` allow."""
-    actuator: Literal["up", "kubernetes", "docker"] = "up"
-    """`up`: `pagemill up` starts and drains the workers. `kubernetes`: autoscalers, as pods, set
-    the sizes of the Deployments that `pagemill manifests` has written. `docker`: autoscalers, in
-    containers, start and stop containers of a compose project, for which they ask `pagemill
-    docker-proxy`."""
-    docker_proxy: str = "/run/docker-proxy/socket"
-    """Unix socket on which `pagemill docker-proxy` listens; only `actuator: docker` uses it."""
+    actuator: Literal["supervisor", "kubernetes"] = "supervisor"
+    """`supervisor`: `pagemill up`, or a worker of the role `pool`, starts and drains the workers.
+    `kubernetes`: autoscalers, as pods, set the sizes of the Deployments that `pagemill manifests`
+    has written."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.login import Login
@@ -251,6 +252,7 @@ class Context:
                 url=self.url,
                 stage=self._own_stage_name,
                 reads=readable(),
+                host=host_id(),
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))

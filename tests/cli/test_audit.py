@@ -27,7 +27,7 @@ from workers.cli.commands.audit import audit
 from workers.cli.commands.backup import backup, restore
 from workers.cli.commands.dead import requeue_letter
 from workers.cli.commands.requests import cancel
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 
 @dataclass

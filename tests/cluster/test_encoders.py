@@ -31,9 +31,9 @@ from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.cluster.test_request import CASES
 from tests.cluster.test_videos import clip, data_url, expected_tokens, frames_of, question
 from workers.cli.ask import build_request
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 WITH_ENCODERS = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    tower: encoder")
 

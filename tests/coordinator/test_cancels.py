@@ -25,7 +25,7 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
-from workers.cli import settings
+from workers import settings
 from workers.coordinator import worker as coordinator
 
 MAX_QUEUED = 40

@@ -19,7 +19,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
-from workers.cli import settings
+from workers import settings
 from workers.coordinator.worker import Coordinator
 
 CONFIG = Path(__file__).parents[2] / "ops" / "demo_voice" / "pagemill.yaml"

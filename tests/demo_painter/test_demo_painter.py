@@ -11,7 +11,7 @@ from ops.demo_painter.training.saving import SCALE
 from ops.demo_painter.training.trainer import SHAPE, SIZE, Drawings
 from ops.demo_training.evaluation import Folder
 from shared.stage.pipelines import pipeline_of
-from workers.cli import settings
+from workers import settings
 from workers.generator.core.denoising import ImageModel
 from workers.generator.painter_model import load_painter
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from ops.demo_voice.training.recorded_tests import CODES_FILE
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.stage.pipelines import pipeline_of
-from workers.cli import settings
+from workers import settings
 from workers.engine.code_output import CodeOutput, stage_output
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.loader import load

@@ -23,8 +23,8 @@ from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextP
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task
 from shared.stage.runtime import Context
 from tests.tasks import render_task
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.worker import RendererWorker
+from workers.settings import DEMO_MODEL
 
 _sequences = itertools.count(1_000_000)
 

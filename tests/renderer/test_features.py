@@ -38,8 +38,8 @@ from tests.renderer.rig import (
     task_for,
 )
 from tests.renderer.test_paths import data_url
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 IMAGE = png(1, (112, 56))
 

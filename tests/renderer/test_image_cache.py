@@ -19,11 +19,11 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE
 from tests.renderer.threads import in_thread
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.processing.processor import Processor
 from workers.renderer.processing.prompt import MediaPart
+from workers.settings import DEMO_MODEL
 
 PART = MediaPart(IMAGE, "messages[0].content[0].image_url.url", "")
 

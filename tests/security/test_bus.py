@@ -31,7 +31,7 @@ from shared.protocol.requests import tenant_header
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
 FORGED = b'{"type":"tokens","index":0,"attempt":9,"choices":[]}'

@@ -34,10 +34,10 @@ from shared.tenants import storage_quotas
 from shared.tenants.storage_quotas import read_exceeded
 from tests.gateway.conftest import Gateway, start_gateway_at
 from tests.shared.stage.test_worker_loop import SUMMARY, put
-from workers.cli.settings import DEMO_MODEL
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.worker import Coordinator
 from workers.gateway.http.auth import digest, make_key
+from workers.settings import DEMO_MODEL
 
 MIB = 2**20
 DELIVERY = DeliveryConfig(max_token_log_mib=2, max_media_mib=8, max_job_mib=1, max_dead_mib=1)

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from shared.bus.login import Login
 from shared.config.schema import Config
-from workers.cli import settings
+from workers import settings
 from workers.roles import all_roles
 
 ConfigFile = Annotated[

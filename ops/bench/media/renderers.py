@@ -18,8 +18,8 @@ from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task, TaskHeader
-from workers.cli.local_cluster import LocalCluster
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
 
 MODEL = "demo"
 SIZE = (448, 448)

@@ -16,7 +16,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import Config
 from shared.protocol.requests import Message
-from workers.cli import settings
+from workers import settings
 
 
 @contextlib.asynccontextmanager

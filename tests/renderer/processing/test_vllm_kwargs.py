@@ -21,9 +21,9 @@ from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import Feature, Prompt
 from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
+from workers.settings import DEMO_MODEL
 
 FILE = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
 # Hash of the 37,798 bytes that vLLM 0.32.0 makes from this file.

@@ -21,10 +21,10 @@ from shared.models.media import VideoProbe
 from shared.models.qwen_video import Qwen25VideoLayout
 from shared.protocol.multimodal import VIDEO, FrameSampling
 from shared.protocol.requests import SEQUENCE_HEAD
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.image_decoder import decode_data_url
 from workers.renderer.processing.processor import ProcessedImage, Processor
+from workers.settings import DEMO_MODEL
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 VLLM = json.loads((RECORDED / "vllm_videos.json").read_text())

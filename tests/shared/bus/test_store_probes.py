@@ -15,7 +15,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 # A subject of each stream on disk that can be probed.
 SUBJECTS = {

@@ -22,12 +22,12 @@ from shared.vision.weights import load_weights
 from tests import omni
 from tests.engine.model.test_parity import build
 from tests.generator import painters
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.loader import load
 from workers.engine.model import check_folders
 from workers.engine.model.talkers import find_talker
 from workers.generator.loader import load_vocoder
 from workers.generator.painter_model import load_painter
+from workers.settings import DEMO_MODEL
 
 WEIGHTS = "model.safetensors"
 METHODS = sorted({*AUTO_QUANTIZER_MAPPING, "invented"} - {"pagemill_int8"})

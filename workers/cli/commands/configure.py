@@ -15,7 +15,7 @@ from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
 from shared.stage.pipelines import ENGINE, pipelines_of
-from workers.cli import settings
+from workers import settings
 from workers.cli.models import reports
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key

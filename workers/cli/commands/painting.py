@@ -16,7 +16,7 @@ from shared.protocol.images import ImageParams
 from shared.protocol.records import Finish, ImageRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.pipelines import pipeline_of
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, load

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigError, NotFound
-from workers.cli import log_file
-from workers.cli.log_file import Filter, LogReader, errors_since, open_for_append, render
+from workers.supervisor import log_file
+from workers.supervisor.log_file import Filter, LogReader, errors_since, open_for_append, render
 
 
 def line(event: str, **fields: object) -> bytes:

@@ -1,18 +1,23 @@
-"""Decides from observations of starting workers which are ready, and whether the rest has stalled.
+"""Start of local workers: waits until all are ready, as long as they show signs of life.
 
 A worker shows a sign of life when it reports a new step or more bytes, when it computes, or when
 its process reads from a disk. Only what exceeds all earlier signs of the same worker counts, so
 that a worker that dies and starts again for ever falls silent in the end.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from shared.protocol.messages import StartReport
-from workers.cli.process_usage import UNUSED, Usage
+from shared.blobs.server import host_id
+from shared.bus.bus import Bus
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import Heartbeat, StartReport
 from workers.roles import WorkerSpec
+from workers.supervisor.process_usage import UNUSED, Usage, usage_of
 
 # An event loop that only waits, and publishes a report a second, computes for less than this share
 # of the time. A worker that computes gets more even on a busy machine.
@@ -147,3 +152,90 @@ def _describe_step(report: StartReport) -> str:
         f"{num_bytes / size:.1f}" for num_bytes in (report.done_bytes, report.total_bytes)
     )
     return f"{report.step}, {done} of {total} {unit}"
+
+
+POLL_S = 0.1
+
+Sign = TypeVar("Sign", Heartbeat, StartReport)
+
+
+class Watched(Protocol):
+    """Process of a worker that starts."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def ready(self, title: str, after_s: float) -> None:
+        pass
+
+    def progress(self, title: str, text: str) -> None:
+        pass
+
+
+async def wait_ready(
+    bus: Bus,
+    specs: Sequence[WorkerSpec],
+    process_of: Callable[[int], Watched | None],
+    silence_s: float,
+    show: Show,
+) -> list[Heartbeat]:
+    """Return the workers' heartbeats as soon as each of `specs` has one.
+
+    `process_of` returns the current process of a worker by its number. Raises Unavailable when
+    no worker that is not ready has shown a sign of life for `silence_s`.
+    """
+    loop = asyncio.get_running_loop()
+    watch = StartWatch(specs, silence_s, show, loop.time())
+    host = host_id()
+    while True:
+        beats, reports = await read_signs(bus)
+        here = [beat for beat in beats if beat.may_run_on(host)]
+        own: dict[int, Heartbeat] = {}
+        seen = {}
+        for number, spec in enumerate(specs):
+            if (process := process_of(number)) is None:
+                continue
+            role = spec.role
+            if (beat := _find(here, process, role)) is not None:
+                own[number] = beat
+            seen[number] = Observation(
+                exit_code=process.returncode,
+                is_ready=beat is not None and process.returncode is None,
+                report=_find(reports, process, role),
+                usage=usage_of(process.pid),
+            )
+        watch.observe(loop.time(), seen)
+        if watch.is_complete:
+            return list(own.values())
+        if (reason := watch.why_stalled(loop.time())) is not None:
+            raise Unavailable(reason)
+        # Readiness is an event of other processes, so the loop has to poll.
+        await asyncio.sleep(POLL_S)
+
+
+async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
+    """Return the heartbeats of ready workers and the reports of workers that start.
+
+    Both are empty until the first worker has created the stream that holds them.
+    """
+    try:
+        # A read of a stream that does not exist is tried again for BROKER_DEADLINE_S.
+        await bus.stream_size(subjects.WORKERS_STREAM)
+        return await bus.read_heartbeats(), await bus.read_start_reports()
+    except Unavailable:
+        return [], []
+
+
+def _find(signs: Sequence[Sign], process: Watched, role: str) -> Sign | None:
+    """Return the sign of life of a process.
+
+    A process id alone is not enough: machines that share a broker use the same ids.
+    """
+    return next((sign for sign in signs if (sign.pid, sign.role) == (process.pid, role)), None)

@@ -15,9 +15,9 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat, StartReport
-from workers.cli.process_usage import Usage, usage_of
-from workers.cli.readiness import Quiet, read_signs, wait_ready
 from workers.roles import WorkerSpec
+from workers.supervisor.process_usage import Usage, usage_of
+from workers.supervisor.start import Quiet, read_signs, wait_ready
 
 ENGINE = WorkerSpec("engine", "demo")
 
@@ -48,7 +48,7 @@ class Recorder(Quiet):
 
 async def test_progress_is_shown_until_the_first_heartbeat(bus: Bus, sleeper: Process) -> None:
     shown = Recorder()
-    waiting = asyncio.create_task(wait_ready(bus, [ENGINE], {0: sleeper}, 600, shown))
+    waiting = asyncio.create_task(wait_ready(bus, [ENGINE], {0: sleeper}.get, 600, shown))
     report = StartReport("engine", "engine-s", "0", sleeper.pid, "compiling kernels", "demo")
     await bus.publish_start_report("engine-s", to_json(report))
     while await shown.texts.get() != "engine demo: compiling kernels":
@@ -80,12 +80,12 @@ async def test_a_worker_of_another_machine_with_the_same_process_id_is_not_ours(
     other = Heartbeat("engine", "engine-o", "0", sleeper.pid, ["demo"], {}, blobs=foreign)
     await bus.publish_heartbeat("engine-o", to_json(other))
     with pytest.raises(Unavailable):
-        await wait_ready(bus, [ENGINE], {0: sleeper}, 0.1, Quiet())
+        await wait_ready(bus, [ENGINE], {0: sleeper}.get, 0.1, Quiet())
     own = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
     await bus.publish_heartbeat("engine-s", to_json(own))
     gateway = Heartbeat("gateway", "gateway-o", "0", sleeper.pid, ["demo"], {})
     await bus.publish_heartbeat("gateway-o", to_json(gateway))
-    assert await wait_ready(bus, [ENGINE], {0: sleeper}, 1.0, Quiet()) == [own]
+    assert await wait_ready(bus, [ENGINE], {0: sleeper}.get, 1.0, Quiet()) == [own]
 
 
 async def test_progress_of_another_role_with_the_same_process_id_is_not_ours(
@@ -95,12 +95,12 @@ async def test_progress_of_another_role_with_the_same_process_id_is_not_ours(
         report = StartReport(role, f"{role}-p", "0", sleeper.pid, step)
         await bus.publish_start_report(f"{role}-p", to_json(report))
     with pytest.raises(Unavailable, match=r"engine demo \(last: compiling kernels\)"):
-        await wait_ready(bus, [ENGINE], {0: sleeper}, 0.1, Quiet())
+        await wait_ready(bus, [ENGINE], {0: sleeper}.get, 0.1, Quiet())
 
 
 async def test_silence_ends_the_start(bus: Bus, sleeper: Process) -> None:
     with pytest.raises(Unavailable, match=r"0\.1 s \(start_silence_s\): engine demo"):
-        await wait_ready(bus, [ENGINE], {0: sleeper}, 0.1, Quiet())
+        await wait_ready(bus, [ENGINE], {0: sleeper}.get, 0.1, Quiet())
 
 
 def test_processor_time_of_children_counts(tmp_path: Path) -> None:

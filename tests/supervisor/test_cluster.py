@@ -4,20 +4,19 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
 from shared.config.schema import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
-from workers.cli import local_cluster, readiness
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.preloader import ForkedProcess, Preloader
 from workers.roles import WorkerSpec
+from workers.supervisor import start
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.preloader import ForkedProcess, Preloader
+from workers.supervisor.start import Quiet
 
 
 async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
@@ -34,7 +33,7 @@ async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
             connected.set_result(bus)
         return [], []
 
-    monkeypatch.setattr(readiness, "read_signs", nobody)
+    monkeypatch.setattr(start, "read_signs", nobody)
     starting = asyncio.create_task(cluster.start())
     try:
         bus = await asyncio.wait_for(connected, 30)
@@ -80,7 +79,7 @@ async def test_processes_have_groups_of_their_own_within_the_session(tmp_path: P
         await cluster.stop()
 
 
-class Shown(readiness.Quiet):
+class Shown(Quiet):
     def __init__(self) -> None:
         self.titles: list[str] = []
 
@@ -88,70 +87,17 @@ class Shown(readiness.Quiet):
         self.titles.append(title)
 
 
-class Forks(LocalCluster):
-    """A cluster whose processes come from `spawned`, and end at once."""
-
-    spawned: list[Process | OSError]
-    watched: list[readiness.Process | None]
-
-    async def _spawn(self, spec: WorkerSpec) -> Process:
-        self.watched.append(self._watched.get(0))
-        match self.spawned.pop(0):
-            case OSError() as error:
-                raise error
-            case process:
-                return process
-
-
-def ended(pid: int) -> ForkedProcess:
-    process = ForkedProcess(pid)
-    process.end(1)
-    return process
-
-
-async def supervise(cluster: Forks) -> None:
-    """Supervise a worker until it was spawned as often as `spawned` says."""
-    with pytest.raises(IndexError):
-        await asyncio.wait_for(cluster._supervise(0, WorkerSpec("engine", "demo")), 10)
-
-
-@pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
-    monkeypatch.setattr(local_cluster, "FIRST_RESTART_S", 0.001)
+async def test_the_preloader_is_watched_until_the_first_process() -> None:
+    """Later processes may be executed without it, and it does not work for them."""
+    engine = WorkerSpec("engine", "demo")
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        cluster = Forks(Config({}), None, [WorkerSpec("engine", "demo")])
-        cluster.preloader = Preloader(ours, os.getpid())
-        cluster.watched = []
-        yield cluster
-
-
-async def test_the_preloader_is_watched_until_the_first_process(forks: Forks) -> None:
-    """Later processes may be executed without it, and it does not work for them."""
-    first, second = ended(1), ended(2)
-    forks.spawned = [first, second]
-    await supervise(forks)
-    assert forks.watched == [forks.preloader, first, second]
-
-
-async def test_a_process_that_linux_refuses_is_tried_again(forks: Forks) -> None:
-    process = ended(1)
-    forks.spawned = [BlockingIOError(11, "Resource temporarily unavailable"), OSError(12), process]
-    with capture_logs() as logs:
-        await supervise(forks)
-    assert [(log["event"], log["role"]) for log in logs] == [
-        ("worker_not_started", "engine"),
-        ("worker_not_started", "engine"),
-        ("worker_ended", "engine"),
-    ]
-    assert "Resource temporarily unavailable" in logs[0]["reason"]
-    assert logs[1]["retry_in_s"] == 2 * logs[0]["retry_in_s"]
-
-
-async def test_only_its_owner_can_read_a_log_that_a_worker_begins(tmp_path: Path) -> None:
-    log_file = tmp_path / "logs" / "workers.log"
-    cluster = LocalCluster(Config({}), None, [], "nats://127.0.0.1:9", log_file)
-    process = await cluster._spawn(WorkerSpec("coordinator"))
-    process.kill()
-    await process.wait()
-    assert log_file.stat().st_mode & 0o777 == 0o600
+        preloader = Preloader(ours, os.getpid())
+        cluster = LocalCluster(
+            Config({}), None, [engine, WorkerSpec("gateway")], preloader=preloader
+        )
+        assert cluster.watched(0) is preloader
+        assert cluster.watched(1) is None
+        process = ForkedProcess(1)
+        cluster.supervisor.processes[0] = process
+        assert cluster.watched(0) is process

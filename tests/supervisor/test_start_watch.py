@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from shared.protocol.messages import StartReport
-from workers.cli.process_usage import Usage
-from workers.cli.start_watch import Observation, StartWatch, titles_of
 from workers.roles import WorkerSpec
+from workers.supervisor.process_usage import Usage
+from workers.supervisor.start import Observation, StartWatch, titles_of
 
 SILENCE_S = 10.0
 ENGINE = WorkerSpec("engine", "demo")

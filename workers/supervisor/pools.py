@@ -1,31 +1,31 @@
-"""The local actuator: pools whose workers are processes of `pagemill up`."""
+"""Actuator of pools whose workers are processes of this supervisor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 
 from shared.blobs.server import host_id
 from shared.protocol.messages import WorkerSlot
-from workers.actuator import choose_changes
-from workers.cli.local_cluster import LocalCluster
-from workers.pools import Pools
+from workers.actuator import Actuator, choose_changes
+from workers.pools import Pool
+from workers.supervisor.supervisor import Supervisor
 
 _log = structlog.get_logger()
 
 
-class LocalPools:
-    """Actuator over the processes of a local cluster; slots are the cluster's worker numbers."""
+class SupervisedPools(Actuator):
+    """Actuator over the processes of a supervisor, whose slots are those of the plan."""
 
-    def __init__(self, cluster: LocalCluster, pools: Pools) -> None:
+    def __init__(self, supervisor: Supervisor, pools: Iterable[Pool]) -> None:
         self.host = host_id()
-        self._cluster = cluster
-        self._pools = pools.by_name
+        self._supervisor = supervisor
+        self._pools = {pool.name: pool for pool in pools}
 
     def pools(self) -> Sequence[str]:
         return list(self._pools)
 
     def running(self, pool: str) -> list[WorkerSlot]:
-        return self._cluster.slots(self._pools[pool].spec)
+        return self._supervisor.slots(self._pools[pool].spec)
 
     def wanted(
         self, pool: str, count: int, drain: Sequence[int] = (), give_up: Sequence[int] = ()
@@ -33,9 +33,9 @@ class LocalPools:
         staying = [slot.slot for slot in self.running(pool) if not slot.draining]
         victims, num_new = choose_changes(staying, count, drain, give_up)
         for slot in victims:
-            self._cluster.drain_worker(slot)
+            self._supervisor.drain(slot)
         for _ in range(num_new):
-            self._cluster.add_worker(self._pools[pool].spec)
+            self._supervisor.add(self._pools[pool].spec)
         if victims or num_new:
             _log.info("pool_changed", pool=pool, wanted=count, started=num_new, drained=victims)
         return bool(victims or num_new)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.preloader import ForkedProcess, Preloader, Start, encode
+from workers.supervisor.preloader import ForkedProcess, Preloader, Start, encode
 
 ROOT = Path(__file__).parents[2]
 # What a forked process does is its first argument.
 SCRIPT = """
 import os, signal, socket, sys, tempfile, time
-from workers.cli.preloader import serve
+from workers.supervisor.preloader import serve
 
 tempfile.gettempdir()
 

@@ -13,9 +13,9 @@ from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.config.schema import Config
 from shared.errors import ConfigError, Unavailable
 from shared.stage.pipelines import pipelines_of
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
 
 SERVERS = "nats://pagemill@nats-0:4222, nats://pagemill@nats-1:4222,nats://other:own@nats-2"
 
@@ -61,9 +61,9 @@ def test_a_file_without_a_usable_password_is_refused(
 def test_workers_are_not_given_the_password_as_an_argument(tmp_path: Path) -> None:
     config = load(tmp_path, "s3cret")
     workers = [WorkerSpec("coordinator")]
-    assert not LocalCluster(config, None, workers).passes_url
+    assert LocalCluster(config, None, workers).processes.url is None
     given = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
-    assert given.passes_url
+    assert given.processes.url == given.url
     assert given.url == "nats://127.0.0.1:4222"
 
 
