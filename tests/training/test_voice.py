@@ -11,19 +11,18 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from ops.training.folders import SEEING, VOICE
+from ops.training.judge.listening import Listener, warped_distances
 from ops.training.voice import talker
 from ops.training.voice.codec import NUM_CODES, SAMPLE_RATE
-from ops.training.voice.evaluation import sound_of
 from ops.training.voice.features import NUM_BANDS
-from ops.training.voice.listening import Listener, warped_distances
-from ops.training.voice.recorded_tests import CODES_FILE, TEMPLATES_FILE
+from ops.training.voice.judging import CODES_FILE, TEMPLATES_FILE, sound_of
 from ops.training.voice.texts import answers
 from shared.protocol.chunks import ChunkSpec
 from workers.engine.model import check_folders
 from workers.generator.core.vocoder import Vocoder
 from workers.generator.loader import load_vocoder
 
-VOICE = Path(__file__).parents[2] / "ops" / "demo_voice"
 RECORDED = Path(__file__).parents[1] / "recorded"
 MIB = 1 << 20
 
@@ -68,7 +67,7 @@ def test_the_engine_serves_the_talker() -> None:
 
 def test_the_tokenizer_is_the_demo_models_with_the_codes_behind_it() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(VOICE / "talker", local_files_only=True)
-    demo = PreTrainedTokenizerFast.from_pretrained(talker.DEMO_MODEL, local_files_only=True)
+    demo = PreTrainedTokenizerFast.from_pretrained(SEEING, local_files_only=True)
     text = "4 yellow crosses on black"
     assert tokenizer.encode(text) == demo.encode(text)
     assert tokenizer.convert_tokens_to_ids("<|code_0|>") == talker.CODE_OFFSET

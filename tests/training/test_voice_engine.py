@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from ops.training.voice.recorded_tests import CODES_FILE
+from ops.training.voice.judging import CODES_FILE
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.stage.pipelines import pipeline_of
 from workers.cli import settings

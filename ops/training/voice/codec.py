@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from ops.training.audio import Floats
 from ops.training.voice.features import (
     BAND_HZ,
     FLOOR,
     FRAME_RATE,
     NUM_BANDS,
+    RECORDED_RATE,
     Features,
-    Floats,
     cepstra,
 )
-from ops.training.voice.recording import RECORDED_RATE
 
 NUM_CODES = 1024
 SAMPLE_RATE = 24000
 NUM_CEPSTRA = 24
-# How much an octave of pitch and the change to voiced count beside the cepstra.
+# Weights of an octave of pitch and of a change to voiced, compared with the cepstra.
 PITCH_WEIGHT, VOICED_WEIGHT = 6.0, 4.0
 MEDIUM_PITCH = 110.0
 ROUNDS = 14
 SAMPLED_FRAMES = 60_000
-# What a change of code costs, in parts of the mean error: fewer codes flicker between neighbours,
-# which a talker could not foresee.
+# Cost of a change of code, in parts of the mean error. It keeps codes from flickering between
+# neighbours, which a talker could not foresee.
 CHANGE_COST = 1.0
 # Pulses have higher peaks than the recordings; at this level none is clipped.
 LEVEL = 0.65
@@ -72,8 +72,9 @@ def points_of(features: Features) -> Floats:
 def train_codec(often: Sequence[Features], others: Sequence[Features], seed: int) -> Codec:
     """K-means; all frames of `often` take part, and as many of the others as there is room for."""
     generator = torch.Generator().manual_seed(seed)
-    near = torch.from_numpy(np.concatenate([points_of(features) for features in often]))
-    far = torch.from_numpy(np.concatenate([points_of(features) for features in others]))
+    none = np.zeros((0, NUM_CEPSTRA + 2), np.float32)
+    near = torch.from_numpy(np.concatenate([none, *map(points_of, often)]))
+    far = torch.from_numpy(np.concatenate([none, *map(points_of, others)]))
     chosen = torch.randperm(len(far), generator=generator)[: SAMPLED_FRAMES - len(near)]
     points = torch.cat([near, far[chosen]])
     centres = points[torch.randperm(len(points), generator=generator)[:NUM_CODES]].clone()
@@ -97,7 +98,7 @@ def nearest_of(points: Tensor, centres: Tensor) -> Tensor:
 def make_table(
     spoken: Sequence[tuple[Features, NDArray[np.int16]]],
 ) -> dict[str, NDArray[np.floating]]:
-    """What each code stands for: the mean of the frames that have it."""
+    """Return the vocoder's table: for each code, the mean of the frames that have it."""
     counts = np.zeros(NUM_CODES)
     sums = np.zeros((NUM_CODES, NUM_BANDS))
     voiced, octaves, voicing = np.zeros(NUM_CODES), np.zeros(NUM_CODES), np.zeros(NUM_CODES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ops.training.voice.recording import RECORDED_RATE, Wave
+from ops.training.audio import Floats, Wave, mel_matrix, mel_points
 
-Floats = NDArray[np.float32]
+# espeak-ng writes 22,050 samples a second. A frame of 20 ms is a whole number of them.
+RECORDED_RATE = 22_050
 
 FRAME_RATE = 50
 HOP = RECORDED_RATE // FRAME_RATE
@@ -19,31 +19,11 @@ FFT = 1024
 WINDOW = 2 * HOP
 PITCH_WINDOW, PITCH_FFT = 1024, 2048
 LOWEST_PITCH, HIGHEST_PITCH = 60.0, 400.0
-# Smoothing over about twice the pitch, so that the envelope is that of the mouth and not of pulses.
+# Smoothing over about twice the pitch, so that the envelope shows the mouth and not the pulses.
 SMOOTHING_HZ = 250.0
 FLOOR = 1e-4
 VOICED_STRENGTH = 0.55
 AUDIBLE = -6.0
-
-
-def mel_points(num: int, lowest_hz: float, highest_hz: float) -> NDArray[np.float64]:
-    """Frequencies in Hz that are evenly spaced on the mel scale."""
-    lowest, highest = (2595 * np.log10(1 + hz / 700) for hz in (lowest_hz, highest_hz))
-    points = 700 * (10 ** (np.linspace(lowest, highest, num) / 2595) - 1)
-    return np.asarray(points, np.float64)
-
-
-def mel_matrix(
-    points: NDArray[np.float64], rate: float, fft: int, fewest_hz: float = 0.0
-) -> Floats:
-    """Triangles between neighbouring points, as rows of weights that each add up to 1."""
-    hz = np.arange(fft // 2 + 1) * rate / fft
-    edges = np.concatenate([[2 * points[0] - points[1]], points, [2 * points[-1] - points[-2]]])
-    left = np.maximum(edges[1:-1] - edges[:-2], fewest_hz)[:, None]
-    right = np.maximum(edges[2:] - edges[1:-1], fewest_hz)[:, None]
-    away = hz[None] - points[:, None]
-    weights = np.maximum(0, np.minimum(1 + away / left, 1 - away / right))
-    return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
 
 
 BAND_HZ = mel_points(NUM_BANDS, LOWEST_HZ, HIGHEST_HZ)
@@ -52,7 +32,7 @@ BANDS = mel_matrix(BAND_HZ, RECORDED_RATE, FFT, fewest_hz=RECORDED_RATE / FFT)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What is known of each frame of an utterance."""
+    """Measurements of each frame of an utterance."""
 
     # Natural log of the gain that gives noise of variance 1 the power of the speech.
     envelope: Floats

@@ -1,19 +1,19 @@
-"""The talker: an ordinary Qwen2 whose prompt is a text and whose answer is codes."""
+"""Talker: an ordinary Qwen2 whose prompt is a text and whose answer is codes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer
-from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from ops.training.folders import SEEING
+from ops.training.folders import VOICE as VOICE_FOLDER
+from ops.training.trainer import init_normal
 from ops.training.voice.codec import NUM_CODES
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 CODE_OFFSET = 768
 VOICE = "<|voice_alloy|>"
 END = "<|end_of_speech|>"
@@ -22,25 +22,12 @@ END_ID = VOICE_ID + 1
 PAD_ID = 754
 CONTEXT = 1024
 MOST_CODES = 400
-
-CHAT_TEMPLATE = """\
-{%- set content = messages[-1].content -%}
-{%- if content is string -%}
-{{- content -}}
-{%- else -%}
-{%- for part in content -%}
-{%- if part.type == 'text' -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|voice_alloy|>' -}}
-"""
+CHAT_TEMPLATE = VOICE_FOLDER / "talker" / "chat_template.jinja"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo model's tokenizer with the codes, the voice and the end of speech behind it."""
-    core = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    """The demo model's tokenizer with tokens for codes, the voice and the end of speech."""
+    core = Tokenizer.from_file(str(SEEING / "tokenizer.json"))
     core.add_tokens([AddedToken(f"<|code_{n}|>", normalized=False) for n in range(NUM_CODES)])
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (VOICE, END)])
     assert core.token_to_id("<|code_0|>") == CODE_OFFSET
@@ -52,7 +39,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -74,12 +61,7 @@ def build_model(width: int, layers: int) -> Qwen2ForCausalLM:
     )
     config.update({"code_offset": CODE_OFFSET, "num_codes": NUM_CODES})
     model = Qwen2ForCausalLM(config)
-    # Layers this narrow need a larger start than transformers' 0.02.
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            scale = 0.5 if residual else 1.0
-            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
+    init_normal(model, residual=("o_proj.weight", "down_proj.weight"))
     model.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=MOST_CODES, eos_token_id=END_ID, pad_token_id=PAD_ID
     )
@@ -93,7 +75,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 @torch.no_grad()
 def speak(model: Qwen2ForCausalLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The greedy codes of each prompt; prompts of one length share a batch."""
+    """Return the greedy codes of each prompt. Prompts of one length share a batch."""
     groups: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(len(prompt), []).append(number)
@@ -108,7 +90,7 @@ def speak(model: Qwen2ForCausalLM, prompts: Sequence[Sequence[int]]) -> list[lis
 
 
 def codes_in(tokens: Sequence[int]) -> list[int]:
-    """The codes before the first token that is none."""
+    """Return the codes before the first other token."""
     codes = []
     for token in tokens:
         if not CODE_OFFSET <= token < CODE_OFFSET + NUM_CODES:

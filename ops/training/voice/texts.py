@@ -1,4 +1,4 @@
-"""All answers that the demo model can give, taken from the scenes that it was trained on."""
+"""All answers of the demo model, taken from the scenes that it was trained on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Answer:
 
 
 def scenes() -> Iterator[Scene]:
-    """Every scene that a picture can show, as far as its answers differ."""
+    """Yield every scene that a picture can show, as far as its answers differ."""
     for colour in COLOUR_NAMES:
         yield Scene("plain", colour)
         for character in CHARACTERS:

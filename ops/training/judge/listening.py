@@ -1,6 +1,6 @@
-"""A judge of speech: the recording that is nearest by time warping over cepstra of its own.
+"""Judge of speech: finds the recording that is nearest by time warping over its own cepstra.
 
-It shares neither features nor codes with the codec and the talker; its templates are recordings.
+It shares neither features nor codes with the codec and the talker. Its templates are recordings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.training.voice.features import Floats, mel_matrix, mel_points
+from ops.training.audio import Floats, mel_matrix, mel_points
 
 STEP_S, WINDOW_S = 0.01, 0.025
 NUM_BANDS, LOWEST_HZ, HIGHEST_HZ = 40, 80.0, 8000.0
@@ -18,14 +18,14 @@ NUM_CEPSTRA = 13
 FFT = 1024
 # Frames quieter than this, in nepers below the loudest, are silence.
 QUIET = 5.0
-# Nothing is heard as what takes less than this part of its time, or is taken by it.
+# The shorter one of two utterances that are alike has at least this part of the length.
 LEAST_LIKE_IN_LENGTH = 0.6
-# One frame of so many is enough to find the nearest few.
+# Every third frame is enough to find the 60 nearest texts.
 COARSE, FEW = 3, 60
 
 
 def heard(wave: NDArray[np.float32], rate: int) -> Floats:
-    """What the judge hears of an utterance: a row for every 10 ms that is not silent."""
+    """Return cepstra of an utterance: a row for every 10 ms that is not silent."""
     size = round(WINDOW_S * rate)
     starts = np.round(np.arange(0, len(wave) / rate, STEP_S) * rate).astype(int)
     padded = np.pad(wave, (size // 2, size))
@@ -41,7 +41,7 @@ def heard(wave: NDArray[np.float32], rate: int) -> Floats:
 
 
 def warped_distances(rows: Floats, templates: Sequence[Floats]) -> NDArray[np.float64]:
-    """The cost of the best warp onto each template, for each row of both; all at a time.
+    """Return the cost of the best warp onto each template, for each row of both.
 
     The table of all warps is filled along its diagonals, whose cells do not depend on one another.
     """
@@ -71,9 +71,9 @@ def warped_distances(rows: Floats, templates: Sequence[Floats]) -> NDArray[np.fl
 
 
 class Listener:
-    """Takes what it hears for the nearest of all texts that it knows.
+    """Finds the nearest of all texts that it knows, or None if none is as long.
 
-    Among many texts it first looks for some near ones by every third frame.
+    Among many texts it first looks for near ones by every third frame.
     """
 
     def __init__(self, templates: Mapping[str, Floats]) -> None:
