@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
+from ops.training.hearing import command as hearing
 from ops.training.painter import command as painter
 from ops.training.voice import command as voice
 
-MODELS = {"voice": voice, "painter": painter}
+MODELS = {"hearing": hearing, "voice": voice, "painter": painter}
 
 
 def arguments() -> Namespace:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ops.training.hearing.sounds import HIGH_HZ, MAX_BEEPS, MAX_S, RATE, Wave, beeps, in_a_room
+from ops.training.audio import Wave
+from ops.training.hearing.sounds import HIGH_HZ, MAX_BEEPS, MAX_S, RATE, beeps, in_a_room
 from ops.training.hearing.speech import stretch
 
 

@@ -1,108 +1,114 @@
-"""Sounds that judge the model. No program and no formula of the training made them.
-
-flite speaks the digits, with voices that were cut from recordings of people. Beeps are plucked
-strings, bells and chords.
-"""
+"""Judge of the model that hears: greedy answers by transformers in float32, and the card."""
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
-from ops.training.hearing.samples import describe_beeps
-from ops.training.hearing.sounds import MAX_BEEPS, RATE, Wave, read_wave
-from ops.training.hearing.speech import WORDS
+from ops.training.audio import Wave
+from ops.training.card import Score, verdict, write_card
+from ops.training.hearing.model import AUDIO_MARKS, count_tokens, transformers
+from ops.training.hearing.samples import SHARES, TASKS, WORDINGS, draw_sample
+from ops.training.hearing.sounds import MAX_BEEPS, MAX_S, RATE
+from ops.training.hearing.speech import LOCALES, PICO_VOICES, VARIANTS, Spoken
+from ops.training.judge.sounds import Case, beep_cases, digit_cases
+from ops.training.trainer import State
 
-FLITE_VOICES = ("kal", "awb", "rms", "slt")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    kind: str
-    question: str
-    answer: str
-    wave: Wave
-    source: str
-
-
-def digit_cases(rng: np.random.Generator) -> list[Case]:
-    """Each digit by each voice at three speeds."""
-    cases = []
-    for voice in FLITE_VOICES:
-        for stretch in (0.9, 1.0, 1.2):
-            for digit, word in enumerate(WORDS):
-                wave = _placed(rng, _speak(voice, stretch, word))
-                cases.append(Case("digit", "Which digit is spoken?", str(digit), wave, voice))
-    return cases
+CARD = Path(__file__).with_name("card.md")
+GOALS = {"count": 90.0, "level": 90.0, "digit": 90.0}
 
 
-def beep_cases(rng: np.random.Generator, per_number: int) -> list[Case]:
-    cases = []
-    for number in range(1, MAX_BEEPS + 1):
-        for i in range(per_number):
-            high = bool(i % 2)
-            timbre = ("string", "bell", "chord")[i % 3]
-            wave = _placed(rng, _row(rng, timbre, number, high))
-            asked = [
-                ("count", "How many beeps do you hear?", str(number)),
-                ("level", "Are the beeps high or low?", "high" if high else "low"),
-                ("description", "What do you hear?", describe_beeps(number, high)),
-            ]
-            cases += [
-                Case(kind, question, answer, wave, timbre) for kind, question, answer in asked
-            ]
-    return cases
+class Listener:
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        kind = transformers.Qwen2_5OmniThinkerForConditionalGeneration
+        self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self._extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def listen(self, wave: Wave, question: str) -> str:
+        """Return the greedy answer to a question about a sound."""
+        output = self._extractor(
+            wave, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt"
+        )
+        num_frames = int(output["attention_mask"].sum())
+        content = [{"type": "audio"}, {"type": "text", "text": question}]
+        prompt = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        mark = AUDIO_MARKS[1]
+        prompt = prompt.replace(mark, mark * count_tokens(num_frames))
+        ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        output_ids = self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            input_features=output["input_features"],
+            feature_attention_mask=output["attention_mask"],
+            max_new_tokens=16,
+        )
+        text: str = self._tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True)
+        return text
 
 
-def _speak(voice: str, stretch: float, word: str) -> Wave:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "speech.wav"
-        options = ("-voice", voice, "--setf", f"duration_stretch={stretch}")
-        subprocess.run(["flite", *options, "-t", word, "-o", str(file)], check=True)
-        return read_wave(file)
+def evaluate(folder: Path, bank: Sequence[Spoken], seed: int) -> list[Score]:
+    """Return scores by kind, for the judge's sounds and for new sounds of the training's kind."""
+    rng = np.random.default_rng(seed)
+    # The judge's sounds are made first, so that a change of the training does not change them.
+    cases = [*digit_cases(rng), *beep_cases(rng, 12)]
+    drawn = (draw_sample(rng, bank) for _ in range(150))
+    own = [
+        Case(f"training's own {s.task}", s.question, s.answer, s.wave, "")
+        for s in drawn
+        if s.wave is not None
+    ]
+    listener = Listener(folder)
+    scores: dict[str, Score] = {}
+    for case in [*cases, *own]:
+        answer = listener.listen(case.wave, case.question)
+        for name in [case.kind, *([f"{case.kind}, {case.source}"] if case.source else [])]:
+            scores.setdefault(name, Score(name, GOALS.get(name))).add(case.answer, answer)
+    return list(scores.values())
 
 
-def _row(rng: np.random.Generator, timbre: str, number: int, high: bool) -> Wave:
-    hz = float(rng.uniform(1500, 3000) if high else rng.uniform(200, 450))
-    step = int(RATE * rng.uniform(0.22, 0.45))
-    sound = np.zeros(step * (number - 1) + int(RATE * 0.3), np.float32)
-    for i in range(number):
-        note = {"string": _string, "bell": _bell, "chord": _chord}[timbre](rng, hz)
-        room = sound[i * step : i * step + len(note)]
-        room += note[: len(room)]
-    return sound
+def write_hearing_card(
+    folder: Path, scores: Sequence[Score], layers: int, width: int, batch: int, state: State
+) -> None:
+    with safe_open(folder / "model.safetensors", "numpy") as weights:
+        shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
+    write_card(
+        folder,
+        CARD,
+        beeps=MAX_BEEPS,
+        parameters=sum(map(prod, shapes)) / 1e6,
+        layers=layers,
+        width=width,
+        longest=MAX_S,
+        rows="\n".join(score.row for score in scores),
+        verdict=verdict(scores),
+        mistakes="\n".join(_mistakes({score.name: score for score in scores})) or "- nothing",
+        voices=len(VARIANTS),
+        locales=len(LOCALES),
+        pico=len(PICO_VOICES),
+        tasks=", ".join(f"{t} {share:.0%}" for t, share in zip(TASKS, SHARES, strict=True)),
+        wordings=sum(map(len, WORDINGS.values())),
+        state=state,
+        batch=batch,
+        cpu=state.cpu_s / 60,
+        minutes=state.elapsed_s / 60,
+    )
 
 
-def _string(rng: np.random.Generator, hz: float) -> Wave:
-    """A plucked string by Karplus and Strong: noise in a loop that loses its treble."""
-    delay = max(2, round(RATE / hz))
-    loop = rng.uniform(-1, 1, delay)
-    out = np.empty(int(RATE * 0.18), np.float32)
-    for i in range(len(out)):
-        out[i] = loop[i % delay]
-        loop[i % delay] = 0.494 * (loop[i % delay] + loop[(i + 1) % delay])
-    return out * np.linspace(1, 0, len(out), dtype=np.float32)
-
-
-def _bell(rng: np.random.Generator, hz: float) -> Wave:
-    """Two sines of which one shakes the other, as in electric pianos."""
-    time_s = np.arange(int(RATE * 0.2)) / RATE
-    shake = rng.uniform(0.5, 2) * np.exp(-12 * time_s) * np.sin(2 * np.pi * 1.4 * hz * time_s)
-    return np.asarray(np.sin(2 * np.pi * hz * time_s + shake) * np.exp(-14 * time_s), np.float32)
-
-
-def _chord(rng: np.random.Generator, hz: float) -> Wave:
-    """Two tones at once, as on a telephone's keys, with a tremor."""
-    time_s = np.arange(int(RATE * rng.uniform(0.1, 0.18))) / RATE
-    tones = np.sin(2 * np.pi * hz * time_s) + np.sin(2 * np.pi * 1.25 * hz * time_s)
-    return np.asarray(tones * (1 + 0.3 * np.sin(50 * time_s)) * np.hanning(len(time_s)), np.float32)
-
-
-def _placed(rng: np.random.Generator, wave: Wave) -> Wave:
-    padded = np.pad(wave, (int(RATE * rng.uniform(0.05, 0.4)), int(RATE * 0.2)))
-    padded *= rng.uniform(0.1, 0.8) / np.abs(padded).max()
-    return np.asarray(padded + rng.normal(0, 10 ** rng.uniform(-4, -2.7), len(padded)), np.float32)
+def _mistakes(scores: Mapping[str, Score]) -> Iterator[str]:
+    for name in (*GOALS, "description"):
+        counts = Counter(f"{right} as {answer}" for right, answer in scores[name].mistakes)
+        if counts:
+            mistakes = (f"{mistake} ({n})" for mistake, n in counts.most_common(6))
+            yield f"- {name}: {', '.join(mistakes)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from ops.training.folders import HEARING, SEEING
 from ops.training.hearing.samples import Sample
 from ops.training.hearing.sounds import MAX_S, RATE
+from ops.training.trainer import init_normal
 
 # mypy knows neither omni classes nor this extractor in transformers.
 transformers: Any = importlib.import_module("transformers")
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 AUDIO_MARKS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 NUM_BINS = 64
 WINDOW_S = 30
@@ -28,34 +28,14 @@ HALF_CHUNK = 100
 """Half of the frames of a chunk, within which the tower attends."""
 NUM_LABELS = 20
 CONTEXT = 4096
-
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type in ('audio', 'audio_url', 'input_audio') -%}
-{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
-{%- elif part.type == 'text' -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = HEARING / "chat_template.jinja"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo model's tokenizer with the marks of sounds behind it."""
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(DEMO_MODEL)
+    """Return the demo model's tokenizer with tokens for the marks of sounds."""
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(SEEING)
     tokenizer.add_special_tokens({"additional_special_tokens": list(AUDIO_MARKS)})
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -117,12 +97,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> 
         tie_word_embeddings=True,
     )
     model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
-    # As in the demo model: transformers' own start is meant for wide layers.
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            residual = name.endswith(("out_proj.weight", "fc2.weight", "o_proj.weight"))
-            scale = 0.5 if residual or name.endswith("down_proj.weight") else 1.0
-            nn.init.normal_(weight, std=scale * weight[0].numel() ** -0.5)
+    ends = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
+    init_normal(model, residual=ends)
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(
         do_sample=False,
@@ -143,6 +119,14 @@ class Batch:
     lengths: Tensor  # [num_sounds] in frames
     features: Tensor  # [num_sounds, bins, frames]
     labels: Tensor  # [num_sounds]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.numel()
 
 
 def count_tokens(num_frames: int) -> int:
@@ -253,7 +237,7 @@ class Heads(nn.Module):
 
 
 def loss_of(model: Any, heads: Heads, batch: Batch, audio_id: int) -> tuple[Tensor, Tensor, float]:
-    """The loss of the answers, that of the classifier, and the share of right tokens."""
+    """Return the loss of the answers, the loss of the classifier, and the share of right tokens."""
     tokens = tower_forward(model.model.audio_tower, batch.features, batch.lengths)
     counts = torch.div(
         torch.div(batch.lengths - 1, 2, rounding_mode="floor") + 1, 2, rounding_mode="floor"
@@ -270,9 +254,9 @@ def loss_of(model: Any, heads: Heads, batch: Batch, audio_id: int) -> tuple[Tens
         attention_mask={"full_attention": mask},
         use_cache=False,
     ).last_hidden_state
-    wanted = batch.ids[:, 1:][batch.is_answer[:, :-1]]
+    answers = batch.ids[:, 1:][batch.is_answer[:, :-1]]
     with torch.autocast("cpu", enabled=False):
         scores = model.lm_head(hidden[batch.is_answer].float())
-        loss = F.cross_entropy(scores, wanted)
-        told = F.cross_entropy(heads(tokens.float(), is_token), batch.labels)
-    return loss, told, (scores.argmax(-1) == wanted).float().mean().item()
+        loss = F.cross_entropy(scores, answers)
+        class_loss = F.cross_entropy(heads(tokens.float(), is_token), batch.labels)
+    return loss, class_loss, (scores.argmax(-1) == answers).float().mean().item()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ops.training.audio import Wave
 from ops.training.hearing import sounds
-from ops.training.hearing.sounds import MAX_BEEPS, Wave
+from ops.training.hearing.sounds import MAX_BEEPS
 from ops.training.hearing.speech import Spoken, vary
 
 TASKS = ("count", "level", "digit", "description", "nothing")
@@ -69,7 +70,7 @@ class Sample:
     answer: str
     wave: Wave | None
     label: int = -1
-    """The digit, or 10 and more for beeps: what a classifier is to tell."""
+    """Class of the sound for the classifier: the digit, or 10 and more for beeps."""
     is_sound_first: bool = True
 
 

@@ -1,29 +1,18 @@
-"""Beeps of the training, and what a room does to all sounds."""
+"""Beeps of the training, and the effects of a room on all sounds."""
 
 from __future__ import annotations
 
-import wave
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soxr
 from numpy.typing import NDArray
+
+from ops.training.audio import Wave
 
 RATE = 16_000
 MAX_BEEPS = 5
 LOW_HZ, HIGH_HZ = (180.0, 520.0), (1300.0, 3400.0)
 MAX_S = 3.6
-
-Wave = NDArray[np.float32]
-
-
-def read_wave(file: Path) -> Wave:
-    """The first channel of a WAV file of 16 bits, at our rate."""
-    with wave.open(str(file)) as recording:
-        pcm = np.frombuffer(recording.readframes(recording.getnframes()), "<i2")
-        samples = pcm[:: recording.getnchannels()].astype(np.float32) / 32768
-        return np.asarray(soxr.resample(samples, recording.getframerate(), RATE), np.float32)
 
 
 def beeps(rng: np.random.Generator, number: int, high: bool) -> Wave:
@@ -128,7 +117,7 @@ def _partials(rng: np.random.Generator, hz: float) -> tuple[NDArray[Any], NDArra
 
 
 def _strike(rng: np.random.Generator, length: int) -> NDArray[Any]:
-    """The noise of what strikes or blows at the beginning of a tone."""
+    """Return the noise of a strike or a breath at the beginning of a tone."""
     noise = rng.normal(0, 1, length)
     if rng.random() < 0.6:
         noise = np.convolve(noise, np.exp(-np.arange(16) / rng.uniform(0.5, 6)), "same")
@@ -137,7 +126,7 @@ def _strike(rng: np.random.Generator, length: int) -> NDArray[Any]:
 
 
 def _edges(rng: np.random.Generator, time_s: NDArray[Any], length_s: float) -> NDArray[Any]:
-    """How a tone begins and ends: at once, or as slowly as half of its length."""
+    """Return the loudness at both ends of a tone: sudden, or as slow as half of its length."""
     slow = rng.random() < 0.25
     rise_s = rng.uniform(0.1, 0.5) * length_s if slow else rng.uniform(0.001, 0.015)
     fall_s = rng.uniform(0.1, 0.5) * length_s if slow else rng.uniform(0.003, 0.03)

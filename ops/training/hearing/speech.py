@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.training.hearing.sounds import RATE, Wave, change_speed, read_wave
+from ops.training.audio import FILE, Wave, record
+from ops.training.hearing.sounds import RATE, change_speed
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LOCALES = (
@@ -46,7 +44,7 @@ class Spoken:
 
 
 def record_digits(rng: np.random.Generator, num_rounds: int) -> list[Spoken]:
-    """Every digit in every voice, `num_rounds` times with other speeds and pitches."""
+    """Return every digit in every voice, `num_rounds` times with other speeds and pitches."""
     orders = []
     for _ in range(num_rounds):
         for variant in VARIANTS:
@@ -63,10 +61,7 @@ def record_digits(rng: np.random.Generator, num_rounds: int) -> list[Spoken]:
 
 
 def _espeak(arguments: Sequence[str]) -> Wave:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "speech.wav"
-        subprocess.run(["espeak-ng", "-w", str(file), *arguments], check=True)
-        return read_wave(file)
+    return record("espeak-ng", "-w", FILE, *arguments, rate=RATE)
 
 
 def _pico(rng: np.random.Generator, num_rounds: int) -> list[Spoken]:
@@ -90,7 +85,7 @@ def trim(samples: Wave, threshold: float = 0.01) -> Wave:
 
 
 def vary(rng: np.random.Generator, samples: Wave) -> Wave:
-    """The speech as of another mouth: length of the throat, tempo, breath and distortion."""
+    """Return the speech of another mouth: length of the throat, tempo, breath and distortion."""
     varied = change_speed(samples, float(rng.uniform(0.82, 1.22)))
     if rng.random() < 0.5:
         varied = stretch(varied, float(rng.uniform(0.75, 1.35)))
