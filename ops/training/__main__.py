@@ -21,9 +21,10 @@ import torch
 
 from ops.training.hearing import command as hearing
 from ops.training.painter import command as painter
+from ops.training.seeing import command as seeing
 from ops.training.voice import command as voice
 
-MODELS = {"hearing": hearing, "voice": voice, "painter": painter}
+MODELS = {"seeing": seeing, "hearing": hearing, "voice": voice, "painter": painter}
 
 
 def arguments() -> Namespace:
@@ -54,7 +55,8 @@ def arguments() -> Namespace:
 def main() -> None:
     args = arguments()
     args.checkpoint = args.spare / "checkpoint.pt"
-    torch.set_num_threads(args.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     for step in args.steps:
         MODELS[args.model].STEPS[step](args)
 

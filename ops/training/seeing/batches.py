@@ -42,6 +42,14 @@ class TowerBatch:
     groups: list[PictureGroup]
     labels: dict[str, Tensor]
 
+    @property
+    def num_samples(self) -> int:
+        return sum(len(group.pixels) for group in self.groups)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(group.index) for group in self.groups)
+
 
 @dataclass(slots=True)
 class ChatBatch:
@@ -53,6 +61,14 @@ class ChatBatch:
     predict_at: Tensor
     targets: Tensor
     weights: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
 
 
 def group_pictures(

@@ -19,9 +19,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from ops.training.seeing.batches import EncodedSample, collated, encoded
 from ops.training.seeing.model import answer_states, build_model, patches_of, tower_forward
 from ops.training.seeing.samples import Sample, training_samples
-from ops.training.seeing.saving import save_folder
-from ops.training.seeing.scenes import MERGE, PATCH, console
+from ops.training.seeing.scenes import MERGE, PATCH
+from ops.training.seeing.task import save_folder
 from ops.training.seeing.tokenizer import Encoder, load_tokenizer
+from ops.training.trainer import console
 from shared.models.mrope import GridRun, locate_grids
 
 

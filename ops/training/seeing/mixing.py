@@ -1,13 +1,10 @@
-"""Mix the weights of a model and of those that went on from it.
+"""Mixtures of the weights of a model and of its continued trainings.
 
-Between the two lies a model that keeps what the first one knew and has learnt most of the rest.
-
-    python -m ops.training.seeing.mixing OUT 0.25:FIRST 0.375:SECOND 0.375:THIRD
+A mixture keeps the abilities of the first model, and has most of the new ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ Part = tuple[float, Path]
 
 
 def mixed(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """The weighted sums of all weights, in half precision."""
+    """Return the weighted sums of all weights, in half precision."""
     total: dict[str, Tensor] = {}
     for share, folder in parts:
         for name, weight in load_file(folder / WEIGHTS).items():
@@ -34,15 +31,8 @@ def part_of(text: str) -> Part:
     return float(share), Path(folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Mix the weights of models.")
-    parser.add_argument("out", type=Path, help="folder to write, otherwise like the last one")
-    parser.add_argument("parts", type=part_of, nargs="+", help="SHARE:FOLDER")
-    args = parser.parse_args()
-    weights = mixed(args.parts)
-    shutil.copytree(args.parts[-1][1], args.out, dirs_exist_ok=True)
-    save_file(weights, args.out / WEIGHTS, metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    main()
+def write_mixture(out: Path, parts: Sequence[Part]) -> None:
+    """Write a mixture of models, otherwise like the last one."""
+    weights = mixed(parts)
+    shutil.copytree(parts[-1][1], out, dirs_exist_ok=True)
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})

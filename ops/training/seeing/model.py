@@ -17,11 +17,12 @@ from transformers import (
 from ops.training.seeing.batches import IGNORED, LABELS, ChatBatch, TowerBatch
 from ops.training.seeing.scenes import CELL, MEAN, MERGE, PATCH, STD
 from ops.training.seeing.tokenizer import CONTEXT, VOCABULARY, special_ids
+from ops.training.trainer import init_normal
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
     ids = special_ids(tokenizer)
-    ends = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
+    stops = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
     config = Qwen2VLConfig(
         text_config={
             "vocab_size": VOCABULARY,
@@ -39,7 +40,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGene
                 "rope_theta": 10000.0,
                 "mrope_section": [4, 6, 6],
             },
-            **ends,
+            **stops,
         },
         vision_config={
             "depth": 4,
@@ -59,17 +60,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGene
         tie_word_embeddings=True,
     )
     model = Qwen2VLForConditionalGeneration(config)
-    # transformers' start (0.02 everywhere) is meant for wide layers; in layers this narrow it makes
-    # attention all but blind for the first hundred thousand samples.
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            fan_in = weight[0].numel()
-            residual = name.endswith(("attn.proj.weight", "fc2.weight", "o_proj.weight"))
-            scale = 0.5 if residual or name.endswith("down_proj.weight") else 1.0
-            nn.init.normal_(weight, std=scale * fan_in**-0.5)
+    ends = ("attn.proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
+    init_normal(model, residual=ends)
     # Eager attention: for sequences this short its backward is the fastest on a CPU.
     model.set_attn_implementation("eager")
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=64, **ends)
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=64, **stops)
     return model
 
 
@@ -132,7 +127,7 @@ def tower_forward(visual: Any, pixels: Tensor) -> Tensor:
 
 
 class Heads(nn.Module):
-    """Phase 1's classifiers over the mean of a picture's image tokens; thrown away afterwards."""
+    """Classifiers of the first phase over the mean of an image's tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,10 +147,10 @@ def tower_loss(visual: Any, heads: Heads, batch: TowerBatch) -> tuple[Tensor, di
             logits[name].append(part)
     total, right = torch.zeros((), device=order.device), {}
     for name, parts in logits.items():
-        scores, wanted = torch.cat(parts).float(), batch.labels[name][order]
-        known = wanted != IGNORED
-        total = total + F.cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="sum")
-        hits = (scores.argmax(dim=1) == wanted)[known]
+        scores, labels = torch.cat(parts).float(), batch.labels[name][order]
+        known = labels != IGNORED
+        total = total + F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+        hits = (scores.argmax(dim=1) == labels)[known]
         right[name] = hits.float().mean().item()
     return total / len(order), right
 
@@ -202,7 +197,7 @@ def text_forward(
     return states
 
 
-# Rows of like length that go through the text model as one batch.
+# Number of rows of similar length that go through the text model as one batch.
 ROWS_TOGETHER = 16
 
 

@@ -11,7 +11,6 @@ from functools import cache
 
 import numpy as np
 from PIL import Image, ImageDraw
-from rich.console import Console
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 PATCH = 14
@@ -23,10 +22,6 @@ MIN_PIXELS = 56 * 112
 MAX_PIXELS = 103 * 103
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-
-TRAIN_STREAM = "train"
-
-console = Console()
 
 
 # Hue in degrees, then saturation and value, as (low, high); the third entry is the plain colour

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ops.training.folders import SEEING
 from ops.training.seeing.samples import Sample
 
 SPECIALS = (
@@ -23,62 +24,19 @@ SPECIALS = (
 VOCABULARY = 768
 CONTEXT = 4096
 
-# Tools stand in the system's turn, a line each; calls are written as Qwen writes them.
-CHAT_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}
-{{- content -}}
-{%- else -%}
-{%- for part in content or [] -%}
-{%- if part.type in ('image', 'image_url') -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part.type in ('video', 'video_url') -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- elif part.type == 'text' -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- if tools -%}
-{{- '<|im_start|>system\n' -}}
-{%- if messages[0].role == 'system' -%}
-{{- written(messages[0].content) + '\n' -}}
-{%- endif -%}
-{{- '<tools>\n' -}}
-{%- for tool in tools -%}
-{{- tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') -}}
-{{- '): ' + (tool.function.description or '') + '\n' -}}
-{%- endfor -%}
-{{- '</tools><|im_end|>\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-{%- if not (tools and loop.first and message.role == 'system') -%}
-{{- '<|im_start|>' + message.role + '\n' + written(message.content) -}}
-{%- for call in message.tool_calls or [] -%}
-{%- set given = call.function.arguments -%}
-{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
-{{- given if given is string else given | tojson -}}
-{{- '}\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
+# Tools are listed in the system's turn, one a line. Calls are written as Qwen writes them.
+CHAT_TEMPLATE = SEEING / "chat_template.jinja"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of the first demo model, which the voice and the painter also read by.
+    """Load the tokenizer of the first demo model, which all models of the demo use.
 
-    Byte-level BPE with the full alphabet of bytes, so that any text can be encoded; its merges are
-    those of questions and answers about pictures.
+    It is a byte-level BPE with the full alphabet of bytes, so that any text can be encoded. Its
+    merges were learned from questions and answers about pictures.
     """
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     assert len(tokenizer) == VOCABULARY
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 
