@@ -28,7 +28,7 @@ def record(*command: str, rate: int) -> Wave:
             samples = pcm[:: recording.getnchannels()].astype(np.float32) / 32768
             recorded_rate = recording.getframerate()
     if recorded_rate == rate:
-        return samples
+        return np.asarray(samples, np.float32)
     return np.asarray(soxr.resample(samples, recorded_rate, rate), np.float32)
 
 

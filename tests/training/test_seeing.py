@@ -19,29 +19,27 @@ from transformers import Qwen2VLForConditionalGeneration
 from ops.training.judge.answering import definition, parse_call, sampled_frames
 from ops.training.judge.cases import MAKERS, asked
 from ops.training.judge.drawing import FONT_ROOT, FONTS
-from ops.training.judge.questions import SEEN, UNSEEN
+from ops.training.judge.questions import QUESTIONS
 from ops.training.seeing.batches import chat_batch, encoded
-from ops.training.seeing.clauses import INDIRECT_QUESTIONS, NOUN_PHRASES
-from ops.training.seeing.direct_questions import (
-    CHAT_PARAPHRASES,
-    DIRECT_QUESTIONS,
-    PLURAL_QUESTIONS,
-)
 from ops.training.seeing.drawing import draw_clip, draw_scene
 from ops.training.seeing.evaluation import check
 from ops.training.seeing.mixing import WEIGHTS, mixed
 from ops.training.seeing.model import chat_loss
-from ops.training.seeing.paraphrases import CLAUSE_FRAMES, NOUN_FRAMES, WORDS, paraphrase
-from ops.training.seeing.phrases import CHAT_CLAUSES, CHAT_FRAMES, CLAUSES, FRAMES
+from ops.training.seeing.paraphrases import paraphrase
 from ops.training.seeing.samples import clip_sample, tool_sample, training_samples
 from ops.training.seeing.scenes import SHAPE_NAMES
 from ops.training.seeing.tokenizer import Encoder, load_tokenizer
 from ops.training.seeing.tools import add_tool
-from ops.training.seeing.wordings import CHAT, WORDINGS
+from ops.training.seeing.wordings import WORDINGS
 from shared.models.mrope import GridRun, locate_grids
 
 OPS = Path(__file__).parents[2] / "ops"
 MODEL = OPS / "demo_model"
+WORDS, FRAMES = WORDINGS.paraphrase_words, WORDINGS.frames
+FRAMED_PHRASES = (
+    (WORDINGS.noun_frames, WORDINGS.noun_phrases),
+    (WORDINGS.clause_frames, WORDINGS.indirect_questions),
+)
 FILLINGS = {
     "color": ("color", "colour"),
     "picture": ("image", "picture", "photo", "drawing", "video", "clip", "film", "animation"),
@@ -56,15 +54,15 @@ def plain(question: str) -> str:
 
 
 def questions_of_training() -> Iterator[str]:
-    for task, wordings in WORDINGS.items():
-        framed = (frame.format(clause) for frame in FRAMES for clause in CLAUSES[task])
+    for task, wordings in WORDINGS.questions.items():
+        framed = (frame.format(clause) for frame in FRAMES for clause in WORDINGS.clauses[task])
         for pattern in itertools.chain(wordings, framed):
             names = [name for name in FILLINGS if f"{{{name}}}" in pattern]
             for values in itertools.product(*(FILLINGS[name] for name in names)):
                 yield plain(pattern.format(**dict(zip(names, values, strict=True))))
-    yield from (plain(question) for questions in CHAT.values() for question in questions)
-    for clauses in CHAT_CLAUSES.values():
-        for frame, clause in itertools.product(CHAT_FRAMES, clauses):
+    yield from (plain(question) for questions in WORDINGS.chat.values() for question in questions)
+    for clauses in WORDINGS.chat_clauses.values():
+        for frame, clause in itertools.product(WORDINGS.chat_frames, clauses):
             yield plain(frame.format(clause))
 
 
@@ -80,11 +78,11 @@ def expressions_of_paraphrases() -> Iterator[re.Pattern[str]]:
     }
     slots["picture"] = f"(?:{slots['picture']}|{slots['clip']})"
     slots["thing"] = f"(?:{slots['thing']}|{slots['sign']})"
-    tables = (*CHAT_PARAPHRASES.values(), *PLURAL_QUESTIONS.values())
+    tables = (*WORDINGS.chat_paraphrases.values(), *WORDINGS.plural_questions.values())
     patterns = [expression_of(text) for texts in tables for text in texts]
-    for task, texts in DIRECT_QUESTIONS.items():
+    for task, texts in WORDINGS.direct_questions.items():
         patterns += map(expression_of, texts)
-        for frames, phrases in ((NOUN_FRAMES, NOUN_PHRASES), (CLAUSE_FRAMES, INDIRECT_QUESTIONS)):
+        for frames, phrases in FRAMED_PHRASES:
             inner = f"(?:{'|'.join(map(expression_of, phrases[task]))})"
             patterns += [expression_of(frame).replace("{}", inner) for frame in frames]
     for pattern in patterns:
@@ -109,18 +107,18 @@ def test_the_judge_imports_nothing_of_the_training() -> None:
 
 def test_unseen_questions_are_not_asked_in_training_and_seen_ones_are() -> None:
     trained = set(questions_of_training())
-    for questions in SEEN.values():
+    for questions in QUESTIONS.seen.values():
         assert {plain(question) for question in questions} <= trained
-    for questions in UNSEEN.values():
+    for questions in QUESTIONS.unseen.values():
         assert not {plain(question) for question in questions} & trained
-    unseen = [plain(question) for questions in UNSEEN.values() for question in questions]
+    unseen = [plain(question) for questions in QUESTIONS.unseen.values() for question in questions]
     for expression in expressions_of_paraphrases():
         assert not any(expression.fullmatch(text.replace(" ", "")) for text in unseen)
 
 
 def test_paraphrases_are_what_their_expressions_say() -> None:
     rng, expressions = random.Random(4), list(expressions_of_paraphrases())
-    for task in DIRECT_QUESTIONS:
+    for task in WORDINGS.direct_questions:
         for _ in range(8):
             text = paraphrase(rng, task).format(**{name: words[0] for name, words in WORDS.items()})
             text = plain(text).replace(" ", "")

@@ -22,20 +22,12 @@ from ops.training.judge.drawing import (
     tone,
     two_names,
 )
-from ops.training.judge.questions import (
-    ADD_TOOLS,
-    CHAT_ANSWERS,
-    LOOKUP_TOOLS,
-    NOTHING_SHOWN,
-    PEOPLE,
-    SEEN,
-    UNSEEN,
-)
+from ops.training.judge.questions import QUESTIONS, Tool
 
+ADD_TOOLS, LOOKUP_TOOLS = QUESTIONS.add_tools, QUESTIONS.lookup_tools
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIDES = {"left": (0.16, 0.5), "right": (0.84, 0.5), "top": (0.5, 0.16), "bottom": (0.5, 0.84)}
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-Tool = tuple[str, tuple[str, ...], str]
 
 
 @dataclass(slots=True)
@@ -147,12 +139,12 @@ def same_case(rng: Random, number: int) -> Case:
 
 
 def chat_case(rng: Random, number: int) -> Case:
-    place = number % len(CHAT_ANSWERS)
-    return Case([], {"chat": CHAT_ANSWERS[place]}, place=place)
+    place = number % len(QUESTIONS.chat_answers)
+    return Case([], {"chat": QUESTIONS.chat_answers[place]}, place=place)
 
 
 def nothing_case(rng: Random, number: int) -> Case:
-    return Case([], {"nothing": NOTHING_SHOWN})
+    return Case([], {"nothing": QUESTIONS.nothing_shown})
 
 
 def clip_case(rng: Random, number: int) -> Case:
@@ -195,16 +187,22 @@ def clip_case(rng: Random, number: int) -> Case:
 def add_case(rng: Random, number: int) -> Case:
     counts = [int(n) for n in rng.integers(1, 6, 2)]
     files = [to_file(rng, counted(rng, count, any_size(rng))) for count in counts]
-    tool, other = ADD_TOOLS[number % len(ADD_TOOLS)], LOOKUP_TOOLS[number // 2 % 5]
+    tool, other = (
+        ADD_TOOLS[number % len(ADD_TOOLS)],
+        LOOKUP_TOOLS[number // 2 % 5],
+    )
     call = (tool[0], dict(zip(tool[1], counts, strict=True)))
     return Case(files, {"add": str(sum(counts))}, tools=tools_of(number, tool, other), call=call)
 
 
 def lookup_case(rng: Random, number: int) -> Case:
     character = CHARACTERS[int(rng.integers(len(CHARACTERS)))]
-    tool, other = LOOKUP_TOOLS[number % len(LOOKUP_TOOLS)], ADD_TOOLS[number // 2 % 5]
+    tool, other = (
+        LOOKUP_TOOLS[number % len(LOOKUP_TOOLS)],
+        ADD_TOOLS[number // 2 % 5],
+    )
     call = (tool[0], {tool[1][0]: character})
-    answer = {"lookup": str(rng.choice(PEOPLE))}
+    answer = {"lookup": str(rng.choice(QUESTIONS.people))}
     return Case(
         [to_file(rng, lettered(rng, character))],
         answer,
@@ -262,7 +260,8 @@ def asked(kind: str, seed: int, share: float = 1.0) -> Iterator[Asked]:
         for name, answer in case.answers.items():
             if kind == "no call" and name == "describe":
                 continue
-            for table in (SEEN, UNSEEN):
+            for is_seen in (True, False):
+                table = QUESTIONS.seen if is_seen else QUESTIONS.unseen
                 choice = case.place if kind == "chat" else int(rng.integers(len(table[name])))
                 row = kind if kind == "no call" else name
-                yield Asked(row, table is SEEN, table[name][choice], answer, case)
+                yield Asked(row, is_seen, table[name][choice], answer, case)

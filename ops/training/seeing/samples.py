@@ -9,19 +9,8 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from ops.training.seeing.direct_questions import CHAT_PARAPHRASES, PLURAL_QUESTIONS
 from ops.training.seeing.drawing import draw_character, draw_clip, draw_count, draw_scene
-from ops.training.seeing.paraphrases import PARAPHRASED_SHARE, WORDS, chosen, paraphrase
-from ops.training.seeing.phrases import (
-    CHAT_CLAUSES,
-    CHAT_FRAMES,
-    CLAUSES,
-    CLOSINGS,
-    FILLERS,
-    FRAMED_SHARE,
-    FRAMES,
-    OPENINGS,
-)
+from ops.training.seeing.paraphrases import PARAPHRASED_SHARE, chosen, paraphrase
 from ops.training.seeing.scenes import (
     CHARACTERS,
     MAX_COUNT,
@@ -34,16 +23,9 @@ from ops.training.seeing.scenes import (
 )
 from ops.training.seeing.styles import finished
 from ops.training.seeing.tools import ToolText, add_tool, lookup_tool, offered, some_name, some_word
-from ops.training.seeing.wordings import (
-    ASKABLE,
-    CHAT,
-    NO_PICTURE,
-    PLAIN_WORDS,
-    PREFIXES,
-    SUFFIXES,
-    SYSTEM_PROMPTS,
-    WORDINGS,
-)
+from ops.training.seeing.wordings import ASKABLE, NO_PICTURE, WORDINGS
+
+FRAMED_SHARE = 0.5
 
 
 def answer_to(task: str, scene: Scene) -> str | None:
@@ -82,13 +64,13 @@ def description(scene: Scene) -> str | None:
 def worded(rng: random.Random, task: str, scene: Scene) -> str:
     """A question of the table, a clause of its task in a frame, or a paraphrase."""
     if rng.random() < PARAPHRASED_SHARE:
-        pattern, words = paraphrase(rng, task), WORDS
+        pattern, words = paraphrase(rng, task), WORDINGS.paraphrase_words
     else:
-        pattern, words = rng.choice(WORDINGS[task]), PLAIN_WORDS
+        pattern, words = rng.choice(WORDINGS.questions[task]), WORDINGS.words
         if rng.random() < FRAMED_SHARE:
-            pattern = rng.choice(FRAMES).format(rng.choice(CLAUSES[task]))
-    if (scene.count or 0) > 1 and task in PLURAL_QUESTIONS and rng.random() < 0.6:
-        pattern = chosen(rng, rng.choice(PLURAL_QUESTIONS[task]))
+            pattern = rng.choice(WORDINGS.frames).format(rng.choice(WORDINGS.clauses[task]))
+    if (scene.count or 0) > 1 and task in WORDINGS.plural_questions and rng.random() < 0.6:
+        pattern = chosen(rng, rng.choice(WORDINGS.plural_questions[task]))
     things, signs = words["thing"], words["sign"]
     if scene.shape is not None and task != "shape" and rng.random() < 0.2:
         things = (scene.shape,)
@@ -96,9 +78,9 @@ def worded(rng: random.Random, task: str, scene: Scene) -> str:
         sort = "digit" if scene.character.isdigit() else "letter"
         things = signs = (rng.choice(signs), sort, "number" if sort == "digit" else sort)
     if rng.random() < 0.08:
-        pattern = f"{rng.choice(OPENINGS)} {pattern}"
+        pattern = f"{rng.choice(WORDINGS.openings)} {pattern}"
     if rng.random() < 0.04:
-        pattern = f"{pattern} {rng.choice(CLOSINGS)}"
+        pattern = f"{pattern} {rng.choice(WORDINGS.closings)}"
     sign = rng.choice(signs)
     return pattern.format(
         color=rng.choice(words["color"]),
@@ -118,9 +100,9 @@ def dressed(rng: random.Random, question: str, suffixes: bool = True) -> str:
     else:
         question = question[0].upper() + question[1:]
     if suffixes and rng.random() < 0.35:
-        question = f"{question} {rng.choice(SUFFIXES)}"
+        question = f"{question} {rng.choice(WORDINGS.suffixes)}"
     if suffixes and rng.random() < 0.08:
-        question = f"{rng.choice(PREFIXES)} {question}"
+        question = f"{rng.choice(WORDINGS.prefixes)} {question}"
     if rng.random() < 0.14:
         question = with_fillers(rng, question)
     return question.lower() if rng.random() < 0.06 else question
@@ -130,7 +112,7 @@ def with_fillers(rng: random.Random, question: str) -> str:
     """The question with words that do not matter, some of which mean nothing, at any places."""
     words = question.split(" ")
     for _ in range(rng.randint(1, 3)):
-        word = rng.choice(FILLERS) if rng.random() < 0.7 else some_word(rng)
+        word = rng.choice(WORDINGS.fillers) if rng.random() < 0.7 else some_word(rng)
         words.insert(rng.randint(0, len(words)), word)
     return " ".join(words)
 
@@ -203,17 +185,17 @@ def several(rng: random.Random, sample: Sample) -> Sample:
 def chat_sample(rng: random.Random) -> Sample:
     """A conversation without a picture."""
     if rng.random() < 0.35:
-        task = rng.choice(tuple(WORDINGS))
+        task = rng.choice(tuple(WORDINGS.questions))
         shown = Scene("none", shape=rng.choice(SHAPE_NAMES))
         return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, shown)), NO_PICTURE)])
-    answer = rng.choice(tuple(CHAT))
-    question = rng.choice(CHAT[answer])
+    kind = rng.choice(tuple(WORDINGS.chat))
+    question = rng.choice(WORDINGS.chat[kind])
     if rng.random() < PARAPHRASED_SHARE:
-        question = chosen(rng, rng.choice(CHAT_PARAPHRASES[answer]))
-    elif answer in CHAT_CLAUSES and rng.random() < FRAMED_SHARE:
-        question = rng.choice(CHAT_FRAMES).format(rng.choice(CHAT_CLAUSES[answer]))
+        question = chosen(rng, rng.choice(WORDINGS.chat_paraphrases[kind]))
+    elif kind in WORDINGS.chat_clauses and rng.random() < FRAMED_SHARE:
+        question = rng.choice(WORDINGS.chat_frames).format(rng.choice(WORDINGS.chat_clauses[kind]))
     question = dressed(rng, question, suffixes=False)
-    return Sample("about itself", [], [Turn(question, answer)])
+    return Sample("about itself", [], [Turn(question, WORDINGS.chat_answers[kind])])
 
 
 KIND_WEIGHTS = {"plain": 6, "shape": 22, "count": 32, "where": 12, "character": 28}
@@ -286,5 +268,5 @@ def training_samples(rng: random.Random, size: int) -> list[Sample]:
         if sample.task in ("about itself", "no picture") and rng.random() < 0.15:
             sample.tools = offered(rng)
         if rng.random() < 0.12:
-            sample.system = rng.choice(SYSTEM_PROMPTS)
+            sample.system = rng.choice(WORDINGS.system_prompts)
     return samples

@@ -1,319 +1,19 @@
-"""Tables of questions, answers and phrases of the training conversations."""
+"""Wordings of the training conversations, from `wordings.yaml`."""
 
 from __future__ import annotations
 
-# What the slots of these questions and of `phrases` are filled with.
-PLAIN_WORDS: dict[str, tuple[str, ...]] = {
-    "color": ("color", "colour"),
-    "picture": ("image", "picture", "photo", "drawing"),
-    "clip": ("video", "clip", "film", "animation"),
-    "thing": ("shape", "object", "figure", "thing"),
-    "things": ("shapes", "shapes", "objects", "figures", "things"),
-    "sign": ("character", "letter or digit", "sign", "symbol"),
-}
-WORDINGS: dict[str, tuple[str, ...]] = {
-    "plain colour": (
-        "What {color} is this {picture}?",
-        "What {color} is the {picture}?",
-        "What is the {color} of this {picture}?",
-        "What's the {color} of the {picture}?",
-        "Which {color} is this?",
-        "What {color} is this?",
-        "What {color} is it?",
-        "What {color} do you see?",
-        "Name the {color} of the {picture}.",
-        "Tell me the {color} of this {picture}.",
-        "Which {color} does this {picture} show?",
-        "Which {color} is the {picture}?",
-        "{color}?",
-        "In what {color} is this {picture}?",
-        "What {color} has been used here?",
-        "This {picture} is which {color}?",
-        "How would you call this {color}?",
-        "The {picture} has what {color}?",
-        "What is its {color}?",
-    ),
-    "shape colour": (
-        "What {color} is the {thing}?",
-        "What {color} is this {thing}?",
-        "Which {color} is the {thing}?",
-        "What is the {color} of the {thing}?",
-        "What's the {color} of the {thing} in the {picture}?",
-        "What {color} is the {thing} in this {picture}?",
-        "Tell me the {color} of the {thing}.",
-        "Name the {color} of the {thing}.",
-        "What {color} does the {thing} have?",
-        "The {thing} has which {color}?",
-        "In which {color} is the {thing} drawn?",
-        "The {thing} is what {color}?",
-        "How is the {thing} colored?",
-        "Of what {color} is the {thing}?",
-        "What is the {thing}'s {color}?",
-        "Say which {color} the {thing} is.",
-        "What {color} has the {thing}?",
-    ),
-    "background colour": (
-        "What {color} is the background?",
-        "Which {color} is the background?",
-        "What is the background {color}?",
-        "What is the {color} of the background?",
-        "Name the {color} of the background.",
-        "What {color} is behind the {thing}?",
-        "Tell me the background {color}.",
-        "What is the {color} behind the {thing}?",
-        "The background is which {color}?",
-        "What {color} surrounds the {thing}?",
-        "On what {color} is the {thing}?",
-        "What {color} is around the {thing}?",
-        "Which {color} is the {thing} drawn on?",
-        "What is the {color} of the ground?",
-        "In what {color} is the background?",
-        "The {thing} is on which {color}?",
-        "Background {color}?",
-        "What {color} has the rest of the {picture}?",
-        "What {color} do the surroundings of the {thing} have?",
-        "What {color} is the rest?",
-    ),
-    "shape": (
-        "What shape is this?",
-        "Which shape is this?",
-        "What shape is it?",
-        "What shape is in the {picture}?",
-        "What shape do you see?",
-        "Which shape does the {picture} show?",
-        "What kind of shape is this?",
-        "What is the shape in this {picture}?",
-        "Name the shape.",
-        "Name the shape in this {picture}.",
-        "What is the name of this shape?",
-        "Tell me which shape this is.",
-        "Shape?",
-        "The {picture} shows which shape?",
-        "Which figure is this?",
-        "What figure do you see?",
-        "What form does it have?",
-        "What is this shape called?",
-        "Which geometric shape is it?",
-        "Is it a circle, a square, a triangle, a star, a cross or a heart?",
-        "What has been drawn, which shape?",
-        "What is its shape?",
-        "Identify the shape.",
-        "What form is shown?",
-        "How do you call this shape?",
-    ),
-    "count": (
-        "How many {things} are there?",
-        "How many {things} do you see?",
-        "How many {things} are in this {picture}?",
-        "How many {things} does the {picture} show?",
-        "How many {things} can you see in the {picture}?",
-        "Count the {things}.",
-        "Count the {things} in this {picture}.",
-        "What is the number of {things}?",
-        "Tell me the number of {things} in the {picture}.",
-        "How many?",
-        "What number of {things} do you see?",
-        "Say how many {things} you see here.",
-        "How many {things} can be seen?",
-        "How many {things} have been drawn?",
-        "{things}: how many?",
-        "How many of them are there?",
-        "Give the number of {things}.",
-        "How many {things} in total?",
-        "What is the count of {things}?",
-        "How many are there?",
-        "Count?",
-        "Count them.",
-        "In numbers: how many {things}?",
-        "How many {things} does it have?",
-    ),
-    "character": (
-        "Which {sign} is this?",
-        "What {sign} is this?",
-        "What {sign} is shown?",
-        "Which {sign} do you see?",
-        "What {sign} do you see in the {picture}?",
-        "Which {sign} is in this {picture}?",
-        "Read the {sign}.",
-        "Read the {sign} in the {picture}.",
-        "What is written here?",
-        "What does the {picture} say?",
-        "What is written in this {picture}?",
-        "Name the {sign}.",
-        "Can you read this {sign}?",
-        "Tell me the {sign} you see here.",
-        "What {sign} is it?",
-        "This is which {sign}?",
-        "Which {sign} has been written?",
-        "What {sign} is in the {picture}?",
-        "Identify the {sign}.",
-        "What does it say?",
-        "Read it.",
-        "Read this.",
-        "How do you read this {sign}?",
-    ),
-    "where": (
-        "Where is the {thing}?",
-        "Where is the {thing} in this {picture}?",
-        "Where do you see the {thing}?",
-        "Where in the {picture} is the {thing}?",
-        "On which side is the {thing}?",
-        "Which side is the {thing} on?",
-        "At which side of the {picture} is the {thing}?",
-        "Is the {thing} left, right, top or bottom?",
-        "Tell me where the {thing} is.",
-        "What is the position of the {thing}?",
-        "Can you say where the {thing} is?",
-        "Where is the {thing} here?",
-        "Where can I find the {thing}?",
-        "In which part of the {picture} is the {thing}?",
-        "The {thing} is where?",
-        "At which edge is the {thing}?",
-        "Where does the {thing} lie?",
-        "To which side is the {thing}?",
-        "Where has the {thing} been put?",
-        "Is the {thing} on the left, on the right, at the top or at the bottom?",
-        "Which edge is the {thing} near?",
-        "Position?",
-        "Position of the {thing}?",
-        "On what side of the {picture} does the {thing} lie?",
-    ),
-    "same colour": (
-        "Are they the same {color}?",
-        "Are these the same {color}?",
-        "Do they have the same {color}?",
-        "Are the two {picture}s the same {color}?",
-        "Do both {picture}s have the same {color}?",
-        "Do these {picture}s show the same {color}?",
-        "Is the {color} the same in both {picture}s?",
-        "Same {color}?",
-        "Have the two {picture}s one {color}?",
-        "Can you say if they have one {color}?",
-        "Is it the same {color} in both?",
-        "Do the {color}s match?",
-        "Is the first {picture} of the same {color} as the second?",
-        "Are both of one {color}?",
-        "Do the two {picture}s match in {color}?",
-        "Are the {color}s equal?",
-        "Do they share a {color}?",
-        "Are both {picture}s equal in {color}?",
-    ),
-    "describe": (
-        "What do you see?",
-        "What is in this {picture}?",
-        "What is this?",
-        "What does this {picture} show?",
-        "Describe the {picture}.",
-        "Describe this {picture}.",
-        "Describe what you see.",
-        "What can you see in the {picture}?",
-        "Tell me what is in the {picture}.",
-        "What has been drawn here?",
-        "What can be seen?",
-        "Give a short description.",
-        "Say what this is.",
-        "Describe it.",
-    ),
-    "motion": (
-        "Which way does the {thing} move?",
-        "Which way does it move?",
-        "Where does the {thing} go?",
-        "In which direction does the {thing} move?",
-        "What is the direction of the {thing}?",
-        "Does it move left, right, up or down?",
-        "Where is the {thing} going?",
-        "To which side does the {thing} go?",
-        "Where does it move?",
-        "The {thing} moves in which direction?",
-    ),
-    "change": (
-        "Does the {thing} grow or shrink?",
-        "Does it grow or shrink?",
-        "Does the {thing} become larger or smaller?",
-        "How does the size of the {thing} change?",
-        "Does it get bigger or smaller?",
-        "Does it become larger or smaller?",
-        "Is the {thing} growing or shrinking?",
-        "What happens to the size of the {thing}?",
-    ),
-    "last colour": (
-        "What {color} is the {thing} at the end?",
-        "Which {color} does the {thing} have at the end?",
-        "What is the last {color} of the {thing}?",
-        "What {color} is it in the end?",
-        "Which {color} is the {thing} in the last frame?",
-        "What {color} does the {thing} end with?",
-        "At the end, what {color} is the {thing}?",
-    ),
-    "add": (
-        "How many {things} are there in both {picture}s together?",
-        "How many {things} are there in both?",
-        "What is the sum of the {things} in both {picture}s?",
-        "What is the total number of {things} in the two {picture}s?",
-        "Add the {things} of the two {picture}s.",
-        "How many {things} do the {picture}s have together?",
-        "Count the {things} in both {picture}s and add them.",
-        "What do the two counts add up to?",
-        "Add them up.",
-    ),
-    "lookup": (
-        "Whose {sign} is this?",
-        "Which name belongs to this {sign}?",
-        "What name is behind this {sign}?",
-        "Look up the name of this {sign}.",
-        "Who has this {sign}?",
-        "Find the name for the {sign} in the {picture}.",
-        "What is the name for this {sign}?",
-        "To whom does this {sign} belong?",
-        "Who is it?",
-    ),
-}
+from pathlib import Path
 
-HELLO = "Hello! Show me a picture and ask me about it."
-WHO = "I am the Pagemill demo model, a very small model that looks at simple pictures."
-ABLE = "I can name colors, shapes, letters and digits, count shapes and say where they are."
-WELCOME = "You are welcome."
-ONLY_PICTURES = "I only know about simple pictures."
+import msgspec
+
+Phrases = tuple[str, ...]
+Table = dict[str, Phrases]
+"""Phrases by task, by word, or by the kind of an answer without an image."""
+
 NO_PICTURE = "I see no picture."
-
-CHAT: dict[str, tuple[str, ...]] = {
-    HELLO: (
-        "Hello", "Hello!", "Hi", "Hi!", "Hey", "Hi there!", "Hello there", "Good morning!",
-        "Good evening", "Good day", "Greetings",
-    ),
-    WHO: (
-        "Who are you?", "What are you?", "What is your name?", "What's your name?",
-        "Introduce yourself.", "Tell me about yourself.", "Which model are you?",
-        "What model is this?", "Hello, who are you?", "Hi, who are you?", "Are you an assistant?",
-    ),
-    ABLE: (
-        "What can you do?", "What can you do for me?", "How can you help me?", "Help",
-        "What do you know?", "What are you able to do?", "What are you good at?",
-        "What can I ask you?", "Which questions can you answer?", "What are your skills?",
-        "Hello, what can you do?", "Tell me what you can do.", "How do you work?",
-    ),
-    WELCOME: ("Thanks", "Thank you!", "Thanks a lot!", "Thank you very much.", "Great, thanks."),
-    ONLY_PICTURES: (
-        "What is the capital of France?", "Write a poem.", "Tell me a joke.", "Tell me a story.",
-        "What is two plus two?", "What is the weather today?", "Who is the president?",
-        "How old are you?", "Translate this text.", "Write some code for me.", "What time is it?",
-        "What is love?", "Explain gravity.", "Why is the sky blue?", "Do you like music?",
-    ),
-}  # fmt: skip
-
-SUFFIXES = (
-    "Answer in one word.", "Answer with one word.", "One word only.", "In one word.",
-    "Please answer in one word.", "Answer briefly.", "Be brief.", "Just the answer.",
-)  # fmt: skip
-PREFIXES = ("Please tell me:", "Question:", "Hi!", "Hello!", "Now,", "Please look:", "Hey,")
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "You are a helpful assistant. Answer briefly.", "Be brief.",
-    "Answer in one word.", "You answer questions about pictures.",
-)  # fmt: skip
-
-# Which questions a picture can be asked; the first is the one that it was drawn for. Descriptions
-# stand twice where their answers are of many forms.
-ASKABLE: dict[str, tuple[str, ...]] = {
+# Questions for each kind of picture. The first is the one that the picture was drawn for.
+# Descriptions stand twice where their answers have many forms.
+ASKABLE: Table = {
     "plain": ("plain colour", "describe"),
     "shape": ("shape", "shape colour", "background colour", "count", "describe", "describe"),
     "count": ("count", "shape colour", "background colour", "describe", "describe"),
@@ -321,3 +21,32 @@ ASKABLE: dict[str, tuple[str, ...]] = {
     "character": ("character", "shape colour", "background colour", "describe", "describe"),
     "clip": ("motion", "change", "last colour", "shape", "shape colour", "background colour"),
 }
+
+
+class Wordings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    words: Table
+    paraphrase_words: Table
+    questions: Table
+    clauses: Table
+    frames: Phrases
+    direct_questions: Table
+    plural_questions: Table
+    noun_phrases: Table
+    noun_frames: Phrases
+    indirect_questions: Table
+    clause_frames: Phrases
+    chat_answers: dict[str, str]
+    chat: Table
+    chat_clauses: Table
+    chat_frames: Phrases
+    chat_paraphrases: Table
+    openings: Phrases
+    closings: Phrases
+    prefixes: Phrases
+    suffixes: Phrases
+    fillers: Phrases
+    system_prompts: Phrases
+
+
+_FILE = Path(__file__).with_name("wordings.yaml")
+WORDINGS = msgspec.yaml.decode(_FILE.read_bytes(), type=Wordings)

@@ -17,7 +17,7 @@ from ops.training.seeing.scenes import (
     SIDES,
     Scene,
 )
-from ops.training.seeing.wordings import ASKABLE, CHAT, NO_PICTURE
+from ops.training.seeing.wordings import ASKABLE, NO_PICTURE, WORDINGS
 
 Kind = Literal["short", "sentence", "description"]
 HELD_OUT_SHARE = 0.1
@@ -62,5 +62,5 @@ def answers() -> list[Answer]:
             if text is not None:
                 (descriptions if task == "describe" else short)[text] = None
     found = [Answer(text, "short") for text in short]
-    found += [Answer(text, "sentence") for text in (*CHAT, NO_PICTURE)]
+    found += [Answer(text, "sentence") for text in (*WORDINGS.chat_answers.values(), NO_PICTURE)]
     return found + [Answer(text, "description") for text in descriptions]
