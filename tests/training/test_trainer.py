@@ -30,8 +30,8 @@ class Line(Task[Numbers]):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.network = nn.Linear(1, 1)
-        self.optimizers = [torch.optim.SGD(self.network.parameters(), lr=0.1)]
+        self.network = self.line = nn.Linear(1, 1)
+        self.optimizers = [torch.optim.SGD(self.line.parameters(), lr=0.1)]
         self.saved: list[tuple[dict[str, Tensor], State]] = []
 
     def fall(self, progress: float) -> float:
@@ -71,8 +71,8 @@ def test_a_training_ends_with_its_time_and_saves_the_average(tmp_path: Path) -> 
     assert state.samples == 4 * state.steps
     assert state.figures["known"] == 1.0
     weights, _ = task.saved[-1]
-    assert weights["weight"].item() == pytest.approx(task.network.weight.item(), abs=0.1)
-    assert not torch.equal(weights["weight"], task.network.weight)
+    assert weights["weight"].item() == pytest.approx(task.line.weight.item(), abs=0.1)
+    assert not torch.equal(weights["weight"], task.line.weight)
 
 
 def test_a_training_continues_from_its_checkpoint_as_if_never_interrupted(tmp_path: Path) -> None:

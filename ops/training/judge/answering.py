@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ops.training.judge.cases import Asked, Case, Tool
+from ops.training.judge.cases import Asked, Case
+from ops.training.judge.questions import Tool
 
 MAX_NEW = 64
 FRAMES_PER_SECOND, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 8
