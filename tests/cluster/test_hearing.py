@@ -19,8 +19,9 @@ import soundfile
 from openai import APIStatusError, AsyncOpenAI
 
 from ops.browser import ENTER, MISSING, browsing
-from ops.demo_hearing.training.evaluation import Listener
-from ops.demo_hearing.training.sounds import RATE, Wave, beeps
+from ops.training.audio import Wave
+from ops.training.hearing.judging import Listener
+from ops.training.hearing.sounds import RATE, beeps
 from shared.bus.bus import Bus
 from shared.client import pin_media
 from shared.codec.arrays import from_numpy
