@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-rendering bench-responses bench-sampling bench-serve bench-slots bench-step-limit simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -99,9 +99,8 @@ check: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/dev  ## engine against transformers, hand-over latency, KV waste
+bench: .venv/dev  ## engine against transformers, KV waste
 	$(BIN)/python -m ops.bench.engine
-	$(BIN)/python -m ops.bench.handover
 
 bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)
@@ -112,15 +111,6 @@ bench-gpu: .venv/dev  ## kernels and models on a GPU, ten minutes; without one i
 bench-heldout: .venv/dev  ## arrivals, sampled requests, long prompts, images over HTTP, beside transformers or vLLM in PEERS; 20 minutes
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS)
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS) --model mid-qwen2vl
-
-bench-sampling: .venv/dev  ## the sampler by kind of parameters, beside a plain one; 1 minute
-	$(BIN)/python -m ops.bench.sampling
-
-bench-step-limit: .venv/dev  ## curve of engine.max_step_ms, MODEL a folder; 15 minutes
-	$(BIN)/python -m ops.bench.step_limit $(if $(MODEL),--model $(MODEL))
-
-bench-lanes: .venv/dev  ## what short steps of the batch lane cost it beside interactive requests; 2 minutes
-	$(BIN)/python -m ops.bench.lanes $(if $(MODEL),--model $(MODEL))
 
 bench-payload: .venv/dev  ## a tensor by every transport, on one host and between two
 	$(BIN)/python -m ops.bench.payload
@@ -139,9 +129,6 @@ bench-peers: .venv/dev  ## us against engines installed in PEERS, see install.sh
 bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minutes
 	$(BIN)/python -m ops.bench.int8 $(MODEL)
 
-bench-rendering: .venv/dev  ## first request after a start, requests a second; 2 minutes
-	$(BIN)/python -m ops.bench.rendering
-
 bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput, a kill of the talker; 3 minutes
 	$(BIN)/python -m ops.bench.omni
 
@@ -151,16 +138,10 @@ bench-media: .venv/dev  ## clips and sounds to fields, against transformers; ima
 	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision $(TORCHVISION)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m ops.bench.media
 
-bench-responses: .venv/dev  ## responses: first event, calls of tools, 10,000 that wait for approval; 6 minutes
-	$(BIN)/python -m ops.bench.responses
-
-bench-slots: .venv/dev  ## two engines with one queue and with 16 slots; 9 minutes
-	$(BIN)/python -m ops.bench.slots
-
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
-simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engines
+simulate: .venv/dev  ## the tables of docs/contribute/scaling.md, and 10,000 engines
 	$(BIN)/python -m ops.simulate report
 	$(BIN)/python -m ops.simulate big
 

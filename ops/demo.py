@@ -30,11 +30,11 @@ from shared.client import ask, new_request_id
 from shared.errors import PagemillError
 from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, TokenChunk
 from shared.telemetry import logs
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import build_request, media_parts, with_media
-from workers.cli.commands.serve import preload
-from workers.cli.local_cluster import LocalCluster
+from workers.cli.commands.worker import preload
 from workers.roles import AGENT, WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
 
 OPS = Path(__file__).parent
 IMAGES, RECORDINGS = OPS / "demo_images", OPS / "demo_recordings"

@@ -4,26 +4,87 @@ Needs Debian's packages chromium and chromium-driver.
 """
 
 import asyncio
+import json
 import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from openai import AsyncOpenAI
 
-from ops.bench.responses import ToolServer, running
 from ops.browser import ENTER, MISSING, Browser, browsing
 from ops.demo import IMAGES
-from ops.serving import serving
+from ops.serving import MODEL, serving
+from ops.tool_server import LocalToolServer
+from shared.telemetry import logs
+from workers import settings
+from workers.roles import AGENT, WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Each has a file name, a width, a height and a colour scheme.
 SCREENS = [("page.png", 1280, 720, "light"), ("page-phone.png", 390, 844, "dark")]
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+class ToolServer(LocalToolServer):
+    """A server of one tool."""
+
+    def __init__(self) -> None:
+        super().__init__({"name": "add", "inputSchema": SCHEMA})
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        return "7"
+
+
+@asynccontextmanager
+async def running_agent(url: str) -> AsyncIterator[tuple[AsyncOpenAI, Path]]:
+    """Run a system with the demo model, an agent, and the tool server in its configuration."""
+    server = {"url": url, "require_approval": "never"}
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as name:
+        folder = Path(name)
+        tree = {
+            "models": {
+                "demo": {
+                    "path": str(MODEL),
+                    "max_model_len": 1024,
+                    "sampling_defaults": {"temperature": 0.0, "max_tokens": 80},
+                }
+            },
+            "nats": {"store_dir": f"{folder}/nats", "port": 0},
+            "gateway": {"port": 0},
+            "agent": {"servers": {"calc": server}, "mcp_networks": ["127.0.0.0/8"]},
+        }
+        file = folder / "pagemill.yaml"
+        file.write_text(json.dumps(tree))
+        config = settings.load_config(file)
+        logs.configure_logging("warning", role="serving")
+        workers = [*default_workers(config), WorkerSpec(AGENT), WorkerSpec("gateway")]
+        cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
+        try:
+            await cluster.start()
+            async with AsyncOpenAI(
+                base_url=f"{cluster.gateway_url}/v1", api_key="none", max_retries=0
+            ) as client:
+                yield client, folder
+        finally:
+            await cluster.stop()
+
+
 async def main() -> None:
     async with serving(spoken=True) as (url, folder):
         await asyncio.to_thread(take_screenshots, f"{url}/", folder)
-    async with running(ToolServer().start()) as (client, _, folder):
+    async with running_agent(ToolServer().start()) as (client, folder):
         tool: Any = {"type": "mcp", "server_label": "calc", "require_approval": "always"}
         asked = await client.responses.create(
             model="demo",

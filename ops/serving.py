@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.roles import WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
 
 MODEL = Path(__file__).parent / "demo_model"
 VOICE = Path(__file__).parent / "demo_voice"

@@ -20,7 +20,7 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 from tests import preloaded
 
@@ -74,7 +74,6 @@ ALLOWED_SKIPS = {
     "needs Debian's package fonts-liberation": 1,
     "needs Debian's package prometheus": 1,
     "needs curl": 2,
-    "needs a Docker engine with the image pagemill": 1,
     "needs docker compose": 3,
     "needs node and npm": 10,
     "needs systemd-analyze": 1,

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from workers.cli import preloader
-from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
+from workers.supervisor import preloader
+from workers.supervisor.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
 
 ROOT = Path(__file__).parent.parent
 # Environment variable with the path of the preloader's socket.

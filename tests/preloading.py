@@ -34,11 +34,12 @@ from shared.models import registry
 from tests.preloaded import PYTHON_OF, ROLES_OF
 from workers import __main__ as pagemill
 from workers import roles
-from workers.cli import local_cluster, preloader, terminal
+from workers.cli import terminal
 from workers.cli.models import download, generated, reports
 from workers.cli.models.reports import Report
 from workers.engine.model import check_folders
 from workers.engine.model.check_folders import PoolingMode
+from workers.supervisor import preloader, processes
 
 # What workers import at their start and, with the demo model, later; and what tests import.
 MODULES = [
@@ -73,7 +74,7 @@ def _main() -> None:
     if (own := os.environ.get(ROLES_OF)) is not None:
         importlib.import_module(own).register_roles()
     if (python := os.environ.get(PYTHON_OF)) is not None:
-        vars(local_cluster)["sys"] = SimpleNamespace(executable=python, stderr=sys.stderr)
+        vars(processes)["sys"] = SimpleNamespace(executable=python, stderr=sys.stderr)
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))

@@ -164,15 +164,15 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
         "renderer": {"shared/telemetry/catalog.py", permissions},
         "encoder": {
             "shared/telemetry/catalog.py",
-            "shared/config.py",  # a value of `models.NAME.tower`
+            "shared/config/schema.py",  # a value of `models.NAME.tower`
             "workers/engine/main.py",  # the same value
         },
-        "prefill": {"shared/config.py", permissions},  # a value of `models.NAME.prefill`
+        "prefill": {"shared/config/schema.py", permissions},  # a value of `models.NAME.prefill`
         "generator": {"shared/telemetry/catalog.py"},
         "engine": {
             "shared/telemetry/catalog.py",
             permissions,
-            "shared/config.py",  # a value of `models.NAME.tower`
+            "shared/config/schema.py",  # a value of `models.NAME.tower`
             "workers/engine/loader.py",  # the same value
             "workers/cli/models/generated.py",  # the section of this name in a configuration
             # `pagemill top` has a table of engines.
@@ -219,7 +219,7 @@ def method_of(call: ast.Call) -> str:
 
 
 def test_every_setting_is_declared_in_one_module_and_read_in_another() -> None:
-    read = {node.attr for path, node in nodes(ast.Attribute) if path != "shared/config.py"}
+    read = {node.attr for path, node in nodes(ast.Attribute) if path != "shared/config/schema.py"}
     keys = {key.rpartition(".")[2] for key, _ in write_settings_doc.settings()}
     # `from` is the one key that is no name in Python.
     assert {key for key in keys - {"from"} if key not in read} == set()

@@ -20,21 +20,25 @@ from ops.cluster.compose import KEYS, ONCE, Container
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
 from shared.bus.login import Login, seed_file
-from shared.config import Config
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.protocol.permissions import OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 from workers.pools import pools_of
-from workers.roles import AUTOSCALER, all_roles
+from workers.roles import POOL, all_roles
+from workers.supervisor.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "compose"
 BROKERS = ("nats-0", "nats-1", "nats-2")
-PROXY = "docker-proxy"
 TALKER = "talker"
 """An engine for a second stage of its model."""
+POOL_ROLES = "${POOL_ROLES:-engine}"
+COMMANDS = {TALKER: ["engine", "--stage", TALKER], POOL: [POOL, "--roles", POOL_ROLES]}
+"""Arguments of workers whose services are not named like their role alone."""
+POOL_GRACE_S = 40.0
 # What ends between the drain and the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
@@ -47,7 +51,7 @@ def read(name: str) -> dict[str, Any]:
 
 def services() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
-    return found | scaling_services()
+    return found | {name: found.get(name, {}) | s for name, s in scaling_services().items()}
 
 
 def scaling_services() -> dict[str, dict[str, Any]]:
@@ -56,7 +60,7 @@ def scaling_services() -> dict[str, dict[str, Any]]:
 
 
 def workers() -> dict[str, dict[str, Any]]:
-    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE, PROXY)}
+    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE)}
 
 
 def config() -> Config:
@@ -73,8 +77,7 @@ def test_every_container_has_no_more_rights_than_it_needs() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["init"] is True, name
         assert "privileged" not in service, name
-        # The Docker engine's socket belongs to root.
-        assert service.get("user") == ("0:0" if name == PROXY else None), name
+        assert "user" not in service, name
     assert re.search(r"^USER 10001:10001$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
 
 
@@ -83,7 +86,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert networks["bus"] == {"internal": True}
     for name, service in services().items():
         assert ("ports" in service) == (name == "gateway"), name
-        if name not in ("agent", "gateway", PROXY, *ONCE):
+        if name not in ("agent", "gateway", *ONCE):
             assert service["networks"] == ["bus"], name
     (port,) = services()["gateway"]["ports"]
     assert port.startswith("127.0.0.1:")
@@ -93,13 +96,14 @@ def test_the_gateway_is_the_only_door() -> None:
 def test_every_role_has_containers_of_its_own() -> None:
     assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
-        of_role = [name] if name != TALKER else ["engine", "--stage", TALKER]
-        assert service["command"] == ["worker", *of_role]
+        assert service["command"] == ["worker", *COMMANDS.get(name, [name])]
     assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
         ("coordinator", 2),
         ("renderer", 2),
-        ("engine", 1),
+        # The pool has the engines.
+        ("engine", 0),
     }
+    assert "scale" not in read("docker-compose.yml")["services"]["engine"]
     assert services()["encoder"]["profiles"] == ["encoder"]
 
 
@@ -110,18 +114,20 @@ scale:
   pools:
   - {role: engine, max: 1}
   - {role: engine, stage: talker, max: 1}
-  - {role: generator, stage: code2wav, service: generator, max: 1}
+  - {role: generator, stage: code2wav, max: 1}
 """
     speaking = parse_config(text + pools, {}, "pagemill.yaml")
     pipelines = pipelines_of(speaking)
     served: dict[str, str] = {}
     for name, service in workers().items():
         _, role, *rest = service["command"]
+        if role == POOL:
+            continue
         served[name] = rest[-1] if rest else default_stage(pipelines, role, "demo")
     for stage in pipelines["demo"].stages:
         assert stage.name in served.values()
-    for name, pool in pools_of(speaking).by_service().items():
-        assert served[name] == pool.stage
+    for pool in pools_of(speaking).by_name.values():
+        assert pool.stage in served.values()
     assert services()[TALKER]["profiles"] == ["speech"]
     assert "speech" in services()["generator"]["profiles"]
 
@@ -129,8 +135,10 @@ scale:
 def test_a_stopped_worker_has_the_time_to_drain() -> None:
     """Compose kills after ten seconds by default, in the middle of a drain."""
     assert config().delivery.drain_s + AFTER_DRAIN_S <= ENGINE_GRACE_S
+    assert config().delivery.drain_s + STOP_GRACE_S + AFTER_DRAIN_S <= POOL_GRACE_S
     for name, service in workers().items():
-        assert service["stop_grace_period"] == f"{ENGINE_GRACE_S:.0f}s", name
+        grace_s = POOL_GRACE_S if name == POOL else ENGINE_GRACE_S
+        assert service["stop_grace_period"] == f"{grace_s:.0f}s", name
         assert "stop_signal" not in service, name
     for name in BROKERS:
         assert services()[name]["stop_signal"] == "SIGUSR2"
@@ -179,8 +187,17 @@ def test_each_container_has_the_key_of_its_role_alone() -> None:
         assert keys_of(service) == [f"keys-{role}:{KEYS}:ro"], name
     for name in BROKERS:
         assert keys_of(services()[name]) == [f"keys-brokers:{KEYS}:ro"]
-    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": [], PROXY: []}.items():
+    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": []}.items():
         assert keys_of(services()[name]) == expected, name
+
+
+def test_a_pool_has_the_keys_of_the_roles_that_it_starts() -> None:
+    secrets = services()["secrets"]
+    assert secrets["environment"]["POOL_ROLES"] == POOL_ROLES
+    default = POOL_ROLES.removeprefix("${POOL_ROLES:-").removesuffix("}")
+    assert {pool.spec.role for pool in pools_of(config()).by_name.values()} == {default}
+    assert config().scale.actuator == "supervisor"
+    assert services()[POOL]["environment"] == {"PAGEMILL_BLOBS__PORT": "0"}
 
 
 def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
@@ -207,22 +224,10 @@ def test_images_for_gpus_change_what_uses_torch_alone() -> None:
             assert f"ARG {argument}=" in dockerfile
 
 
-def test_the_engines_socket_is_with_the_proxy_alone() -> None:
-    """It is root of the machine; the autoscaler has a socket of the proxy, and nobody else has."""
-    having = {
-        socket: {name for name, s in services().items() if socket in str(s.get("volumes"))}
-        for socket in ("docker.sock", "docker-proxy:/run/docker-proxy")
-    }
-    assert list(having.values()) == [{PROXY}, {PROXY, AUTOSCALER}]
-    proxy = scaling_services()[PROXY]
-    assert proxy["network_mode"] == "none"
-    assert proxy["command"] == [PROXY]
-    assert "secrets" not in str(proxy["volumes"])
-    scale = config().scale
-    assert scale.actuator == "docker"
-    assert scale.docker_proxy in proxy["healthcheck"]["test"][-1]
-    assert Path(scale.docker_proxy).parent == Path("/run/docker-proxy")
-    assert pools_of(config()).by_service().keys() <= services().keys()
+def test_no_container_has_the_socket_of_the_docker_engine() -> None:
+    """It is root of the machine."""
+    assert "docker.sock" not in (FOLDER / "docker-compose.yml").read_text(encoding="utf-8")
+    assert "docker.sock" not in str(scaling_services())
 
 
 @pytest.mark.parametrize(

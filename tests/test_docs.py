@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ops import write_api_doc, write_messages_doc, write_metrics_doc, write_settings_doc
 from ops.struct_tables import structs_in
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import PagemillError
 from shared.protocol import messages, names, renderer_rpc, subjects
 from workers.gateway.http.errors import STATUSES, status_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ConfigError
 from workers.pools import Pools, pools_of, workers_of
 from workers.roles import AUTOSCALER, WorkerSpec, default_workers

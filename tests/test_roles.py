@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from shared.config import Config, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, ModelConfig, StageConfig
 from workers.roles import WorkerSpec, default_workers
 
 

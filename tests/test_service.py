@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.stage.runtime import EXIT_CONFIG
-from workers.cli.local_cluster import STOP_GRACE_S
+from workers.supervisor.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parent.parent
 UNIT = ROOT / "compose" / "pagemill.service"

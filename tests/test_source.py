@@ -33,7 +33,7 @@ FILES_BY_NAME |= {"av.open", "soundfile.SoundFile"}
 ALLOWED = {
     "workers.renderer.media.fetcher": {"httpcore2"},
     # Every dial for a client goes through it, to a checked address.
-    "shared.dialing": {"httpcore2"},
+    "shared.net.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
@@ -68,11 +68,11 @@ ALLOWED = {
     "shared.models.families.llava": {".read_bytes"},
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},
-    "workers.cli.settings": {".read_text"},
+    "workers.settings": {".read_text"},
     # Keys of the bus, and where they are.
     "shared.bus.local_keys": {".read_text"},
     "shared.bus.login": {".read_bytes"},
-    "workers.cli.keyring": {".read_bytes", "os.open"},
+    "workers.keyring": {".read_bytes", "os.open"},
     "workers.cli.commands.keys": {".read_bytes", ".read_text"},  # the server's process id, /proc
     # What the operator pulls, from the hub of HF_ENDPOINT; no other module downloads.
     "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
@@ -82,25 +82,20 @@ ALLOWED = {
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.backup.archive": {"os.open", ".open"},
-    "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.sound": {".open"},
-    "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
     "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
-    # Sockets that the operator names: that of the proxy, and that of the Docker engine.
-    "workers.autoscaler.docker_api": {"httpx2"},
-    "workers.docker_proxy.engine": {"httpx2"},
     # The metrics listeners of this machine.
     "workers.cli.commands.health": {"http.client"},
-    "workers.cli.log_file": {".open", "os.open"},
-    "workers.cli.process_usage": {".read_text"},  # of /proc
+    "workers.supervisor.log_file": {".open", "os.open"},
+    "workers.supervisor.process_usage": {".read_text"},  # of /proc
     "shared.vision.quantized": {".read_bytes"},  # within the model's folder
     "shared.vision.weight_files": {".read_bytes", ".open"},  # of the model's folder and index
     "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
-    "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
+    "workers.supervisor.preloader": {"socket.socket", "socket.socketpair"},
     "shared.native.library": {".read_text", "os.open"},  # the processor, the cache's folder
     "shared.native.measuring": {".read_bytes"},  # what was measured, in the cache's folder
     "shared.native.targets": {".read_bytes"},  # their sources
@@ -167,7 +162,7 @@ def test_no_module_makes_code_of_data() -> None:
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
         "workers.cli.commands.worker": {"importlib.import_module"},
-        "workers.cli.preloader": {"importlib.import_module"},
+        "workers.supervisor.preloader": {"importlib.import_module"},
     }
 
 

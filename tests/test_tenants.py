@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import last_token
 from tests.renderer.threads import in_thread
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.sequence import EngineRequest, Item, Sequence
 from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"

@@ -39,7 +39,6 @@ COMMANDS = (
     "workers.cli.commands.keys:keys",
     "workers.cli.commands.configure:check",
     "workers.cli.commands.kubernetes:manifests",
-    "workers.cli.commands.docker:docker_proxy",
 )
 
 app = App(

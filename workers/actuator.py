@@ -1,7 +1,8 @@
-"""The interface of an actuator, and the loop that makes one follow the autoscaler's plan.
+"""Interface of an actuator, and the loop that makes one follow the autoscaler's plan.
 
-An actuator starts and drains the workers of pools. It reports what it has, and reads what it is to
-have; both lie in the bucket `pm_scale`, so it needs no connection to the autoscaler.
+An actuator starts and drains the workers of pools. It publishes reports of its workers and reads
+the plan in the bucket `pm_scale`, so it needs no connection to the autoscaler. Among several
+actuators with the same pool, one acts on it.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol import subjects
-from shared.protocol.messages import ActuatorReport, ScalePlan, WorkerSlot
+from shared.protocol.messages import PoolReport, WorkerSlot
 from shared.state import scale_state
 
 REPORT_S = 1.0
@@ -23,13 +24,13 @@ _log = structlog.get_logger()
 
 
 class Actuator(Protocol):
-    """What starts and stops the workers of pools.
+    """Starts and drains the workers of pools.
 
-    Methods raise PagemillError while it does not know its workers: then it reports nothing.
+    Methods raise PagemillError while the workers are unknown; no report is published then.
     """
 
     host: str
-    """As in `ActuatorReport`."""
+    """As in `PoolReport`."""
 
     def pools(self) -> Sequence[str]:
         """Return the names of the pools that it scales, and whose workers it knows."""
@@ -61,24 +62,12 @@ def choose_changes(
 
 
 async def follow_plan(bus: Bus, actuator: Actuator) -> None:
-    """Have the actuator do what the autoscaler's plan says, and report it, until cancelled."""
-    name, woken = f"actuator-{secrets.token_hex(4)}", asyncio.Event()
+    """Make the actuator follow the autoscaler's plan, and publish its reports, until cancelled."""
+    follower, woken = _Follower(bus, actuator), asyncio.Event()
     await bus.watch_subjects(subjects.SCALE_PLAN, lambda _: woken.set())
-    told = ""
     while True:
         try:
-            # None if none has reported lately.
-            last = await scale_state.read_report(bus)
-            if last is not None and last.actuator != name:
-                # This one may have acted before, and was silent for too long.
-                if last.actuator != told:
-                    told = last.actuator
-                    _log.warning("another_actuator", actuator=told, host=last.host)
-            else:
-                await _report(bus, name, actuator)
-                plan = await scale_state.read_plan(bus)
-                if plan is not None and plan.actuator == name and _obey(actuator, plan):
-                    await _report(bus, name, actuator)
+            await follower.follow()
         except PagemillError as error:
             # The broker is away, or no worker has made the bucket yet.
             _log.info("plan_not_read", reason=error.message)
@@ -90,14 +79,40 @@ async def follow_plan(bus: Bus, actuator: Actuator) -> None:
         woken.clear()
 
 
-def _obey(actuator: Actuator, plan: ScalePlan) -> bool:
-    changed = False
-    for pool in actuator.pools():
-        if (wish := plan.pools.get(pool)) is not None:
-            changed |= actuator.wanted(pool, wish.wanted, wish.drain, wish.give_up)
-    return changed
+class _Follower:
+    """One actuator, which acts on each pool unless another actuator has reported it lately."""
 
+    def __init__(self, bus: Bus, actuator: Actuator) -> None:
+        self._bus = bus
+        self._actuator = actuator
+        self._name = f"actuator-{secrets.token_hex(4)}"
+        self._others: dict[str, str] = {}
+        """The last actuator that was logged as acting on a pool."""
 
-async def _report(bus: Bus, name: str, actuator: Actuator) -> None:
-    pools = {pool: actuator.running(pool) for pool in actuator.pools()}
-    await scale_state.write_report(bus, ActuatorReport(name, actuator.host, pools))
+    async def follow(self) -> None:
+        """Report the pools, and change them as the plan wants."""
+        pools = [pool for pool in self._actuator.pools() if await self._acts_on(pool)]
+        for pool in pools:
+            await self._report(pool)
+        plan = await scale_state.read_plan(self._bus)
+        for pool in pools:
+            wish = None if plan is None else plan.pools.get(pool)
+            if wish is None or wish.actuator != self._name:
+                continue
+            if self._actuator.wanted(pool, wish.wanted, wish.drain, wish.give_up):
+                await self._report(pool)
+
+    async def _acts_on(self, pool: str) -> bool:
+        last = await scale_state.read_report(self._bus, pool)
+        if last is None or last.actuator == self._name:
+            return True
+        # This actuator may have acted before, and was silent for too long.
+        if last.actuator != self._others.get(pool):
+            self._others[pool] = last.actuator
+            _log.warning("another_actuator", pool=pool, actuator=last.actuator, host=last.host)
+        return False
+
+    async def _report(self, pool: str) -> None:
+        slots = self._actuator.running(pool)
+        report = PoolReport(pool, self._name, self._actuator.host, slots)
+        await scale_state.write_report(self._bus, report)

@@ -1,17 +1,23 @@
 """The pools of a configuration: their names, their workers, and the order of their stages."""
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from shared.config import Config
-from shared.config_scale import PoolConfig
+from shared.config.schema import Config, PoolConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
 from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
 from shared.stage.pipelines import pipelines_of
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
+
+# Limit of Kubernetes for a label. Names of pods add up to 17 characters to that of a Deployment.
+MAX_LABEL_LEN = 63
+MAX_NAME_LEN = MAX_LABEL_LEN - 17
+_NOT_IN_NAMES = re.compile("[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,11 @@ class Pool:
     stage: str
     models: tuple[str, ...]
     """The models whose tasks its workers claim."""
-    service: str
-    """Service of a compose project whose containers are its workers."""
+
+    @property
+    def deployment(self) -> str:
+        """Name of its Deployment on Kubernetes."""
+        return deployment_name(self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +56,20 @@ class Pools:
             raise ConfigError(f"no pool {name!r}; there are: {names}", field="pool")
         return found[0]
 
-    def by_service(self) -> dict[str, Pool]:
-        """Return the pools by their services. Raises ConfigError for a service of two pools."""
-        found: dict[str, Pool] = {}
-        for pool in self.by_name.values():
-            other = found.setdefault(pool.service, pool)
-            if other is not pool:
-                raise ConfigError(
-                    f"scale.pools: {other.name} and {pool.name} have the same service"
-                    f" {pool.service!r}: give each a `service` of its own",
-                    field="scale.pools",
-                )
-        return found
+
+def deployment_name(worker: WorkerSpec) -> str:
+    """Return the name of a worker's Deployment: lower-case letters, digits and hyphens.
+
+    Two kinds of workers never share a name: a name that had to be changed or shortened ends with a
+    digest.
+    """
+    parts = [worker.role, *(part for part in (worker.model, worker.stage) if part is not None)]
+    full = "-".join(parts)
+    name = _NOT_IN_NAMES.sub("-", full.lower()).strip("-")
+    if name == full and len(name) <= MAX_NAME_LEN:
+        return name
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=4).hexdigest()
+    return f"{name[: MAX_NAME_LEN - 9].rstrip('-')}-{digest}"
 
 
 def pools_of(config: Config, source: str = "scale") -> Pools:
@@ -125,7 +136,7 @@ def _make(
         {field: getattr(entry, field) for field in PoolSettings.__struct_fields__}, PoolSettings
     )
     spec = worker_of(*next(iter(served.items())))
-    return Pool(name, spec, settings, stage, tuple(served), entry.service or stage)
+    return Pool(name, spec, settings, stage, tuple(served))
 
 
 def _stages(pipelines: Mapping[str, Pipeline], name: str, role: str) -> dict[str, StageSpec]:

@@ -6,7 +6,7 @@ A module that adds a role calls `register` when it is imported, before the comma
 from dataclasses import dataclass
 from itertools import chain
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
 
@@ -46,6 +46,7 @@ class RoleSpec:
 
 AGENT = "agent"
 AUTOSCALER = "autoscaler"
+POOL = "pool"
 
 _ROLES: dict[str, RoleSpec] = {}
 
@@ -119,7 +120,16 @@ for _spec in (
         AUTOSCALER,
         "workers.autoscaler.worker",
         "Autoscaler",
-        "starts and stops workers of pools",
+        "plans the workers of pools",
+        serves_stages=False,
+        one_model=False,
+        uses_torch=False,
+    ),
+    RoleSpec(
+        POOL,
+        "workers.supervisor.pool",
+        "Pool",
+        "starts and stops workers in its container",
         serves_stages=False,
         one_model=False,
         uses_torch=False,

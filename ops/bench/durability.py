@@ -41,21 +41,21 @@ from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
 from shared.codec import envelope
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.records import Failure, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.engine import loader
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
 from workers.roles import default_workers
+from workers.supervisor.cluster import LocalCluster
 
 MODEL = "bench"
 LOADS = (1, 8, 32)

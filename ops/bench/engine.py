@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ops.bench.models import TOKENIZER_FILES
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken

@@ -29,12 +29,21 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ops.bench.peers.machine import peak_bytes
-from ops.bench.speculation import PASSAGES
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 
+PASSAGES = (
+    "The harbour of the old town lies behind two walls of grey stone. In the morning the boats"
+    " come in with herring and mackerel, and the women of the quay sort the fish into baskets. By"
+    " noon the market is empty, the gulls have taken what was left, and the nets hang in the sun"
+    " to dry.",
+    "A pump moves water from the well to a tank on the roof. A float in the tank opens a switch"
+    " when the tank is full, and closes it again when a third of the water is gone. If the well"
+    " runs dry, a second switch stops the pump, and a red lamp above the door tells whoever passes"
+    " by.",
+)
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "concepts"
 WINDOW = 256
 NUM_REPEATS = 3

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.stage.runtime import Shutdown
 from shared.stage.worker_loop import serve

@@ -21,7 +21,7 @@ from shared.blobs.transports import Blob, BusTransport, SharedMemoryTransport, T
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
 

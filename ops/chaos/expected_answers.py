@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
-from shared.config import Config
+from shared.config.schema import Config
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
 from shared.protocol.names import split_id
@@ -173,7 +173,7 @@ async def _read(parts: list[prompt.MediaPart], config: Config) -> list[bytes]:
 
 @functools.cache
 def _open_decoders() -> Any:
-    from shared.config_renderer import RendererConfig
+    from shared.config.schema import RendererConfig
     from workers.renderer.media.decoders import MediaDecoders
 
     in_thread: Any = None  # media are decoded in the calling thread

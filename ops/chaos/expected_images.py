@@ -10,7 +10,7 @@ import msgspec
 from ops.chaos.expected_answers import CACHE
 from ops.chaos.fake_painter import FakePainter
 from ops.chaos.plan import PAINTER, ROOT, Planned, Settings
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.images import PaintParams, parse_size, resolve_image
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ops.chaos import fake_model
 from ops.chaos.expected_answers import AT_ONCE, CACHE, NUM_BLOCKS, Expected, run_alone
 from ops.chaos.plan import ROOT, TALKER, VOCODER, Planned, Settings
-from shared.config import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
 from workers.engine.code_output import CodeOutput, stage_output

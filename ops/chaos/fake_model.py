@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from shared.codec.envelope import TensorData
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import (
     DEFAULT_SAMPLING,

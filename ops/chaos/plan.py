@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from ops.chaos import clips, fake_model
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.protocol.images import ImageParams
 from shared.protocol.names import scoped_id
 from shared.protocol.requests import (

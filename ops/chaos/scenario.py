@@ -34,10 +34,10 @@ from shared.protocol.messages import Heartbeat
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
-from workers.cli import settings as product_settings
-from workers.cli.keyring import Keyring
-from workers.cli.preloader import Preloader
+from workers import settings as product_settings
 from workers.gateway.core.ids import PREFIXES
+from workers.keyring import Keyring
+from workers.supervisor.preloader import Preloader
 
 # Clients do not name their speeches, so gateways make the ids.
 UNNAMED = f"{PREFIXES['speech']}-"

@@ -15,6 +15,7 @@ from shared.codec import envelope, vllm_kwargs
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, FlatField, SharedField, WireField
 from shared.errors import DecodeError, InvalidRequest, UnsupportedVersion
+from shared.helpers.validation import invalid_request
 from shared.protocol import messages, names, renderer_rpc, requests, steps, subjects, task_messages
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.records import AnyRecord
@@ -23,7 +24,6 @@ from shared.protocol.task_messages import Task
 from shared.protocol.worker_status import WorkerStatus, decode_status
 from shared.stage import tasks
 from shared.state import item_results, log_records
-from shared.validation import invalid_request
 from workers.engine.core.kv_events import EventBatch
 from workers.renderer.decoding import messages as decoder_messages
 
@@ -194,7 +194,7 @@ BUS_TARGETS = [
     _message("attempt", messages.decode_attempt, messages.AttemptRecord),
     _message("media_head", messages.decode_media_head, messages.MediaHead),
     _message("scale_plan", messages.decode_scale_plan, messages.ScalePlan),
-    _message("actuator_report", messages.decode_actuator_report, messages.ActuatorReport),
+    _message("pool_report", messages.decode_pool_report, messages.PoolReport),
     _message("scale_orders", messages.decode_scale_orders, messages.ScaleOrders),
     _message("metrics", messages.decode_metrics, messages.WorkerMetrics),
     _message("common_settings", messages.decode_common_settings, messages.CommonSettings),

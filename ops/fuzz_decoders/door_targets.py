@@ -11,18 +11,17 @@ from starlette.requests import Request
 from ops.demo import IMAGES
 from ops.fuzz_decoders.seeds import json_messages
 from ops.fuzz_decoders.target import FuzzTarget
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge, RequestError
-from shared.ip_policy import parse_address
+from shared.net.ip_policy import parse_address
+from shared.net.targets import parse_target
 from shared.protocol.json_limits import json_limit_error
 from shared.protocol.value_limits import check_json
 from shared.state.media_store import parse_media_url
-from shared.targets import parse_target
 from shared.tool_calls.parser import ToolParser
 from shared.tool_calls.scanner import Call, Piece
 from shared.tool_calls.turn_text import TurnText
 from workers.agent import mcp_protocol
-from workers.docker_proxy.rules import Refused, read_action
 from workers.gateway.core.byte_ranges import cut, read_range
 from workers.gateway.core.ids import read_start
 from workers.gateway.core.multipart import FileHead, FormStream, FormValue, parse_form
@@ -146,11 +145,6 @@ def _data_url(data: bytes) -> None:
     decode_data_url(data.decode(errors="replace"), _RENDERER, "url")
 
 
-def _docker_action(data: bytes) -> None:
-    method, _, path = data.partition(b" ")
-    read_action(method.decode("latin-1"), path, b"", [], ["engine"])
-
-
 # -- files ----------------------------------------------------------------------------------------
 
 
@@ -263,12 +257,6 @@ DOOR_TARGETS = [
         _data_url,
         lambda: [b"data:image/png;base64,aGk=", b"data:video/jpeg;base64,aGk=,aGk="],
         (InvalidMedia, MediaTooLarge),
-    ),
-    FuzzTarget(
-        "docker_action",
-        _docker_action,
-        lambda: [b"GET /services/engine/workers", b"DELETE /services/engine/workers/3"],
-        (Refused,),
     ),
     FuzzTarget("still_image", _still_image, _pictures, (Refusal,)),
     FuzzTarget("container", _container, _animations, (ValueError,)),

@@ -18,7 +18,6 @@ from ops.interop.renderings import (
 )
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
-DERENDER = "/v1/chat/completions/derender"
 MAX_SHOWN = 160
 # Tolerance of log probabilities for equal input. Both compute in float32, but in different orders,
 # which made 0.000005. One step of one byte of an image made 0.000035 to 0.001.
@@ -79,8 +78,6 @@ def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Fi
         _without_volatile(right),
     )
     yield from _check_modes(case, theirs, us, them)
-    if case.compares_text:
-        yield from _check_texts(case, theirs, right, us, them)
 
 
 def _check_own_pixels(
@@ -182,40 +179,6 @@ def _check_modes(
             for server in (us, them)
         )
         yield compare(f"{case.name}: by hash alone", ours, theirs)
-
-
-def _check_texts(
-    case: Case, body: Any, answer: Any, us: httpx.Client, them: httpx.Client
-) -> Iterator[Finding]:
-    request = {
-        "model": MODEL,
-        "generate_response": answer,
-        "prompt_tokens": len(body["token_ids"]),
-        "prompt_token_ids": body["token_ids"],
-    }
-    ours, theirs = (_without_volatile(post(server, DERENDER, request)) for server in (us, them))
-    yield compare(f"{case.name}: derendered to the byte", ours, theirs)
-    ours, theirs = (_derender_events(server, body, answer) for server in (us, them))
-    yield compare(f"{case.name}: derendered event by event", ours, theirs)
-
-
-def _derender_events(server: httpx.Client, body: Any, answer: Any) -> list[Any]:
-    (choice,), state, chunks = answer["choices"], None, []
-    for i, token_id in enumerate(choice["token_ids"]):
-        last = i == len(choice["token_ids"]) - 1
-        one = {"index": 0, "token_ids": [token_id]}
-        one["finish_reason"] = choice["finish_reason"] if last else None
-        request = {
-            "stream": True,
-            "model": MODEL,
-            "generate_chunk": {"request_id": "x", "choices": [one]},
-            "stream_state": state,
-            "prompt_token_ids": body["token_ids"],
-        }
-        reply = post(server, DERENDER, request)
-        state = reply["stream_state"]
-        chunks.append(_without_volatile(reply["chunk"]))
-    return chunks
 
 
 def _check_prompts(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ops.bench.models import IMAGES, MID_ROPE, TINY_TEXT, TINY_VISION, randomize
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 # mypy knows no omni classes in transformers.
 transformers: Any = importlib.import_module("transformers")

@@ -1,4 +1,4 @@
-"""The tables and the chart of docs/concepts/scaling.md."""
+"""The tables and the chart of docs/contribute/scaling.md."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

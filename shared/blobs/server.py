@@ -25,9 +25,9 @@ import structlog
 from shared.blobs import protocol
 from shared.blobs.arena import Arena, Buffer
 from shared.blobs.slot_allocator import Slot
+from shared.helpers.task_set import TaskSet
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
-from shared.task_set import TaskSet
 
 BACKLOG = 128
 # Time for one blob over a socket; a reader that takes longer counts as dead.

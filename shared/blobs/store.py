@@ -32,12 +32,12 @@ from shared.blobs.transports import (
     Transport,
 )
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.errors import BlobLost, Unavailable
+from shared.helpers.task_set import TaskSet
 from shared.protocol import names, subjects
 from shared.protocol.messages import BlobAddress, decode_heartbeat
 from shared.protocol.multimodal import BlobRef
-from shared.task_set import TaskSet
 
 # Limit on owners with cached transports, because workers come and go.
 MAX_OWNERS = 64

@@ -14,9 +14,9 @@ from shared.blobs.arena import MappedArena
 from shared.blobs.buffer_pool import BufferPool
 from shared.bus.bus import Bus
 from shared.errors import BlobLost
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
-from shared.task_set import TaskSet
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0

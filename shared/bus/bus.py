@@ -42,6 +42,8 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         self._restoring: asyncio.Task[None] | None = None
         self._is_stale = False
         """Whether streams or consumers may be missing."""
+        self._restore_again_s = 0.0
+        """When they may be looked for again, by the clock of the event loop."""
         self._closing = False
 
     @classmethod
@@ -89,8 +91,10 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
 
     async def _restore_streams(self) -> None:
         # A single broker restarts without its in-memory streams, and the consumers of these.
-        logged = ""
+        logged, loop = "", asyncio.get_running_loop()
         while self._is_stale and not self._closing:
+            await asyncio.sleep(self._restore_again_s - loop.time())
+            self._restore_again_s = loop.time() + MAX_RETRY_S
             self._is_stale = False
             try:
                 await self.restore_streams()
@@ -101,7 +105,6 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
                 if (reason := str(error) or type(error).__name__) != logged:
                     _log.warning("streams_not_restored", error=reason)
                     logged = reason
-            await asyncio.sleep(MAX_RETRY_S)
 
     async def close(self) -> None:
         """Stop the consumers and close the connection."""

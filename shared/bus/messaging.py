@@ -13,6 +13,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart
 from shared.bus.reading import StoredMessage, to_stored_message
 from shared.errors import InvalidRequest, Unavailable, UnsupportedVersion
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER, tenant_header
 from shared.protocol.versions import (
@@ -22,7 +23,6 @@ from shared.protocol.versions import (
     version_header,
     version_of,
 )
-from shared.task_set import TaskSet
 
 # A lost connection loses the flush, too. nats-py accepts only whole seconds.
 FLUSH_TIMEOUT_S = 1

@@ -9,7 +9,7 @@ from nats.js.errors import APIError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.replies import ReplyInbox
-from shared.config import NatsConfig
+from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, Unavailable
 
 MIN_SERVER_VERSION = (2, 14, 3)

@@ -23,7 +23,7 @@ from nats.js import api
 from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
 from shared.bus.outages import Outages
 from shared.bus.priorities import BUSY, priority_of
-from shared.task_set import TaskSet
+from shared.helpers.task_set import TaskSet
 
 GROUP = "slots"
 # The priority of a pull cannot be changed, so that pulls are short, most of all those of a busy

@@ -13,8 +13,7 @@ from shared.bus.clock import BrokerClock
 from shared.bus.connection import FIRST_RETRY_S, retry_until
 from shared.bus.server_settings import check_server
 from shared.bus.stream_changes import Difference, StreamChange
-from shared.config import DeliveryConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 

@@ -8,8 +8,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.config import DeliveryConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, DeliveryConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 

@@ -5,7 +5,7 @@ reaches the same state, so a resumed answer continues with the very character th
 one published.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import NamedTuple
 
 # A tokenizer may write the first token of a text differently from a later one, so the tokens of the
@@ -15,7 +15,6 @@ MAX_CONTEXT_TOKENS = 16
 # and more the bytes are no character at all, and holding them would make every token more expensive
 # than the last.
 MAX_HELD_TOKENS = 16
-MAX_WINDOW_TOKENS = MAX_CONTEXT_TOKENS + MAX_HELD_TOKENS - 1
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -33,12 +32,13 @@ class TokenWindow(NamedTuple):
 
 EMPTY_WINDOW = TokenWindow([], 0)
 
-Decoding = Generator[list[int], str, tuple[str, TokenWindow]]
-"""Yields token ids, is sent their text, and returns new text with the next window."""
+Decode = Callable[[list[int]], str]
 
 
-def read_text(window: TokenWindow, token_ids: list[int], *, is_last: bool = False) -> Decoding:
-    """Decode `token_ids` behind `window`.
+def read_text(
+    decode: Decode, window: TokenWindow, token_ids: list[int], *, is_last: bool = False
+) -> tuple[str, TokenWindow]:
+    """Return the text that `token_ids` add after `window`, and the next window.
 
     Tokens at the end that are part of a character are held, unless no tokens follow (`is_last`) or
     they are too many to be a character.
@@ -47,12 +47,12 @@ def read_text(window: TokenWindow, token_ids: list[int], *, is_last: bool = Fals
     whole = window.token_ids + token_ids
     if start == len(whole):
         return "", window
-    text, end = (yield whole), len(whole)
+    text, end = decode(whole), len(whole)
     if not is_last and _is_incomplete(text, window):
         # Shorter prefixes within the window were incomplete when they were read.
         oldest = max(len(window.token_ids), len(whole) - MAX_HELD_TOKENS)
         for length in range(len(whole) - 1, oldest, -1):
-            prefix = yield whole[:length]
+            prefix = decode(whole[:length])
             if not _is_incomplete(prefix, window):
                 text, end = prefix, length
                 break
@@ -64,7 +64,7 @@ def read_text(window: TokenWindow, token_ids: list[int], *, is_last: bool = Fals
         # Special tokens write nothing, and would push the context out of the window.
         return "", TokenWindow(whole[:start] + whole[end:], window.num_out, len(whole) - end)
     context = whole[start:end][-MAX_CONTEXT_TOKENS:]
-    num_out = 0 if is_last else len((yield context))
+    num_out = 0 if is_last else len(decode(context))
     return new, TokenWindow(context + whole[end:], num_out, len(whole) - end)
 
 
@@ -79,9 +79,7 @@ class Detokenizer:
     `include_stop` the stop string is part of the text.
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], stop: list[str], include_stop: bool = False
-    ) -> None:
+    def __init__(self, decode: Decode, stop: list[str], include_stop: bool = False) -> None:
         self._decode = decode
         self._stop = stop
         self._include_stop = include_stop
@@ -114,15 +112,8 @@ class Detokenizer:
         return text
 
     def _read(self, token_ids: list[int], *, is_last: bool = False) -> str:
-        steps = read_text(self._window, token_ids, is_last=is_last)
-        try:
-            wanted = next(steps)
-            while True:
-                wanted = steps.send(self._decode(wanted))
-        except StopIteration as done:
-            text: str
-            text, self._window = done.value
-            return text
+        text, self._window = read_text(self._decode, self._window, token_ids, is_last=is_last)
+        return text
 
     def _cut(self) -> str | None:
         """End the held text before a stop string in it, or after it, and drop all that follows."""

@@ -19,7 +19,7 @@ renderer → renderer           MediaPin                     pm.pin.<id>.<sequen
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
 coordinator → any worker      ExceededShares               bucket pm_workers        JSON
 autoscaler → actuator         ScalePlan                    bucket pm_scale          JSON
-actuator → autoscaler         ActuatorReport               bucket pm_scale          JSON
+actuator → autoscaler         PoolReport                   bucket pm_scale          JSON
 operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
 worker ⇄ one other worker     (empty) → CommonSettings     pm.settings              JSON
@@ -207,6 +207,13 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     reads: tuple[int, int] | None = None
     """The oldest and the newest version of messages that it reads; None for a worker before this
     field."""
+    host: str = ""
+    """Machine and network namespace of the process; empty for a worker before this field."""
+
+    def may_run_on(self, host: str) -> bool:
+        """Return whether the worker runs on this host, also if its host is unknown."""
+        own = self.host or ("" if self.blobs is None else self.blobs.host)
+        return own in ("", host)
 
 
 class StartReport(Struct, frozen=True, omit_defaults=True):
@@ -248,6 +255,8 @@ class PoolPlan(Struct, frozen=True, omit_defaults=True):
     in_flight: int = 0
     oldest_s: float = 0.0
     pinned: int = 0
+    actuator: str = ""
+    """Name of the actuator whose slots it names, and which obeys it."""
 
     @property
     def state(self) -> str:
@@ -267,8 +276,6 @@ class ScalePlan(Struct, frozen=True):
     leader: str
     """Worker id; empty after a leader that has stopped."""
     pools: dict[str, PoolPlan]
-    actuator: str = ""
-    """Name of the actuator whose slots it names."""
     paused: bool = False
 
 
@@ -280,21 +287,18 @@ class WorkerSlot(Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     """0 while there is no process."""
     draining: bool = False
-    addresses: list[str] = []
-    """Addresses of the worker's container, where the actuator knows them: a heartbeat with one of
-    them under `blobs` is this worker's."""
 
 
-class ActuatorReport(Struct, frozen=True):
-    """The workers that an actuator has, every second and after each change."""
+class PoolReport(Struct, frozen=True):
+    """The workers that an actuator has of one pool, every second and after each change."""
 
+    pool: str
     actuator: str
-    """Name of this actuator; only one acts at a time."""
+    """Name of this actuator; only one acts on a pool at a time."""
     host: str
-    """Machine and network namespace of the processes, as in `BlobAddress`; empty if they are on
-    several. Then workers are told apart by their addresses; without these, the slots are no more
-    than a number of workers."""
-    pools: dict[str, list[WorkerSlot]]
+    """Machine and network namespace of the processes, as in `Heartbeat`; empty if they are on
+    several. Then the slots are no more than a number of workers."""
+    slots: list[WorkerSlot]
 
 
 class ScaleOrders(Struct, frozen=True):
@@ -339,7 +343,7 @@ decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
 decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
 decode_start_report = or_none(msgspec.json.Decoder(StartReport).decode)
 decode_scale_plan = or_none(msgspec.json.Decoder(ScalePlan).decode)
-decode_actuator_report = or_none(msgspec.json.Decoder(ActuatorReport).decode)
+decode_pool_report = or_none(msgspec.json.Decoder(PoolReport).decode)
 decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
 decode_common_settings = or_none(msgspec.json.Decoder(CommonSettings).decode)

@@ -10,7 +10,7 @@ a live record cannot be forged.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.protocol import subjects
 
@@ -146,6 +146,11 @@ def permissions_of(identity: str) -> Permissions:
                 ],
                 [subjects.REQUESTS_FILTER, subjects.SCALE_FILTER],
             )
+        case "pool":
+            # One token cannot be matched in part: a report is what else this bucket has.
+            writes = [subjects.SCALE_FILTER, *_reads(subjects.SCALE_STREAM)]
+            pool = base.with_(writes, [subjects.SCALE_PLAN])
+            return replace(pool, never_publish=(subjects.SCALE_PLAN, subjects.SCALE_ORDERS))
         case "renderer":
             calls = [f"pm.{call}.>" for call in subjects.RENDERER_CALLS]
             return _stage_worker(base).with_([subjects.PINS_FILTER, subjects.ITEMS_FILTER], calls)

@@ -57,10 +57,9 @@ WORKERS_FILTER = "$KV.pm_workers.>"
 # Beside the heartbeats, whose readers skip it: which tenants are to store nothing more for now.
 EXCEEDED_SHARES = "$KV.pm_workers.exceeded"
 SCALE_FILTER = "$KV.pm_scale.*"
-# What the leading autoscaler wants, which is its lease as well; what the actuator has; and what an
-# operator has set.
+# The plan of the leading autoscaler, which is its lease as well, and the orders of operators. The
+# reports of actuators are `scale_report`.
 SCALE_PLAN = "$KV.pm_scale.plan"
-SCALE_REPORT = "$KV.pm_scale.report"
 SCALE_ORDERS = "$KV.pm_scale.orders"
 RESPONSES_FILTER = "pm.response.*"
 STEP_FILTER = "pm.step.>"
@@ -92,6 +91,11 @@ def tenant_of(subject: str) -> str:
 
 def request(model: str, tenant: str = "") -> str:
     return _of_tenant("pm.request", tenant, encode_model(model))
+
+
+def scale_report(pool: str) -> str:
+    """Subject of the actuator's report on a pool, one token as `SCALE_FILTER` has."""
+    return f"$KV.pm_scale.report-{encode_model(pool)}"
 
 
 def _of_tenant(root: str, tenant: str, name: str) -> str:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from shared.bus.bus import DEAD_AFTER_S, Bus
 from shared.bus.consumer import Delivery
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.errors import UnsupportedVersion
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.config import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -9,7 +9,7 @@ from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import DeadLetter
 from shared.protocol.records import error_info
 from shared.stage.job import Job
-from shared.state.storage_quotas import has_exceeded
+from shared.tenants.storage_quotas import has_exceeded
 
 # The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.
 MAX_TRACEBACK_LEN = 16_384

@@ -6,7 +6,7 @@ All of their stages load parts of one folder, the model's own.
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config_stages import Graph
+from shared.config.schema import Graph
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
 from shared.protocol.pipeline import ANSWER, AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
 

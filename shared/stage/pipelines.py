@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import get_args
 
-from shared.config import Config, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import Modality

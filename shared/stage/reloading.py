@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.telemetry import logs
 

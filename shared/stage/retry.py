@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.errors import (
     DeadlineExceeded,
     EncodingFailed,

@@ -13,10 +13,11 @@ from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.login import Login
-from shared.config import METRICS_PORTS, Config
+from shared.config.schema import METRICS_PORTS, Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -29,10 +30,10 @@ from shared.stage.probes import new_probes
 from shared.stage.reloading import Reloader
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
-from shared.state.storage_quotas import StorageQuotas
 from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
+from shared.tenants.storage_quotas import StorageQuotas
 
 HEARTBEAT_S = 1.0
 # The broker stores each heartbeat in a stream, and its longest election is shorter. When it has
@@ -251,6 +252,7 @@ class Context:
                 url=self.url,
                 stage=self._own_stage_name,
                 reads=readable(),
+                host=host_id(),
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))

@@ -9,7 +9,7 @@ import structlog
 
 from shared.bus.connection import BROKER_DEADLINE_S, retry_until
 from shared.bus.slot_consumer import SlotConsumer, SlotQueue
-from shared.config_stages import MAX_SLOTS
+from shared.config.schema import MAX_SLOTS
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.stage.runtime import HEARTBEAT_S, Context

@@ -19,7 +19,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.codec.envelope import TensorData
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.errors import BlobLost, Fenced, PagemillError, UnsupportedVersion, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef

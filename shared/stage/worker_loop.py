@@ -16,6 +16,7 @@ from msgspec import Struct
 from shared.bus.consumer import Consumer, Delivery, Puller
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import OutputSummary
@@ -25,8 +26,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context, Shutdown
 from shared.stage.slot_queues import SlotOwner
 from shared.state import item_results
-from shared.state.storage_quotas import LOG_STREAMS
-from shared.task_set import TaskSet
+from shared.tenants.storage_quotas import LOG_STREAMS
 
 _log = structlog.get_logger()
 

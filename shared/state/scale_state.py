@@ -1,4 +1,4 @@
-"""The bucket of autoscaling: the leader's plan, the actuator's report, and an operator's orders."""
+"""Bucket of autoscaling: the leader's plan, the actuators' reports, and an operator's orders."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import (
     PLAN_AGE_S,
-    ActuatorReport,
     PoolPlan,
+    PoolReport,
     ScaleOrders,
     ScalePlan,
-    decode_actuator_report,
+    decode_pool_report,
     decode_scale_orders,
     decode_scale_plan,
 )
@@ -40,16 +40,16 @@ async def read_current_plan(bus: Bus) -> ScalePlan | None:
     return plan if plan and plan.leader else None
 
 
-async def read_report(bus: Bus, max_age_s: float = REPORT_AGE_S) -> ActuatorReport | None:
-    """Return the report of an actuator that lives."""
-    last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_REPORT)
+async def read_report(bus: Bus, pool: str, max_age_s: float = REPORT_AGE_S) -> PoolReport | None:
+    """Return the report on a pool, of an actuator that lives."""
+    last = await bus.read_last(subjects.SCALE_STREAM, subjects.scale_report(pool))
     if last is None or bus.now_ms() - last.stored_ms > 1000 * max_age_s:
         return None
-    return decode_actuator_report(last.data)
+    return decode_pool_report(last.data)
 
 
-async def write_report(bus: Bus, report: ActuatorReport) -> None:
-    await bus.publish_without_id(subjects.SCALE_REPORT, to_json(report))
+async def write_report(bus: Bus, report: PoolReport) -> None:
+    await bus.publish_without_id(subjects.scale_report(report.pool), to_json(report))
 
 
 async def read_orders(bus: Bus) -> ScaleOrders:

@@ -19,7 +19,7 @@ from shared.blobs.transports import Blob
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import BlobLost, ConfigError, DecodeError, EncodingFailed, Overloaded
 from shared.protocol.multimodal import BlobRef, embedding_key
 from shared.protocol.names import encode_model

@@ -11,8 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
+from shared.net.targets import Target
 from shared.protocol import subjects
-from shared.targets import Target
 from tests.agent.conftest import TOKEN, AgentRig, call
 from tests.gateway.conftest import start_gateway_at
 from workers.agent.mcp_client import Server

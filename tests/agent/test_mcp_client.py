@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig
+from shared.net.targets import Target
 from shared.protocol.encoding import to_json
-from shared.targets import Target
 from tests.renderer.canary import resolve_as
 from workers.agent.mcp_client import MAX_POOLS, McpClient, Server
 from workers.agent.mcp_protocol import (

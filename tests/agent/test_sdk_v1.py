@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
+from shared.net.targets import Target
 from shared.protocol.steps import ApprovedCall, ServerUse
 from shared.responses.tools import schema_digest
-from shared.targets import Target
 from tests.agent.test_mcp_client import CONFIG, no_mark
 from tests.agent.test_worker import BEGUN, begin, carry_out, context_of, first_result
 from tests.pypi import python_with

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import Overloaded, PagemillError, TokenRateExceeded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

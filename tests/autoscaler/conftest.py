@@ -1,8 +1,7 @@
 """Pools, reports and heartbeats for tests of the autoscaler."""
 
-from shared.config import Config, ModelConfig
-from shared.config_scale import PoolConfig, ScaleConfig
-from shared.protocol.messages import ActuatorReport, BlobAddress, Heartbeat, WorkerSlot
+from shared.config.schema import Config, ModelConfig, PoolConfig, ScaleConfig
+from shared.protocol.messages import BlobAddress, Heartbeat, PoolReport, WorkerSlot
 from workers.pools import Pools, pools_of
 
 ENGINE, ENCODER = "engine/demo", "encoder/demo"
@@ -17,10 +16,8 @@ def two_pools() -> Pools:
     return make_pools(PoolConfig(role="engine", max=4), PoolConfig(role="encoder", max=2))
 
 
-def report(**slots: list[WorkerSlot]) -> ActuatorReport:
-    return ActuatorReport(
-        "up", "here", {f"{role}/demo": list(found) for role, found in slots.items()}
-    )
+def report(engine: list[WorkerSlot], actuator: str = "actuator-1") -> PoolReport:
+    return PoolReport(ENGINE, actuator, "here", engine)
 
 
 def beat(pid: int, role: str = "engine", host: str = "here", **load: float) -> Heartbeat:

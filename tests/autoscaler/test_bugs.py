@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ops.chaos.bugs import scaling
-from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.messages import WorkerSlot
 from shared.scaling.memory import Memory
@@ -17,9 +16,9 @@ from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
 from workers.autoscaler import figures
 from workers.autoscaler.figures import Look, Queue, figures_of
 from workers.autoscaler.presence import Presence, Workers
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.local_pools import LocalPools
 from workers.roles import WorkerSpec
+from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.supervisor import Process, Supervisor
 
 # A worker that drains at SIGTERM, and says when it is ready for it.
 DRAINS = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"
@@ -32,54 +31,53 @@ LONG_S = 10_000.0
 
 
 async def workers_that_go_have_drained() -> None:
-    class Shells(LocalCluster):
-        async def _spawn(self, spec: WorkerSpec) -> Process:
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec("sh", "-c", DRAINS, stdout=pipe)
-            assert process.stdout is not None
-            await process.stdout.readline()
-            return process
+    async def spawn(worker: WorkerSpec) -> Process:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("sh", "-c", DRAINS, stdout=pipe)
+        assert process.stdout is not None
+        await process.stdout.readline()
+        return process
 
-    cluster = Shells(Config({}), None, [], "nats://nowhere")
-    pools = LocalPools(cluster, two_pools())
+    supervisor = Supervisor(spawn, 20.0, lambda worker: None)
+    pools = SupervisedPools(supervisor, two_pools().by_name.values())
     try:
         pools.wanted(ENGINE, 1)
         async with asyncio.timeout(30):
             found = await _running(pools)
-            process = cluster._processes[found[0].slot]
+            process = supervisor.processes[found[0].slot]
             pools.wanted(ENGINE, 0, drain=[found[0].slot])
             code = await process.wait()
     finally:
-        await cluster.stop()
+        await supervisor.stop()
     assert code == 0
 
 
 async def a_missing_queue_stops_no_worker() -> None:
     """One worker has a task in the queue that is missing in the second look."""
     pool = two_pools().by_name[ENGINE]
-    engines = Presence().look(pool, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 0.0)
+    engines = Presence(pool).look(report([WorkerSlot(7, 70)]), [beat(70)], 0.0)
     workers = {ENGINE: engines, ENCODER: Workers()}
     busy = QUEUES | {("engine", "demo", "batch"): Queue(0, 1, 0.0)}
     missing = {key: queue for key, queue in busy.items() if key != ("engine", "demo", "batch")}
     memory: Memory = {}
-    decision, memory = _decide(Look(busy, workers, "up"), memory, 0.0)
+    decision, memory = _decide(Look(busy, workers, {}), memory, 0.0)
     assert (decision.wanted, decision.stop) == (1, 0)
-    decision, _ = _decide(Look(missing, workers, "up"), memory, LONG_S)
+    decision, _ = _decide(Look(missing, workers, {}), memory, LONG_S)
     assert (decision.wanted, decision.stop, decision.reason) == (1, 0, "no_figures")
 
 
 async def a_silent_worker_is_not_given_up() -> None:
     """The process lives on, and its heartbeats were lost with the broker."""
-    presence, slots = Presence(), report(engine=[WorkerSlot(7, 70)])
-    pool = two_pools().by_name[ENGINE]
-    presence.look(pool, slots, [beat(70)], 0.0)
-    presence.look(pool, slots, [], 1.0)
-    seen = presence.look(pool, slots, [], LONG_S)
-    decision, _ = _decide(Look(QUEUES, {ENGINE: seen, ENCODER: Workers()}, "up"), {}, LONG_S)
+    presence = Presence(two_pools().by_name[ENGINE])
+    slots = report([WorkerSlot(7, 70)])
+    presence.look(slots, [beat(70)], 0.0)
+    presence.look(slots, [], 1.0)
+    seen = presence.look(slots, [], LONG_S)
+    decision, _ = _decide(Look(QUEUES, {ENGINE: seen, ENCODER: Workers()}, {}), {}, LONG_S)
     assert decision.give_up == ()
 
 
-async def _running(pools: LocalPools) -> list[WorkerSlot]:
+async def _running(pools: SupervisedPools) -> list[WorkerSlot]:
     while True:
         if found := [slot for slot in pools.running(ENGINE) if slot.pid]:
             return found
@@ -97,7 +95,7 @@ CHECKS: list[tuple[Check, Callable[[], None], tuple[object, str]]] = [
     (
         workers_that_go_have_drained,
         scaling.scale_down_by_sigkill,
-        (LocalCluster, "_end_later"),
+        (Supervisor, "_end_later"),
     ),
     (a_missing_queue_stops_no_worker, scaling.missing_read_as_zero, (figures, "_figures_of")),
     (a_silent_worker_is_not_given_up, scaling.silence_read_as_no_workers, (Presence, "_load_of")),

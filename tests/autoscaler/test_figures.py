@@ -8,7 +8,7 @@ import pytest
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.protocol.messages import Heartbeat, WorkerSlot
 from shared.scaling.pools import PoolFigures, WorkerLoad
 from shared.state import scale_state
 from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
@@ -21,7 +21,7 @@ NOBODY = Workers()
 
 
 def look(queues: dict[tuple[str, str, str], Queue], engines: Workers = NOBODY) -> Look:
-    return Look(queues, {ENGINE: engines, ENCODER: NOBODY}, "up")
+    return Look(queues, {ENGINE: engines, ENCODER: NOBODY}, {})
 
 
 def queues(stage: str, *lanes: Queue) -> dict[tuple[str, str, str], Queue]:
@@ -49,7 +49,7 @@ def test_a_pool_without_one_of_its_queues_has_no_figures() -> None:
 
 def test_a_pool_that_the_actuator_knows_nothing_of_has_no_figures() -> None:
     read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
-    found = figures_of(POOLS, Look(read, {ENCODER: NOBODY}, "kubernetes"), Counter())
+    found = figures_of(POOLS, Look(read, {ENCODER: NOBODY}, {}), Counter())
     assert found[ENGINE] is None
     assert found[ENCODER] is not None
 
@@ -81,10 +81,10 @@ async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(
     own = Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {})
     await publish(bus, own, beat(70))
     assert await reader.look() is None
-    await scale_state.write_report(bus, report(engine=[WorkerSlot(7, 70)]))
+    await scale_state.write_report(bus, report([WorkerSlot(7, 70)]))
     found = await reader.look()
     assert found is not None
-    assert found.actuator == "up"
+    assert found.actuators == {ENGINE: "actuator-1"}
     assert [load.name for load in found.workers[ENGINE].ready] == ["7"]
     assert ENCODER not in found.workers
     await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat("autoscaler-1"))
@@ -95,17 +95,35 @@ async def test_an_actuator_that_has_ended_is_missing(
     bus: Bus, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
-    await scale_state.write_report(bus, ActuatorReport("up", "here", {}))
+    await scale_state.write_report(bus, report([]))
     assert await reader.look() is not None
     now_ms = bus.now_ms
     monkeypatch.setattr(bus, "now_ms", lambda: now_ms() + 1000 * scale_state.REPORT_AGE_S)
     assert await reader.look() is None
 
 
+async def test_workers_of_a_new_actuator_start_although_their_process_ids_are_old(
+    bus: Bus, reader: Reader
+) -> None:
+    """A container that was replaced has the same slots and process ids."""
+    own = Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {})
+    await publish(bus, own, beat(7))
+    await scale_state.write_report(bus, report([WorkerSlot(0, 7)], "actuator-1"))
+    first = await reader.look()
+    assert first is not None
+    assert [load.name for load in first.workers[ENGINE].ready] == ["0"]
+    await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat("engine-7"))
+    await scale_state.write_report(bus, report([WorkerSlot(0, 7)], "actuator-2"))
+    second = await reader.look()
+    assert second is not None
+    assert (second.workers[ENGINE].ready, [*second.workers[ENGINE].starting]) == ((), ["0"])
+    assert second.actuators == {ENGINE: "actuator-2"}
+
+
 async def test_a_broker_that_hangs_leaves_no_figures(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hang(_: object) -> None:
+    async def hang(*_: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("workers.autoscaler.figures.LOOK_TIMEOUT_S", 0.05)
@@ -124,7 +142,7 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, reader: Reader) -> None
             subject = subjects.stage(name, "demo", lane, request_id, slot)
             await bus.publish(subject, b"", request_id)
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
-    await scale_state.write_report(bus, report())
+    await scale_state.write_report(bus, report([]))
     found = await reader.look()
     assert found is not None
     assert found.queues[name, "demo", lane].pending == 6
@@ -139,7 +157,7 @@ async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
     await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
     await bus.publish(subject, b"", "r1:1:scaled:0")
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
-    await scale_state.write_report(bus, report())
+    await scale_state.write_report(bus, report([]))
     found = await reader.look()
     assert found is not None
     queue = found.queues[name, "demo", "batch"]

@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ConfigError, Unavailable
-from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.protocol.messages import Heartbeat, PoolReport, WorkerSlot
 from workers.autoscaler.kubernetes_api import ScaleApi
-from workers.autoscaler.kubernetes_pools import KubernetesPools
+from workers.autoscaler.kubernetes_pools import MAX_SLOTS, KubernetesPools
 from workers.autoscaler.presence import Presence
-from workers.autoscaler.remote_pools import MAX_SLOTS
 from workers.pools import Pools, pools_of
 
 CONFIG = """
@@ -213,7 +212,7 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
         actuator.running("engine/a")
     await actuator.read()
     assert actuator.running("engine/a") == []
-    monkeypatch.setattr("workers.autoscaler.remote_pools.REPORT_AGE_S", 0.0)
+    monkeypatch.setattr("workers.autoscaler.kubernetes_pools.REPORT_AGE_S", 0.0)
     await asyncio.sleep(0.01)
     with pytest.raises(Unavailable):
         actuator.running("engine/a")
@@ -230,13 +229,13 @@ async def test_a_missing_deployment_concerns_its_own_pool_and_is_told_once_a_min
         with pytest.raises(Unavailable, match="the workers of engine/a were not read lately"):
             actuator.running("engine/a")
         actuator.wanted("encoder/a", 2)
-        actuator._tell(await actuator.read())
+        actuator.log_failures(await actuator.read())
         assert there.sizes["encoder-a"] == 2
         (line,) = [line for line in lines if line["log_level"] == "warning"]
         assert line["pool"] == "engine/a"
         assert "'engine-a' in namespace 'here': there is no such Deployment" in line["reason"]
-        monkeypatch.setattr("workers.autoscaler.remote_pools.TELL_S", 0.0)
-        actuator._tell(await actuator.read())
+        monkeypatch.setattr("workers.autoscaler.kubernetes_pools.REPEAT_S", 0.0)
+        actuator.log_failures(await actuator.read())
         assert lines[-1] == line
     there.sizes["engine-a"] = 0
     there.pods["engine-a"] = 0
@@ -292,17 +291,17 @@ def beat(number: int) -> Heartbeat:
 
 
 def test_workers_of_an_actuator_without_processes_are_counted() -> None:
-    pool, presence = pools().by_name["engine/a"], Presence()
-    report = ActuatorReport("k", "", {"engine/a": [WorkerSlot(n) for n in range(3)]})
-    seen = presence.look(pool, report, [beat(1), beat(2)], 10.0)
+    presence = Presence(pools().by_name["engine/a"])
+    report = PoolReport("engine/a", "k", "", [WorkerSlot(n) for n in range(3)])
+    seen = presence.look(report, [beat(1), beat(2)], 10.0)
     assert [load.num_in_flight for load in seen.ready] == [1, 2]
     assert seen.starting == {"2": 0.0}
     assert seen.others == ()
-    seen = presence.look(pool, report, [beat(1)], 15.0)
+    seen = presence.look(report, [beat(1)], 15.0)
     # A pod that has ended is replaced, and starts again.
     assert len(seen.ready) == 1
     assert seen.starting == {"1": 0.0, "2": 5.0}
-    seen = presence.look(pool, report, [beat(n) for n in range(5)], 20.0)
+    seen = presence.look(report, [beat(n) for n in range(5)], 20.0)
     assert len(seen.ready) == 3
     assert seen.others == ()
     assert seen.cold_starts_s == (5.0, 10.0)

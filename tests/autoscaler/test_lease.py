@@ -7,7 +7,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScalePlan
 from shared.state.scale_state import read_plan

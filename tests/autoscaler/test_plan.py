@@ -28,19 +28,19 @@ SEEN = PoolFigures(0, 0, 0.0, 3)
 
 def test_victims_are_the_least_loaded_without_payloads() -> None:
     ready = (WorkerLoad("1", 0, 2), WorkerLoad("2", 5), WorkerLoad("3", 1))
-    plan = plan_of(PoolDecision(1, 0, 2, (), "idle"), SEEN, Workers(ready, {"4": 1.0}))
+    plan = plan_of(PoolDecision(1, 0, 2, (), "idle"), SEEN, Workers(ready, {"4": 1.0}), "a")
     assert (plan.wanted, plan.drain) == (1, [3, 4])
 
 
 def test_workers_that_others_have_started_are_not_asked_for() -> None:
     workers = Workers((WorkerLoad("1"),), others=(WorkerLoad("engine-9"),))
-    assert plan_of(PoolDecision(3, 1, 0, (), "demand"), SEEN, workers).wanted == 2
-    assert plan_of(PoolDecision(0, 0, 2, (), "demand"), SEEN, workers).wanted == 0
+    assert plan_of(PoolDecision(3, 1, 0, (), "demand"), SEEN, workers, "a").wanted == 2
+    assert plan_of(PoolDecision(0, 0, 2, (), "demand"), SEEN, workers, "a").wanted == 0
 
 
 def test_a_start_that_is_given_up_is_no_victim_and_no_start() -> None:
     workers = Workers(starting={"4": 301.0, "5": 1.0})
-    plan = plan_of(PoolDecision(1, 0, 0, ("4",), "demand"), SEEN, workers)
+    plan = plan_of(PoolDecision(1, 0, 0, ("4",), "demand"), SEEN, workers, "a")
     assert (plan.give_up, plan.drain, plan.starting, plan.starting_s) == ([4], [], 1, 1.0)
 
 
@@ -58,11 +58,11 @@ def test_a_start_that_is_given_up_is_replaced_after_the_pause_also_in_a_pool_wit
     ):
         seen = PoolFigures(0, 0, 0.0, running, starting)
         decisions, memory = decide(scaling, {ENGINE: seen}, memory, now_s)
-        plans.append(plan_of(decisions[ENGINE], seen, Workers(starting=starting)))
+        plans.append(plan_of(decisions[ENGINE], seen, Workers(starting=starting), "a"))
     assert [plan.wanted for plan in plans] == [1, 1, 1, 2, 2]
     assert [plan.give_up for plan in plans] == [[5], [], [], [], []]
     assert [plan.reason for plan in plans] == [*["given_up"] * 3, "min", "min"]
-    # What `up` and the Docker actuator make of it, and then of the last two plans.
+    # Changes by a supervisor for this plan, and then for the last two plans.
     assert choose_changes([4, 5], plans[0].wanted, plans[0].drain, plans[0].give_up) == ([5], 0)
     assert choose_changes([4], plans[3].wanted, [], []) == ([], 1)
 

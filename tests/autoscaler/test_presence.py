@@ -1,6 +1,8 @@
 """Which workers of a pool are ready, start or drain."""
 
-from shared.protocol.messages import ActuatorReport, BlobAddress, Heartbeat, WorkerSlot
+import msgspec
+
+from shared.protocol.messages import PoolReport, WorkerSlot
 from shared.scaling.pools import WorkerLoad
 from tests.autoscaler.conftest import ENGINE, beat, report, two_pools
 from workers.autoscaler.presence import Presence
@@ -9,11 +11,11 @@ POOL = two_pools().by_name[ENGINE]
 
 
 def test_a_slot_starts_until_its_process_has_a_heartbeat() -> None:
-    presence = Presence()
-    slots = report(engine=[WorkerSlot(7, 70)])
-    assert presence.look(POOL, slots, [], 10.0).starting == {"7": 0.0}
-    assert presence.look(POOL, slots, [], 12.0).starting == {"7": 2.0}
-    seen = presence.look(POOL, slots, [beat(70, held=3, arena_pinned=1)], 13.0)
+    presence = Presence(POOL)
+    slots = report([WorkerSlot(7, 70)])
+    assert presence.look(slots, [], 10.0).starting == {"7": 0.0}
+    assert presence.look(slots, [], 12.0).starting == {"7": 2.0}
+    seen = presence.look(slots, [beat(70, held=3, arena_pinned=1)], 13.0)
     assert seen.ready == (WorkerLoad("7", 3, 1),)
     assert seen.starting == {}
     assert seen.cold_starts_s == (3.0,)
@@ -21,92 +23,50 @@ def test_a_slot_starts_until_its_process_has_a_heartbeat() -> None:
 
 def test_a_worker_without_a_heartbeat_for_a_moment_does_not_start_again() -> None:
     """A broker that has restarted has no heartbeats. Old workers must not look like late starts."""
-    presence = Presence()
-    slots = report(engine=[WorkerSlot(7, 70)])
-    presence.look(POOL, slots, [beat(70, held=3)], 10.0)
-    assert presence.look(POOL, slots, [], 11.0).ready == (WorkerLoad("7", 3),)
+    presence = Presence(POOL)
+    slots = report([WorkerSlot(7, 70)])
+    presence.look(slots, [beat(70, held=3)], 10.0)
+    assert presence.look(slots, [], 11.0).ready == (WorkerLoad("7", 3),)
 
 
 def test_a_process_that_is_replaced_starts_again() -> None:
-    presence = Presence()
-    presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 10.0)
-    replaced = report(engine=[WorkerSlot(7, 71)])
-    presence.forget_all_but(replaced)
-    assert presence.look(POOL, replaced, [], 11.0).starting == {"7": 0.0}
+    presence = Presence(POOL)
+    presence.look(report([WorkerSlot(7, 70)]), [beat(70)], 10.0)
+    replaced = report([WorkerSlot(7, 71)])
+    assert presence.look(replaced, [], 11.0).starting == {"7": 0.0}
 
 
 def test_a_worker_that_dies_again_and_again_has_one_start() -> None:
-    presence = Presence()
+    presence = Presence(POOL)
     for at_s in range(5):
-        slots = report(engine=[WorkerSlot(7, 70 + at_s)])
-        presence.forget_all_but(slots)
-        seen = presence.look(POOL, slots, [], float(at_s))
+        slots = report([WorkerSlot(7, 70 + at_s)])
+        seen = presence.look(slots, [], float(at_s))
     assert seen.starting == {"7": 4.0}
 
 
 def test_a_worker_that_has_died_is_no_worker_of_another_actuator() -> None:
     """Its last heartbeat is read for seconds; counted, its replacement would be superfluous."""
-    presence, last = Presence(), beat(70)
-    presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [last], 10.0)
+    presence, last = Presence(POOL), beat(70)
+    presence.look(report([WorkerSlot(7, 70)]), [last], 10.0)
     for slots in ([WorkerSlot(7)], [WorkerSlot(7, 71)], []):
-        seen = presence.look(POOL, report(engine=slots), [last], 11.0)
+        seen = presence.look(report(slots), [last], 11.0)
         assert (seen.ready, seen.others) == ((), ())
     # One that was started by hand has the same process id later.
-    presence.look(POOL, report(), [], 12.0)
-    assert len(presence.look(POOL, report(), [last], 13.0).others) == 1
+    presence.look(report([]), [], 12.0)
+    assert len(presence.look(report([]), [last], 13.0).others) == 1
 
 
-def test_workers_of_containers_are_told_apart_by_their_addresses() -> None:
-    """All of them have the same process id in a namespace of their own."""
-
-    def heartbeat(worker: str, address: str | None, held: int) -> Heartbeat:
-        tcp = None if address is None else (address, 9200)
-        blobs = BlobAddress(worker, "socket", tcp)
-        return Heartbeat("engine", worker, "1", 7, ["demo"], {"held": held}, blobs)
-
-    slots = [
-        WorkerSlot(1, 100, addresses=["172.18.0.2", "fd00::2"]),
-        WorkerSlot(2, 200, addresses=["172.18.0.3"]),
-        WorkerSlot(3, 300, addresses=["172.18.0.4"]),
-    ]
-    containers = ActuatorReport("docker", "", {ENGINE: slots})
-    beats = [
-        # The container of this worker was removed.
-        heartbeat("engine-z", "172.18.0.9", 9),
-        heartbeat("engine-b", "172.18.0.3", 2),
-        heartbeat("engine-a", "fd00::2", 1),
-    ]
-    seen = Presence().look(POOL, containers, beats, 0.0)
-    assert seen.ready == (WorkerLoad("1", 1), WorkerLoad("2", 2))
-    assert seen.starting == {"3": 0.0}
-    assert seen.others == ()
-    # Without addresses of containers in heartbeats the slots are a number of workers.
-    for address in (None, "workers.example"):
-        beats = [heartbeat("engine-a", address, 1), heartbeat("engine-b", address, 2)]
-        seen = Presence().look(POOL, containers, beats, 0.0)
-        assert [len(seen.ready), len(seen.starting)] == [2, 1]
-
-
-def test_the_last_heartbeat_of_a_removed_container_is_not_that_of_the_next_one() -> None:
-    blobs = BlobAddress("there", "socket", ("172.18.0.2", 9200))
-    last = Heartbeat("engine", "engine-a", "1", 7, ["demo"], {}, blobs)
-
-    def containers(number: int, address: str) -> ActuatorReport:
-        return ActuatorReport(
-            "docker", "", {ENGINE: [WorkerSlot(number, number, False, [address])]}
-        )
-
-    presence = Presence()
-    assert len(presence.look(POOL, containers(1, "172.18.0.2"), [last], 0.0).ready) == 1
-    for address in ("172.18.0.3", "172.18.0.2"):
-        seen = presence.look(POOL, containers(2, address), [last], 1.0)
-        assert (seen.ready, seen.starting) == ((), {"2": 0.0})
+def test_slots_without_processes_are_a_number_of_workers() -> None:
+    pods = PoolReport(ENGINE, "kubernetes", "", [WorkerSlot(n) for n in range(3)])
+    beats = [beat(7, host="here", held=1), beat(7, host="there", held=2)]
+    seen = Presence(POOL).look(pods, beats, 0.0)
+    assert [len(seen.ready), len(seen.starting), len(seen.others)] == [2, 1, 0]
 
 
 def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:
-    slots = report(engine=[WorkerSlot(1, 10), WorkerSlot(2, 20, draining=True)])
+    slots = report([WorkerSlot(1, 10), WorkerSlot(2, 20, draining=True)])
     beats = [beat(10), beat(20), beat(30), beat(10, host="there"), beat(40, role="encoder")]
-    seen = Presence().look(POOL, slots, beats, 0.0)
+    seen = Presence(POOL).look(slots, beats, 0.0)
     assert [load.name for load in seen.ready] == ["1"]
     assert seen.num_draining == 1
     assert [load.name for load in seen.others] == ["engine-30", "engine-10"]
@@ -114,20 +74,34 @@ def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:
 
 def test_a_worker_that_is_faster_than_the_report_is_no_other() -> None:
     """Otherwise it and its slot would be two workers, and one of them would have to go."""
-    presence = Presence()
-    seen = presence.look(POOL, report(engine=[WorkerSlot(7)]), [beat(70), beat(71)], 10.0)
+    presence = Presence(POOL)
+    seen = presence.look(report([WorkerSlot(7)]), [beat(70), beat(71)], 10.0)
     assert (list(seen.starting), seen.others) == (["7"], ())
-    seen = presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70), beat(71)], 11.0)
+    seen = presence.look(report([WorkerSlot(7, 70)]), [beat(70), beat(71)], 11.0)
     assert [load.name for load in seen.ready] == ["7"]
     assert [load.name for load in seen.others] == ["engine-71"]
     # An other one that is known stays one while further workers start.
-    slots = report(engine=[WorkerSlot(7, 70), WorkerSlot(8)])
-    seen = presence.look(POOL, slots, [beat(70), beat(71), beat(80)], 12.0)
+    slots = report([WorkerSlot(7, 70), WorkerSlot(8)])
+    seen = presence.look(slots, [beat(70), beat(71), beat(80)], 12.0)
     assert [load.name for load in seen.others] == ["engine-71"]
 
 
 def test_the_last_heartbeat_of_a_killed_worker_is_no_other() -> None:
-    presence = Presence()
-    presence.look(POOL, report(engine=[WorkerSlot(7, 70)]), [beat(70)], 10.0)
-    seen = presence.look(POOL, report(engine=[WorkerSlot(7, 71)]), [beat(70)], 11.0)
+    presence = Presence(POOL)
+    presence.look(report([WorkerSlot(7, 70)]), [beat(70)], 10.0)
+    seen = presence.look(report([WorkerSlot(7, 71)]), [beat(70)], 11.0)
     assert (list(seen.starting), seen.others) == (["7"], ())
+
+
+def test_equal_process_ids_of_two_containers_are_two_workers() -> None:
+    """A worker without payloads has no address of its own, but a host."""
+    presence = Presence(POOL)
+    here = msgspec.structs.replace(beat(7), blobs=None, host="here")
+    there = msgspec.structs.replace(here, worker="engine-there", host="there", load={"held": 5.0})
+    seen = presence.look(report([WorkerSlot(0, 7)]), [here, there], 0.0)
+    assert seen.ready == (WorkerLoad("0", 0),)
+    assert [load.name for load in seen.others] == ["engine-there"]
+    # A worker of an older version has no host.
+    older = msgspec.structs.replace(here, host="")
+    seen = Presence(POOL).look(report([WorkerSlot(0, 7)]), [older], 0.0)
+    assert seen.ready == (WorkerLoad("0", 0),)

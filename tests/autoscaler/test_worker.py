@@ -10,7 +10,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.stage.runtime import Context, Shutdown
 from shared.telemetry.metrics import Metrics

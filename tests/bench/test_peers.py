@@ -14,7 +14,7 @@ from ops.bench.peers.roster import ROSTER
 from ops.bench.peers.stopwatch import Stopwatch
 from ops.bench.peers.workloads import WORKLOADS, Maker, Workload
 from tests import preloaded
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 SMOLLM2 = {
     "hidden_size": 576,

@@ -9,7 +9,7 @@ import pytest
 from ops.chaos.processes.proxy import Behavior, Mode, Proxy
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

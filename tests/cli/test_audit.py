@@ -12,7 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.connection import retry_until
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json, to_msgpack
@@ -27,7 +27,7 @@ from workers.cli.commands.audit import audit
 from workers.cli.commands.backup import backup, restore
 from workers.cli.commands.dead import requeue_letter
 from workers.cli.commands.requests import cancel
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 
 @dataclass

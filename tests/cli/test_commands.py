@@ -22,7 +22,7 @@ from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import PAGEMILL, ROOT
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
 from workers.roles import all_roles

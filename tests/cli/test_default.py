@@ -3,7 +3,8 @@
 import tomllib
 from pathlib import Path
 
-from workers.cli import settings, sound
+from workers import settings
+from workers.cli import sound
 from workers.cli.commands import painting
 from workers.roles import default_workers
 

@@ -9,7 +9,7 @@ from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, write_config
 from workers.cli.models.local import LocalModel
 from workers.cli.models.reports import check_folders
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(

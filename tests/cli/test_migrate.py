@@ -11,7 +11,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.state import audit_log
 from tests.cli.test_request_commands import run

@@ -20,7 +20,7 @@ from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.hub_server import COMMIT, Faults, Hub, etag_of
 from tests.cluster.conftest import PAGEMILL, ROOT
-from workers.cli import settings
+from workers import settings
 from workers.cli.commands import serve
 from workers.cli.commands.models import pull_model
 from workers.cli.commands.worker import worker

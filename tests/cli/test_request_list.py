@@ -9,7 +9,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -13,7 +13,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.state import scale_state
 from workers.cli.commands.scale import scale
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 CONFIG = f"""
 models: {{demo: {{path: {DEMO_MODEL}}}}}

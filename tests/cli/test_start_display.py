@@ -8,8 +8,8 @@ import pty
 from rich.console import Console
 
 from workers.cli.start_display import PROGRESS_S, StartDisplay
-from workers.cli.start_watch import Observation, StartWatch
 from workers.roles import WorkerSpec
+from workers.supervisor.start import Observation, StartWatch
 
 
 def test_plain_lines_come_at_most_every_few_seconds() -> None:

@@ -9,7 +9,7 @@ import pytest
 from shared.bus.embedded_server import EmbeddedServer
 from shared.protocol.encoding import to_json
 from tests import preloaded
-from workers.cli import settings
+from workers import settings
 from workers.cli.backup.manifest import FORMAT, MANIFEST_FILE, Manifest
 
 

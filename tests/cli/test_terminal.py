@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.errors import UnknownModel
 from shared.protocol.records import error_info
@@ -19,6 +22,7 @@ from workers.cli import terminal
 from workers.cli.ask import print_error
 from workers.cli.terminal import (
     call_on_signals,
+    harmless,
     print_json,
     print_line,
     print_note,
@@ -138,6 +142,15 @@ def test_texts_are_harmless_on_a_terminal_and_unchanged_in_a_pipe(
         monkeypatch.setattr("sys.stdout", out)
         write_text(STEERING)
         assert out.getvalue() == shown
+
+
+@given(st.text())
+def test_no_text_steers_the_terminal(text: str) -> None:
+    shown = harmless(text)
+    assert len(shown) == len(text)
+    steering = {chr(n) for n in (*range(32), *range(127, 160))} - {"\n", "\t"}
+    assert not steering & set(shown)
+    assert all(a == b for a, b in zip(text, shown, strict=True) if a in string.printable[:95])
 
 
 def test_json_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:

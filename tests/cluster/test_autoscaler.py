@@ -70,11 +70,11 @@ async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 90.0) ->
 
 async def at_zero(bus: Bus) -> bool:
     """Whether no engine and no encoder lives, as the actuator and the leader say."""
-    report, plan = await scale_state.read_report(bus), await scale_state.read_current_plan(bus)
+    plan = await scale_state.read_current_plan(bus)
+    reports = [await scale_state.read_report(bus, pool) for pool in POOLS]
     return (
-        report is not None
-        and plan is not None
-        and [report.pools[pool] for pool in POOLS] == [[], []]
+        plan is not None
+        and [report and report.slots for report in reports] == [[], []]
         and all(plan.pools[pool].wanted == 0 for pool in POOLS if pool in plan.pools)
         and plan.pools.keys() == set(POOLS)
     )
@@ -135,8 +135,8 @@ async def test_a_killed_autoscaler_in_a_wake_up_loses_nothing(scaled: Cluster, b
     asking = asyncio.create_task(all_answers(bus, 4))
 
     async def is_waking() -> bool:
-        report = await scale_state.read_report(bus)
-        return report is not None and any(report.pools[pool] for pool in POOLS)
+        reports = [await scale_state.read_report(bus, pool) for pool in POOLS]
+        return all(reports) and any(report.slots for report in reports if report is not None)
 
     await until(is_waking)
     kill(pid)

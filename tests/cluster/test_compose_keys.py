@@ -55,6 +55,7 @@ class Volumes:
             "PYTHONPATH": str(ROOT),
             **dict(re.findall(r"(PAGEMILL_\w+)=(\S+)", image)),
             **SERVICES["secrets"]["environment"],
+            "POOL_ROLES": "engine,encoder",
         }
         subprocess.run(
             [shell, options, script, name, *(command or SERVICES["secrets"]["command"])],
@@ -101,6 +102,9 @@ def test_a_replaced_key_and_a_tenant_reach_the_volumes_that_need_them(volumes: V
         assert files_of(volumes.of(role)) == [file.name]
         assert file.stat().st_mode & 0o777 == 0o600
     assert files_of(volumes.of("nats-0")) == ["accounts.conf", "nats_password"]
+    assert files_of(volumes.folder / "keys-pool") == ["encoder.nk", "engine.nk", "pool.nk"]
+    engine = seed_file(volumes.folder / "keys-pool", "engine").read_bytes()
+    assert engine == after["engine"]
 
 
 async def test_workers_with_their_own_key_alone_answer_a_request(

@@ -17,7 +17,7 @@ from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, new_request_id
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import IMAGE, embedding_key
@@ -31,9 +31,9 @@ from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.cluster.test_request import CASES
 from tests.cluster.test_videos import clip, data_url, expected_tokens, frames_of, question
 from workers.cli.ask import build_request
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 WITH_ENCODERS = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    tower: encoder")
 

@@ -19,12 +19,13 @@ import soundfile
 from openai import APIStatusError, AsyncOpenAI
 
 from ops.browser import ENTER, MISSING, browsing
-from ops.demo_hearing.training.evaluation import Listener
-from ops.demo_hearing.training.sounds import RATE, Wave, beeps
+from ops.training.audio import Wave
+from ops.training.hearing.judging import Listener
+from ops.training.hearing.sounds import RATE, beeps
 from shared.bus.bus import Bus
 from shared.client import pin_media
 from shared.codec.arrays import from_numpy
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
 from shared.models.qwen_video import SECONDS

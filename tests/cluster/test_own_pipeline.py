@@ -46,8 +46,7 @@ from tests.cluster.processes import (
     until_ready,
     until_records,
 )
-from workers import roles
-from workers.cli import settings
+from workers import roles, settings
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"""

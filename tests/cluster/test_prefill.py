@@ -30,7 +30,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, tokens_of
 from workers.cli.ask import build_request
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 APART = CONFIG.replace(
     "max_model_len: 1024",

@@ -50,7 +50,7 @@ from tests.cluster.processes import (
 )
 from tests.generator import voices
 from tests.talkers import PlainTalker
-from workers.cli import settings
+from workers import settings
 from workers.engine.runner import ModelRunner
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, tokenize
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe
 from shared.models.registry import adapt
@@ -46,9 +46,9 @@ from tests.cluster.processes import until
 from tests.cluster.streams import assert_gapless, tokens_of
 from tests.cluster.test_redelivery import wait_until_idle, wait_until_in_hand
 from tests.renderer.canary import Canary, send
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 QUESTION = "Which way does the shape move?"
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

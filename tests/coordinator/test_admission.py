@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import ModelConfig, StageConfig
 from shared.errors import (
     InvalidRequest,
     RequestError,

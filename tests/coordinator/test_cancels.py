@@ -15,7 +15,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
-from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.requests import GenerateRequest, encode_request
@@ -25,7 +25,7 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
-from workers.cli import settings
+from workers import settings
 from workers.coordinator import worker as coordinator
 
 MAX_QUEUED = 40

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.records import OutputEnd
@@ -19,7 +19,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
-from workers.cli import settings
+from workers import settings
 from workers.coordinator.worker import Coordinator
 
 CONFIG = Path(__file__).parents[2] / "ops" / "demo_voice" / "pagemill.yaml"

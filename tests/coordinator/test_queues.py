@@ -15,7 +15,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.codec.envelope import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request

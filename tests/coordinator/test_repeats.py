@@ -7,7 +7,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams

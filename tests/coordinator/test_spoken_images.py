@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import UnsupportedContent
 from shared.stage.pipelines import pipeline_of
 from workers.coordinator.admission import Admitted, admit

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from workers.coordinator import store_watch
 from workers.coordinator.store_watch import StoreWatch

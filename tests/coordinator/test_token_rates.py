@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
-from shared.config import Config, DeliveryConfig, ModelConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig
 from shared.errors import Cancelled, InvalidMedia, PagemillError, TokenRateExceeded
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams

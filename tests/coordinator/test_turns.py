@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
-from shared.config import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams

@@ -9,7 +9,7 @@ import structlog
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.config import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.errors import InvalidRequest, RequestError, UnsupportedVersion
 from shared.protocol import subjects, versions
 from shared.protocol.encoding import to_json

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shared.models.tower import Tower, load_tower
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from shared.errors import InvalidRequest
 from shared.models.registry import find_tower
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
-from workers.cli.settings import DEMO_MODEL
 from workers.encoder.tower import TowerThread
+from workers.settings import DEMO_MODEL
 
 
 def image(seed: int, side: int = 8) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.bus.bus import Bus
 from shared.codec import envelope
-from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
+from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
 from shared.protocol.records import Failure

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import (
     DecodeError,
     InvalidRequest,
@@ -27,12 +27,12 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, TextPart
 from tests.request_path import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 MODEL = ModelConfig(str(DEMO_MODEL), max_model_len=512)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from tests import omni
 from tests.engine.model.test_parity import build, changed_copy, folder

@@ -7,7 +7,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.config import EngineConfig
+from shared.config.schema import EngineConfig
 from shared.protocol.pipeline import Edge
 from shared.protocol.records import Finish
 from shared.protocol.sampling import SamplingParams

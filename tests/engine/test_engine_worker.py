@@ -17,7 +17,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.client import follow
 from shared.codec import envelope
-from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
+from shared.config.schema import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.errors import GrammarNotTried, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec

@@ -8,7 +8,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.config import EngineConfig
+from shared.config.schema import EngineConfig
 from shared.errors import LogTruncated, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt

@@ -13,7 +13,7 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.codec.tensors import from_torch, to_torch
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.errors import Unavailable
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from workers.engine.item_loader import ItemLoader

@@ -16,7 +16,7 @@ from blake3 import blake3
 from shared.blobs.store import Blobs
 from shared.blobs.transports import Blob
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig, ModelConfig
+from shared.config.schema import BlobsConfig, ModelConfig
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import BlobRef

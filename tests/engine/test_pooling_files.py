@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.sequence import LAST_TOKEN, EngineRequest, Pooling
 from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.engine.pooling_files import read_pooling
+from workers.settings import DEMO_MODEL
 
 STEPS = "sentence_transformers.models"
 

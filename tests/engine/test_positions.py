@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shared.codec.tensors import to_torch
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ContextTooLong, InvalidRequest
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe

@@ -17,7 +17,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
+from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.errors import BlobLost, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange

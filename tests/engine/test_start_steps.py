@@ -1,9 +1,9 @@
 """Steps that an engine reports while it loads a model."""
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.native import library
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.loader import PACKING, READING, load
+from workers.settings import DEMO_MODEL
 
 
 def test_each_step_of_loading_is_named() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from workers.gateway.worker import _listening, _url
 
 

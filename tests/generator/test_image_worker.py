@@ -13,9 +13,7 @@ import structlog
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.config import Config, DeliveryConfig, ModelConfig
-from shared.config_generator import GeneratorConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, DeliveryConfig, GeneratorConfig, ModelConfig, StageConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

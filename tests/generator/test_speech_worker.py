@@ -12,8 +12,7 @@ import structlog
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.config import Config, DeliveryConfig, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, StageConfig
 from shared.errors import Cancelled, ConfigError
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec

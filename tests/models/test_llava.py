@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaProcessor
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage

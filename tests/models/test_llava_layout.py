@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor
 
 from ops.rendering import render
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage

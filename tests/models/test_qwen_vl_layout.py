@@ -16,8 +16,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
 from tests.renderer.processing.test_processor import TEMPLATE, VISION, write_model

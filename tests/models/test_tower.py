@@ -12,7 +12,7 @@ from shared.errors import ConfigError, InvalidRequest
 from shared.models.registry import find_model_class, find_tower
 from shared.models.tower import load_tower
 from shared.vision.weights import load_weights
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from ops.rendering import render
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField, decode_item, encode_item
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily

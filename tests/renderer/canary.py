@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiodns
 import pytest
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from tests.renderer.threads import in_thread
 from workers.renderer.media.fetcher import Fetcher
 from workers.renderer.media.loader import MediaLoader

@@ -13,7 +13,7 @@ import uvloop
 
 from shared.stage import runtime
 from shared.stage.stage import Stage
-from workers.cli import settings
+from workers import settings
 from workers.renderer import worker
 
 

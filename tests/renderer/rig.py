@@ -17,15 +17,14 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
 from shared.protocol import subjects
 from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task
 from shared.stage.runtime import Context
 from tests.tasks import render_task
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.worker import RendererWorker
+from workers.settings import DEMO_MODEL
 
 _sequences = itertools.count(1_000_000)
 

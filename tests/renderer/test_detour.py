@@ -14,7 +14,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config import Config, DeliveryConfig, ModelConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat

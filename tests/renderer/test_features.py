@@ -13,7 +13,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.vllm_kwargs import mm_hash
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.renderer_rpc import (
     Detokenized,
@@ -38,8 +38,8 @@ from tests.renderer.rig import (
     task_for,
 )
 from tests.renderer.test_paths import data_url
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 IMAGE = png(1, (112, 56))
 

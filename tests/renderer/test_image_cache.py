@@ -13,18 +13,17 @@ from PIL import Image
 from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig, ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import BlobsConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE
 from tests.renderer.threads import in_thread
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.processing.processor import Processor
 from workers.renderer.processing.prompt import MediaPart
+from workers.settings import DEMO_MODEL
 
 PART = MediaPart(IMAGE, "messages[0].content[0].image_url.url", "")
 

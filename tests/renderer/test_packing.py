@@ -13,7 +13,7 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.config import BlobsConfig, Config, ModelConfig
+from shared.config.schema import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, PlaceholderRange, embedding_key

@@ -5,7 +5,7 @@
 
 import pytest
 
-from shared.tenant_shares import TenantShares
+from shared.tenants.tenant_shares import TenantShares
 
 SHARES: list[tuple[str, int, list[tuple[str, int, bool]]]] = [
     ("half", 100, [("a", 50, True), ("a", 1, False), ("b", 25, True), ("b", 1, False)]),

@@ -21,17 +21,17 @@ from nats.aio.client import Client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.bus.login import Login, TlsFiles, seed_file
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.requests import tenant_header
-from shared.state import storage_quotas
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
-from workers.cli.keyring import Keyring
+from shared.tenants import storage_quotas
+from workers.keyring import Keyring
 
 CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
 FORGED = b'{"type":"tokens","index":0,"attempt":9,"choices":[]}'

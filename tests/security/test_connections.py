@@ -15,7 +15,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.protocol.permissions import OPERATOR
-from workers.cli.keyring import TENANT_CONNECTIONS, Keyring
+from workers.keyring import TENANT_CONNECTIONS, Keyring
 
 
 @contextlib.asynccontextmanager

@@ -26,9 +26,9 @@ from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state.log_records import decode_record
 from tests.cluster.conftest import Cluster, start_cluster, stop_cluster
 from tests.security import image_files as files
-from workers.cli.keyring import Keyring
-from workers.cli.settings import DEMO_MODEL
 from workers.gateway.http.auth import digest, make_key
+from workers.keyring import Keyring
+from workers.settings import DEMO_MODEL
 
 MIB = 2**20
 ATTACKER, OTHER = "attacker", "other"

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, RequestError
+from shared.helpers.validation import split_validation_error
 from shared.protocol.encoding import is_packed
 from shared.protocol.msgpack_formats import RUN_LEN
 from shared.protocol.renderer_rpc import (
@@ -32,7 +33,6 @@ from shared.protocol.value_limits import (
     MAX_VALUES,
     check_json,
 )
-from shared.validation import split_validation_error
 from workers.agent import mcp_protocol
 from workers.gateway.core.plan import _schema
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest

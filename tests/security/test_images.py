@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
 from tests.security import image_files as files
 from tests.security.image_files import app1, chunk, exif, jpeg_with, png, riff, segment, webp

@@ -10,8 +10,8 @@ from typing import Any
 import httpcore2
 import pytest
 
-from shared.dialing import MAX_DIALLED, GuardedBackend, Resolver
 from shared.errors import InvalidMedia, MediaBlocked
+from shared.net.dialing import MAX_DIALLED, GuardedBackend, Resolver
 from tests.renderer.canary import Canary, config
 from tests.security.dns import NameServer
 from workers.renderer.media.fetcher import MAX_FETCHES, MAX_FETCHES_OF_TENANT, Fetcher

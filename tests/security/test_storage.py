@@ -18,7 +18,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Cancelled, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure
@@ -28,15 +28,16 @@ from shared.stage import dead_letter
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
-from shared.state import dead_letters, media_store, storage_quotas
-from shared.state.storage_quotas import read_exceeded
+from shared.state import dead_letters, media_store
 from shared.state.token_log import LogWriter, end_request
+from shared.tenants import storage_quotas
+from shared.tenants.storage_quotas import read_exceeded
 from tests.gateway.conftest import Gateway, start_gateway_at
 from tests.shared.stage.test_worker_loop import SUMMARY, put
-from workers.cli.settings import DEMO_MODEL
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.worker import Coordinator
 from workers.gateway.http.auth import digest, make_key
+from workers.settings import DEMO_MODEL
 
 MIB = 2**20
 DELIVERY = DeliveryConfig(max_token_log_mib=2, max_media_mib=8, max_job_mib=1, max_dead_mib=1)

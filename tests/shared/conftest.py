@@ -6,7 +6,7 @@ import pytest
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 

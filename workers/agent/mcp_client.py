@@ -9,11 +9,11 @@ from typing import Any
 
 import httpcore2
 
-from shared.config_agent import AgentConfig
-from shared.dialing import AddressBlocked, GuardedBackend, Resolver, url_of
-from shared.lru import ByteLRU
+from shared.config.schema import AgentConfig
+from shared.helpers.lru import ByteLRU
+from shared.net.dialing import AddressBlocked, GuardedBackend, Resolver, url_of
+from shared.net.targets import Target
 from shared.protocol.items import ListedTool
-from shared.targets import Target
 from workers.agent import mcp_protocol as mcp
 from workers.agent.mcp_protocol import EventReader, McpFault, NotSent, OutcomeUnknown
 

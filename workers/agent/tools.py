@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig
+from shared.net.targets import parse_target
 from shared.protocol.items import ListToolsItem
 from shared.protocol.steps import Listed, Result, Sending
 from shared.responses.calls import ServerCall
@@ -17,7 +18,6 @@ from shared.responses.conversation import Entry
 from shared.responses.state import OVER_LIMIT, unknown_error
 from shared.responses.tools import is_idempotent, is_read_only
 from shared.state.step_log import StepLog
-from shared.targets import parse_target
 from workers.agent.mcp_client import McpClient, Server
 from workers.agent.mcp_protocol import McpError, McpFault, McpRefusal, cut_output, output_of
 from workers.agent.mcp_session import McpSession

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -11,7 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.reading import QueueDepth
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import ActuatorReport, Heartbeat
+from shared.protocol.messages import Heartbeat, PoolReport
 from shared.protocol.subjects import LANES
 from shared.scaling.pools import PoolFigures
 from shared.state.scale_state import read_report
@@ -41,8 +41,9 @@ class Look(Struct, frozen=True):
     queues: Queues
     """By stage, model and lane."""
     workers: Mapping[str, Workers]
-    """By pool, without those that the actuator knows nothing of."""
-    actuator: str
+    """By pool, without the pools that no actuator has reported."""
+    actuators: Mapping[str, str]
+    """Name of the actuator by pool."""
 
 
 class Reader:
@@ -52,32 +53,46 @@ class Reader:
         self._bus = bus
         self._worker = worker
         self._pools = pools
-        self._presence = Presence()
+        self._presences: dict[tuple[str, str], Presence] = {}
+        """By actuator and pool: a new actuator has other workers."""
 
     async def look(self) -> Look | None:
         """Return what there is, or None if any of it is missing."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                report = await read_report(self._bus)
+                reports = await self._read_reports()
                 beats = await self._bus.read_heartbeats()
                 queues = await self._read_queues()
         except (Unavailable, TimeoutError) as error:
             _log.warning("no_figures", reason=str(error) or "the broker does not answer")
             return None
-        if report is None:
-            _log.warning("no_figures", reason="no actuator reports its workers")
+        if not reports:
+            _log.warning("no_figures", reason="no actuator reports workers")
             return None
         # A broker that has restarted has no heartbeats at first, not even that of this worker.
         if not any(beat.worker == self._worker for beat in beats):
             _log.warning("no_figures", reason="heartbeats are missing")
             return None
-        return Look(queues, self._workers(report, beats), report.actuator)
+        actuators = {pool: report.actuator for pool, report in reports.items()}
+        return Look(queues, self._workers(reports, beats), actuators)
 
-    def _workers(self, report: ActuatorReport, beats: list[Heartbeat]) -> dict[str, Workers]:
+    async def _read_reports(self) -> dict[str, PoolReport]:
+        """Return the reports by pool, without the pools that no actuator has reported lately."""
+        names = list(self._pools.by_name)
+        reports = await asyncio.gather(*(read_report(self._bus, name) for name in names))
+        return {name: r for name, r in zip(names, reports, strict=True) if r is not None}
+
+    def _workers(
+        self, reports: Mapping[str, PoolReport], beats: Sequence[Heartbeat]
+    ) -> dict[str, Workers]:
         now_s = asyncio.get_running_loop().time()
-        self._presence.forget_all_but(report)
-        pools = (pool for name, pool in self._pools.by_name.items() if name in report.pools)
-        return {p.name: self._presence.look(p, report, beats, now_s) for p in pools}
+        last, self._presences = self._presences, {}
+        workers = {}
+        for name, report in reports.items():
+            key = report.actuator, name
+            presence = self._presences[key] = last.get(key) or Presence(self._pools.by_name[name])
+            workers[name] = presence.look(report, beats, now_s)
+        return workers
 
     async def _read_queues(self) -> Queues:
         depths = await self._bus.queue_depths(subjects.STAGES_STREAM)

@@ -1,34 +1,58 @@
-"""The actuator for Kubernetes: pools are Deployments, whose pods the API server starts and stops.
+"""Actuator for Kubernetes: pools are Deployments, whose pods the API server starts and stops.
 
-Which pod goes when a pool shrinks is the cluster's choice: it drains, as any other.
+The cluster chooses the pod that ends when a pool shrinks. Such a pod drains, as any other.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 
 import structlog
 
+from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol.messages import WorkerSlot
+from shared.state.scale_state import REPORT_AGE_S
+from workers.actuator import REPORT_S, Actuator
 from workers.autoscaler.kubernetes_api import Scale, ScaleApi
-from workers.autoscaler.remote_pools import RemotePools
-from workers.deployment_names import name_of
 from workers.pools import Pools
+
+# Slots of a pool are numbered from a multiple of this.
+MAX_SLOTS = 10_000
+# A failure that stays the same is logged once in this time.
+REPEAT_S = 60.0
 
 _log = structlog.get_logger()
 
 
-class KubernetesPools(RemotePools):
-    """Actuator over Deployments; its slots only count workers."""
+class KubernetesPools(Actuator):
+    """Actuator that reads and changes Deployments once a second; its slots only count workers.
+
+    A failure concerns one pool alone: this pool is not reported, so that it stays as it is, and the
+    others are scaled.
+    """
+
+    host = ""
 
     def __init__(self, api: ScaleApi, pools: Pools) -> None:
-        super().__init__(pools)
         self._api = api
-        self._names = {name: name_of(pool.spec) for name, pool in pools.by_name.items()}
+        self._names = {name: pool.deployment for name, pool in pools.by_name.items()}
+        self._first_slots = {name: n * MAX_SLOTS for n, name in enumerate(self._names)}
         self._scales: dict[str, Scale] = {}
         self._wanted: dict[str, int] = {}
-        """Sizes to set at the next look, and then no more: later ones may be another's."""
+        """Sizes to set once, at the next look: a later size may be another client's."""
+        self._read_s: dict[str, float] = {}
+        """Time of the last read of each pool's workers."""
+        self._logged_s: dict[tuple[str, str], float] = {}
+        """Time when each failure of a pool was last logged."""
+        self._woken = asyncio.Event()
+
+    def pools(self) -> Sequence[str]:
+        if not (known := [pool for pool in self._names if self._is_known(pool)]):
+            raise Unavailable("the workers of no pool were read lately")
+        return known
 
     def running(self, pool: str) -> list[WorkerSlot]:
-        self._check_known(pool)
+        if not self._is_known(pool):
+            raise Unavailable(f"the workers of {pool} were not read lately")
         scale, first = self._scales[pool], self._first_slots[pool]
         present = max(scale.present, scale.wanted)
         return [WorkerSlot(first + n, draining=n >= scale.wanted) for n in range(present)]
@@ -40,11 +64,59 @@ class KubernetesPools(RemotePools):
         if self._wanted.get(pool, self._scales[pool].wanted) == count:
             return False
         self._wanted[pool] = count
-        self.ask()
+        self._woken.set()
         return True
 
-    async def _read(self, pool: str) -> None:
-        self._scales[pool] = await self._api.get(self._names[pool])
+    async def read(self) -> dict[str, PagemillError]:
+        """Read each pool's workers, and set the size that the plan wants.
+
+        Return the failures, by pool.
+        """
+        failures = {}
+        for pool in self._names:
+            try:
+                self._scales[pool] = await self._api.get(self._names[pool])
+                self._read_s[pool] = asyncio.get_running_loop().time()
+                await self._change(pool)
+            except PagemillError as error:
+                failures[pool] = error
+        return failures
+
+    async def check(self) -> None:
+        """Read the workers for the first time.
+
+        Raises ConfigError for a refusal that another attempt will meet too, and Unavailable if the
+        workers of no pool can be read.
+        """
+        failures = await self.read()
+        for pool, error in failures.items():
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"pool {pool}: {error.message}", field=error.field)
+        if failures and not self._read_s:
+            raise next(iter(failures.values()))
+        self.log_failures(failures)
+
+    async def serve(self) -> None:
+        """Keep pools at the size that the plan wants, until cancelled."""
+        while True:
+            self.log_failures(await self.read())
+            try:
+                async with asyncio.timeout(REPORT_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            self._woken.clear()
+
+    def log_failures(self, failures: Mapping[str, PagemillError]) -> None:
+        """Log each failure, once a minute as long as it stays the same."""
+        now_s = asyncio.get_running_loop().time()
+        self._logged_s = {
+            key: at_s for key, at_s in self._logged_s.items() if now_s < at_s + REPEAT_S
+        }
+        for pool, error in failures.items():
+            if (pool, error.message) not in self._logged_s:
+                self._logged_s[pool, error.message] = now_s
+                _log.warning("pool_not_scaled", pool=pool, code=error.code, reason=error.message)
 
     async def _change(self, pool: str) -> None:
         name, seen = self._names[pool], self._scales[pool]
@@ -54,3 +126,7 @@ class KubernetesPools(RemotePools):
             changed = await self._api.set(name, seen, count)
             _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
             self._scales[pool] = changed or seen
+
+    def _is_known(self, pool: str) -> bool:
+        read_s = self._read_s.get(pool)
+        return read_s is not None and asyncio.get_running_loop().time() - read_s <= REPORT_AGE_S

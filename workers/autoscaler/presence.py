@@ -1,15 +1,15 @@
-"""The workers of pools, as heartbeats and the actuator's report show them together. Pure.
+"""The workers of pools, as heartbeats and the actuators' reports show them together. Pure.
 
 The report says which processes there are, the heartbeats which of them are ready. A worker that was
 ready counts as ready as long as its process lives: a late heartbeat is no new start. The heartbeats
 of a process that has ended are read for some seconds more, and count for nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from shared.protocol.messages import ActuatorReport, Heartbeat, WorkerSlot
+from shared.protocol.messages import Heartbeat, PoolReport, WorkerSlot
 from shared.scaling.pools import WorkerLoad
 from workers.pools import Pool
 
@@ -31,9 +31,10 @@ class Workers(Struct, frozen=True):
 
 
 class Presence:
-    """Memory of which worker is ready, and since when the others start."""
+    """Memory of which workers of a pool are ready, and since when the others start."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._ready: dict[tuple[int, int], WorkerLoad] = {}
         """By slot and process id."""
         self._started_s: dict[int, float] = {}
@@ -43,18 +44,15 @@ class Presence:
         self._others: set[str] = set()
         """Workers that the actuator has not started."""
 
-    def look(
-        self, pool: Pool, report: ActuatorReport, beats: Sequence[Heartbeat], now_s: float
-    ) -> Workers:
+    def look(self, report: PoolReport, beats: Sequence[Heartbeat], now_s: float) -> Workers:
         """Return the pool's workers."""
-        slots = report.pools.get(pool.name, [])
-        own = [beat for beat in beats if _serves(beat, pool)]
+        slots = report.slots
+        self._forget_all_but(slots)
+        own = [beat for beat in beats if _serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
         found = [beat for beat in own if self._known.get(beat.worker) in living]
-        certain = (
-            _by_process(slots, found, report.host) if report.host else _by_address(slots, found)
-        )
+        certain = _by_process(slots, found, report.host) if report.host else {}
         heard = {beat.worker for beat in beats}
         self._known = {worker: p for worker, p in self._known.items() if worker in heard}
         self._known |= {beat.worker: processes[slot] for slot, beat in certain.items()}
@@ -64,7 +62,7 @@ class Presence:
             by_slot, others = certain, self._find_others(rest, slots)
         else:
             # The actuator does not tell its own workers from others.
-            by_slot, others = certain | _by_number(slots, certain, rest), ()
+            by_slot, others = _by_number(slots, rest), ()
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -93,9 +91,8 @@ class Presence:
         self._others |= {beat.worker for beat in others}
         return tuple(_load(beat.worker, beat) for beat in others)
 
-    def forget_all_but(self, report: ActuatorReport) -> None:
+    def _forget_all_but(self, slots: Sequence[WorkerSlot]) -> None:
         """Forget the processes that the actuator does not have any more."""
-        slots = [slot for pool in report.pools.values() for slot in pool]
         processes = {(slot.slot, slot.pid) for slot in slots}
         numbers = {slot.slot for slot in slots}
         self._ready = {key: load for key, load in self._ready.items() if key in processes}
@@ -120,31 +117,14 @@ def _serves(beat: Heartbeat, pool: Pool) -> bool:
 def _by_process(
     slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat], host: str
 ) -> dict[int, Heartbeat]:
-    """Return the heartbeats by slot. Machines use the same process ids."""
-    by_pid = {b.pid: b for b in beats if b.blobs is None or b.blobs.host == host}
+    """Return the heartbeats by slot. Machines and containers use the same process ids."""
+    by_pid = {beat.pid: beat for beat in beats if beat.may_run_on(host)}
     return {slot.slot: by_pid[slot.pid] for slot in slots if slot.pid in by_pid}
 
 
-def _by_address(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the heartbeats by slot that have the address of a slot's container."""
-    places = {address: slot.slot for slot in slots for address in slot.addresses}
-    found = ((places.get(_address(beat) or ""), beat) for beat in beats)
-    return {slot: beat for slot, beat in found if slot is not None}
-
-
-def _by_number(
-    slots: Iterable[WorkerSlot], certain: Mapping[int, Heartbeat], rest: Iterable[Heartbeat]
-) -> dict[int, Heartbeat]:
-    """Return heartbeats for the other slots, of which nothing more is known than their number."""
-    if certain:
-        # Workers of these pools do tell their addresses: others are elsewhere.
-        rest = (beat for beat in rest if _address(beat) is None)
-    free = [slot.slot for slot in slots if slot.slot not in certain]
-    return dict(zip(free, rest, strict=False))
-
-
-def _address(beat: Heartbeat) -> str | None:
-    return None if beat.blobs is None or beat.blobs.tcp is None else beat.blobs.tcp[0]
+def _by_number(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
+    """Return heartbeats by slot, for slots without any information but their number."""
+    return dict(zip((slot.slot for slot in slots), beats, strict=False))
 
 
 def _load(name: str, beat: Heartbeat) -> WorkerLoad:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from shared.errors import ConfigError, PagemillError
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.memory import Memory
@@ -21,16 +22,12 @@ from shared.scaling.policy import decide
 from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_victims
 from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
-from shared.task_set import TaskSet
 from workers.actuator import follow_plan
-from workers.autoscaler.docker_api import ProxyApi
-from workers.autoscaler.docker_pools import DockerPools
 from workers.autoscaler.figures import Look, Reader, figures_of
 from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import LEASE_S, RENEW_S, Lease
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.remote_pools import RemotePools
 from workers.pools import Pools, pools_of
 
 LOOK_S = 1.0
@@ -41,31 +38,16 @@ async def main(context: Context) -> None:
     if not pools.by_name:
         raise ConfigError("scale.pools: the configuration has no pools", field="scale.pools")
     async with contextlib.AsyncExitStack() as stack:
-        if (actuator := _new_actuator(context, pools, stack)) is not None:
-            await _actuate(context, actuator, stack)
+        if context.config.scale.actuator == "kubernetes":
+            await _actuate(context, pools, stack)
         await Autoscaler(context, pools).serve()
 
 
-def _new_actuator(
-    context: Context, pools: Pools, stack: contextlib.AsyncExitStack
-) -> RemotePools | None:
-    """Return the configured actuator; None for `up`, which is another process."""
-    scale = context.config.scale
-    if scale.actuator == "up":
-        return None
-    if scale.actuator == "kubernetes":
-        api = ScaleApi.in_cluster()
-        stack.push_async_callback(api.close)
-        return KubernetesPools(api, pools)
-    proxy = ProxyApi(scale.docker_proxy)
-    stack.push_async_callback(proxy.close)
-    return DockerPools(proxy, pools)
-
-
-async def _actuate(
-    context: Context, actuator: RemotePools, stack: contextlib.AsyncExitStack
-) -> None:
+async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
     """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
+    api = ScaleApi.in_cluster()
+    stack.push_async_callback(api.close)
+    actuator = KubernetesPools(api, pools)
     await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
@@ -164,9 +146,9 @@ class Autoscaler:
         for name, decision in decisions.items():
             if (seen := figures[name]) is not None:
                 workers = look.workers[name]
-                pools[name] = plan_of(decision, seen, workers)
+                pools[name] = plan_of(decision, seen, workers, look.actuators[name])
                 self._tell(name, before.get(name), pools[name], workers)
-        return ScalePlan(self._context.worker, pools, look.actuator)
+        return ScalePlan(self._context.worker, pools)
 
     def _tell(self, pool: str, before: PoolPlan | None, now: PoolPlan, workers: Workers) -> None:
         """Log and count a decision that changes anything, and the starts that have ended."""
@@ -223,7 +205,7 @@ def _is_empty(look: Look, pool: str) -> bool:
     return workers is not None and not (workers.ready or workers.starting or workers.others)
 
 
-def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> PoolPlan:
+def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers, actuator: str) -> PoolPlan:
     """Return the plan for the pool's actuator, which has not started all of the workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
     # An actuator starts what it lacks, whatever that is missing for.
@@ -242,4 +224,5 @@ def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers) -> Pool
         in_flight=seen.in_flight,
         oldest_s=seen.oldest_s,
         pinned=seen.num_pinned,
+        actuator=actuator,
     )

@@ -14,6 +14,7 @@ from rich.markup import escape
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import InvalidMedia
+from shared.helpers.validation import invalid_request
 from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import (
@@ -29,7 +30,6 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
-from shared.validation import invalid_request
 from workers.cli.terminal import errors, harmless, print_json, print_note, write_text
 
 EXIT_INTERRUPTED = 130
@@ -152,15 +152,16 @@ async def media_parts(
 
 def data_url(path: Path) -> str:
     """Return a file as a `data:` URL; the server detects its format."""
-    return _encode(_read(path, "image"))
+    return _encode(read_media(path, "image"))
 
 
 async def _file_url(bus: Bus, path: Path, field: str) -> str:
-    data = await asyncio.to_thread(_read, path, field)
+    data = await asyncio.to_thread(read_media, path, field)
     return _encode(data) if len(data) <= MAX_INLINE else await client.pin_media(bus, data)
 
 
-def _read(path: Path, field: str) -> bytes:
+def read_media(path: Path, field: str) -> bytes:
+    """Return the bytes of a file. Raises InvalidMedia with `field` if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

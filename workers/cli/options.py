@@ -6,8 +6,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shared.bus.login import Login
-from shared.config import Config
-from workers.cli import settings
+from shared.config.schema import Config
+from workers import settings
 from workers.roles import all_roles
 
 ConfigFile = Annotated[

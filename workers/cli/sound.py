@@ -10,7 +10,7 @@ from typing import IO
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO
 from shared.protocol.records import AudioChunk, Finish, LogRecord

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.bus.login import without_credentials
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import PagemillError
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs
-from workers.cli import log_file
-from workers.cli.local_cluster import LocalCluster
 from workers.cli.start_display import StartDisplay
 from workers.cli.terminal import call_on_signals, errors
+from workers.supervisor import log_file
+from workers.supervisor.cluster import LocalCluster
 
 # Errors of the log that are shown when the start fails.
 NUM_REASONS = 5
@@ -43,11 +43,12 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
 
     def stop_or_requeue() -> None:
         if stopping.is_set():
-            cluster.requeue_now()
+            cluster.supervisor.requeue_now()
         stopping.set()
 
     # Without a terminal, a service manager asks for a reload.
-    call_on_signals(stop_or_requeue, on_hangup=stopping.set if has_terminal() else cluster.reload)
+    on_hangup = stopping.set if has_terminal() else cluster.supervisor.reload
+    call_on_signals(stop_or_requeue, on_hangup=on_hangup)
     display.open()
     ticks = asyncio.create_task(display.keep_current())
     start = asyncio.create_task(cluster.start())

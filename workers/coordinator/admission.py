@@ -6,8 +6,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shared.config import DeliveryConfig, ModelConfig
+from shared.config.schema import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
+from shared.helpers.validation import invalid_request, split_validation_error
 from shared.protocol import names, subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
@@ -15,7 +16,6 @@ from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embedd
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, ImagePart, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
-from shared.validation import invalid_request, split_validation_error
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
 # error, for the client can do something about it.

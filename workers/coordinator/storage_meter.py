@@ -8,7 +8,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
-from shared.state.storage_quotas import measure_exceeded, next_measurement_s, tell_exceeded
+from shared.tenants.storage_quotas import measure_exceeded, next_measurement_s, tell_exceeded
 
 _log = structlog.get_logger()
 

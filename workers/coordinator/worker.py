@@ -33,9 +33,9 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.log_records import is_final
-from shared.state.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, last_record
+from shared.tenants.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from workers.coordinator.admission import (
     Admitted,
     admit,

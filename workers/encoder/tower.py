@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shared.batch_thread import BatchThread, Pending
+from shared.helpers.batch_thread import BatchThread, Pending
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
 from workers.encoder.batches import BatchQueue

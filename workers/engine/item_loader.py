@@ -11,8 +11,8 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, EncodingFailed, Overloaded, Unavailable
+from shared.helpers.task_set import TaskSet
 from shared.protocol.multimodal import MultiModalKwargsItem
-from shared.task_set import TaskSet
 from workers.engine.core.sequence import Item
 
 if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it

@@ -14,12 +14,12 @@ import structlog
 from blake3 import blake3
 
 from shared.blobs.store import Blobs
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import BlobLost, PagemillError
+from shared.helpers.task_set import TaskSet
 from shared.models.digest import digest_of_files
 from shared.protocol.multimodal import BlobRef, HashPart, content_hash
 from shared.protocol.task_messages import KVBlob
-from shared.task_set import TaskSet
 from workers.engine.core.kv_exchange import KVExchange
 from workers.engine.core.sequence import EngineRequest, KVRun, ReceivedKV
 from workers.engine.item_loader import close_soon

@@ -9,7 +9,7 @@ import structlog
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.language import LanguageAdapter

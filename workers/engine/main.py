@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
-from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
+from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context

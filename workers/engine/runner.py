@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
-from shared.lru import ByteLRU
+from shared.helpers.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten

@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import Task, TaskHeader
@@ -25,7 +26,6 @@ from shared.stage.worker_loop import Done, Ended, Outcome, Requeue, WorkerLoop
 from shared.state.kv_event_log import KVLogWriter
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
-from shared.task_set import TaskSet
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats

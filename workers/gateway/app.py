@@ -17,16 +17,16 @@ from starlette.routing import Route, Router
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.config import Config, Right
+from shared.config.schema import Config, Right
 from shared.errors import PagemillError, UnknownModel
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
-from shared.state.storage_quotas import MediaQuotas, StorageQuotas
-from shared.task_set import TaskSet
 from shared.telemetry.metrics import Metrics
+from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
 from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget

@@ -11,7 +11,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.metering import LogUse
 from shared.errors import Unavailable
-from shared.lru import ByteLRU
+from shared.helpers.lru import ByteLRU
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport
 from shared.protocol.renderer_rpc import DetokenizeRequest

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import errors as shared_errors
-from shared.config import Right
+from shared.config.schema import Right
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, MakeAssembler, error_response

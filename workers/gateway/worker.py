@@ -18,7 +18,7 @@ import uvicorn
 from starlette.routing import Route
 
 from shared.bus.bus import Bus
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.batch_thread import Pending
+from shared.helpers.batch_thread import Pending
 from workers.generator.core.denoising import ImageModel, Step, Stepped
 from workers.generator.core.units import Unit
 from workers.generator.unit_thread import UnitThread

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.heap import keep_freed_memory
+from shared.helpers.heap import keep_freed_memory
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, StageSpec
 from shared.stage.runtime import Context
 

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from shared.batch_thread import BatchThread, Pending
+from shared.helpers.batch_thread import BatchThread, Pending
 from shared.stage.inputs import RequestEnded
 from workers.generator.core.units import Unit, UnitQueue
 

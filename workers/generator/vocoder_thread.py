@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.batch_thread import Pending
+from shared.helpers.batch_thread import Pending
 from workers.generator.core.schedule import Window
 from workers.generator.core.units import Unit
 from workers.generator.core.vocoder import ONE_SPEAKER, Codes, Samples, Speaker, Vocoder, cut

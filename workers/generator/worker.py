@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shared.codec.envelope import TensorData
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.task_messages import Task, TaskBody
 from shared.stage.job import Job
@@ -14,7 +15,6 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import Outcome, WorkerLoop
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
-from shared.task_set import TaskSet
 from workers.generator.unit_thread import UnitThread
 
 WATCH_S = 0.5

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat
 from shared.protocol.pipeline import Edge

@@ -6,7 +6,7 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.multimodal import (

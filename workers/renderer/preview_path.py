@@ -13,7 +13,7 @@ import numpy as np
 from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
 from shared.codec.vllm_kwargs import Samples
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
 from shared.models.media import DecodedAudio, DecodedMedia, SamplePlan
 from shared.protocol.multimodal import FrameSampling, PlaceholderRange

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import BlobRef, PlaceholderRange
 from shared.protocol.requests import Prompt

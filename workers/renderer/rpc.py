@@ -17,9 +17,9 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
-from shared.fair_slots import FairSlots
+from shared.helpers.validation import invalid_request
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
@@ -36,7 +36,7 @@ from shared.protocol.renderer_rpc import (
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
-from shared.validation import invalid_request
+from shared.tenants.fair_slots import FairSlots
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter

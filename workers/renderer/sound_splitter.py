@@ -11,7 +11,7 @@ import numpy as np
 import soundfile
 
 from shared.bus.bus import Bus
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import UnsupportedContent
 from shared.models.media import DecodedAudio, SamplePlan
 from shared.models.mel_layout import SAMPLE_RATE

@@ -36,7 +36,7 @@ from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
 from ops.bench.servers import vllm, vllm_binary
 from shared.telemetry import logs
-from workers.cli import settings
+from workers import settings
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")

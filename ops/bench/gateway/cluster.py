@@ -9,9 +9,9 @@ import msgspec
 
 from ops.bench.servers import MODEL
 from shared.bus.bus import Bus
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster
+from workers import settings
 from workers.roles import WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
 
 
 @contextlib.asynccontextmanager

@@ -38,7 +38,7 @@ from ops.bench.peers import machine
 from ops.bench.peers.workloads import Maker
 from ops.bench.servers import vllm, vllm_binary
 from shared.telemetry import logs
-from workers.cli import settings
+from workers import settings
 
 TEXT_MODEL, SEEING_MODEL = "smollm2-135m", "mid-qwen2vl"
 LONG_PROMPTS = {TEXT_MODEL: 4096, SEEING_MODEL: 16_000}

@@ -29,7 +29,7 @@ from ops.bench.media.clips import SIZE, make_clip, make_speech, renamed
 from ops.bench.media.fields import Timing, measure
 from ops.bench.media.serving import Images, measure_rates, serving
 from shared.telemetry import logs
-from workers.cli.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL
 
 REFERENCE = "ops.bench.media.transformers_video"
 NUM_FRAMES = 20

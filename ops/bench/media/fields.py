@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.models.families.qwen2_audio import Qwen2AudioLayout
 from shared.models.media import DecodedAudio
 from shared.protocol.multimodal import AUDIO, DEFAULT_SAMPLING, VIDEO, Modality

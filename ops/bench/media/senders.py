@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import uvloop
 
 from ops.bench.media.clips import renamed
-from ops.bench.rendering import send_task
+from ops.bench.media.renderers import send_task
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, Unavailable

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ops.bench.media.clips import renamed
+from ops.bench.media.renderers import Sink, question, renderers
 from ops.bench.media.senders import ask_about
-from ops.bench.rendering import Sink, question, renderers
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.requests import Message
-from workers.cli import settings
+from workers import settings
 
 
 @contextlib.asynccontextmanager

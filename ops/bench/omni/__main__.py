@@ -30,12 +30,12 @@ from ops.bench.omni.durable import MODEL, SPECS, STEPS, TALKER, VOCODER, Site, r
 from ops.bench.omni.figures import Level, Spoken, level_of
 from ops.bench.omni.plain import PlainLoop
 from ops.chaos.plan import ROOT
-from shared.config import Config
+from shared.config.schema import Config
 from shared.telemetry import logs
-from workers.cli import settings
+from workers import settings
 from workers.cli.commands.worker import worker
-from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import run_app
+from workers.supervisor.preloader import Preloader, fork_preloader
 
 LEVELS = (1, 4, 16)
 ACK_WAIT_S = 4.0

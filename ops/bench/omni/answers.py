@@ -23,11 +23,11 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from tests import omni
-from workers.cli import settings
+from workers import settings
 from workers.cli.commands.worker import worker
-from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import run_app
 from workers.roles import WorkerSpec
+from workers.supervisor.preloader import Preloader, fork_preloader
 
 MODEL, NUM_TOKENS, NUM_FRAMES = "omni", 300, 300
 SPECS = [

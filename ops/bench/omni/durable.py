@@ -15,15 +15,15 @@ from ops.bench.omni.figures import Spoken
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
-from workers.cli.local_cluster import LocalCluster
-from workers.cli.preloader import Preloader
-from workers.cli.process_usage import usage_of
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.preloader import Preloader
+from workers.supervisor.process_usage import usage_of
 
 MODEL, TALKER, VOCODER, CODES, AUDIO = "demo", "talker", "code2wav", "codes", "audio"
 SPECS = [
@@ -115,7 +115,7 @@ class Site:
         """Processor time of each part so far."""
         specs = {spec.stage or spec.role: spec for spec in SPECS}
         found = {
-            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.slots(spec))
+            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.supervisor.slots(spec))
             for name, spec in specs.items()
         }
         server = usage_of(int(self._server_pid_file.read_text()))
@@ -129,7 +129,7 @@ class Site:
         (undisturbed,) = await self.speak([text], 1)
         speaking = asyncio.create_task(self.speak([text], 1))
         await asyncio.sleep(undisturbed.first_s)
-        for slot in self._cluster.slots(SPECS[1]):
+        for slot in self._cluster.supervisor.slots(SPECS[1]):
             os.kill(slot.pid, signal.SIGKILL)
         (killed,) = await speaking
         if killed.sound != undisturbed.sound:

@@ -19,7 +19,7 @@ from shared.bus.bus import Bus
 from shared.protocol.images import ImageParams, PaintParams, parse_size
 from shared.protocol.records import Finish
 from shared.protocol.requests import GenerateRequest
-from workers.cli import settings
+from workers import settings
 from workers.generator.core.denoising import ImageModel, Latents, Step, noise_of, time_of
 from workers.generator.image_worker import to_png
 from workers.generator.painter import Painter

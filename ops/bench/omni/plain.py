@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.bench.omni.figures import Spoken
-from shared.config import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.protocol.records import CodeChunk
 from shared.stage.pipelines import pipelines_of
 from workers.engine.code_output import CodeOutput, stage_output

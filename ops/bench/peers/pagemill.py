@@ -13,7 +13,7 @@ from ops.bench.peers.stopwatch import Stopwatch
 from ops.rendering import render
 from shared.client import new_request_id
 from shared.codec.tensors import to_torch
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.models.media import DecodedImage
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams

@@ -24,7 +24,7 @@ from shared.client import ask, follow, new_request_id
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.telemetry import logs
-from workers.cli import settings
+from workers import settings
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from ops.chaos.patching import wrap
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.stage import runtime
-from workers.cli import settings
+from workers import settings
 from workers.gateway.worker import main
 
 STEP, TASK, TURN = "step", "task", "turn"

@@ -14,7 +14,7 @@ from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
 from ops.chaos.agents.tool_server import MAX_PAUSE_S, CountingServer
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import MessageItem

@@ -14,7 +14,7 @@ import httpx
 from ops.chaos.agents.scripted_model import MODEL
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 
 ROLES = ("gateway", "agent")
 START_S = 60.0

@@ -10,8 +10,8 @@ from ops.chaos.agents.process import LEFT, TAKEN
 from ops.chaos.patching import replace_attribute
 from shared.bus.consumer import Delivery
 from shared.stage import runtime
+from workers import settings
 from workers.agent.worker import Agent, main
-from workers.cli import settings
 from workers.roles import AGENT
 
 

@@ -14,12 +14,12 @@ from ops.chaos.patching import replace_attribute
 @bug("actuator", "scaled to zero", "I15")
 def scale_down_by_sigkill() -> None:
     """Workers that have to go cannot finish or requeue what they have."""
-    from workers.cli.local_cluster import LocalCluster, Process
+    from workers.supervisor.supervisor import Process, Supervisor
 
-    def kill(self: LocalCluster, process: Process) -> None:
+    def kill(self: Supervisor, process: Process) -> None:
         process.kill()
 
-    replace_attribute(LocalCluster, "_end_later", kill)
+    replace_attribute(Supervisor, "_end_later", kill)
 
 
 @bug("autoscaler", "scaled without a queue", "I15")
@@ -36,7 +36,7 @@ def missing_read_as_zero() -> None:
         empty = figures.Queue(0, 0, 0.0)
         keys = [(pool.stage, m, lane) for m in pool.models for lane in subjects.LANES]
         queues = {**dict.fromkeys(keys, empty), **look.queues}
-        return read(pool, figures.Look(queues, look.workers, look.actuator), before)
+        return read(pool, figures.Look(queues, look.workers, look.actuators), before)
 
     replace_attribute(figures, "_figures_of", hopeful)
 

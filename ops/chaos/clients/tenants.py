@@ -36,7 +36,7 @@ from shared.protocol import subjects
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import encode_request
 from shared.state.log_records import decode_record, is_final
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 SILENCE_S = 1.0
 REPLY_S = 2.0

@@ -48,7 +48,7 @@ from shared.errors import PagemillError
 from shared.protocol.records import Failure, LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
-from workers.cli import settings as product_settings
+from workers import settings as product_settings
 
 # A cell hangs if it takes this much longer than its load.
 SPARE_S = 90.0

@@ -1,13 +1,14 @@
 """The process that starts and drains the engines of a scaled pool, as `pagemill up` does.
 
-All of it is the product's own but the start of an engine, which is a watched one. What happens to
-engines goes to the journal of the run's processes.
+All of it is the product's own but the start of an engine, which is a watched one. Starts,
+drains and ends of engines are written to the journal of the run's processes.
 """
 
 import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,50 +29,42 @@ from ops.chaos.history import (
 from ops.chaos.plan import ROOT
 from ops.chaos.processes.pool import ACTUATOR, WATCH_S, WORKER_MODULE, worker_command
 from ops.chaos.processes.preloading import fork_engine_preloader
-from shared.task_set import TaskSet
+from shared.helpers.task_set import TaskSet
 from shared.telemetry import logs
+from workers import settings
 from workers.actuator import follow_plan
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, Process
-from workers.cli.local_pools import LocalPools
-from workers.pools import pools_of
+from workers.pools import Pools, pools_of
 from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.preloader import Preloader
+from workers.supervisor.processes import WorkerProcesses
+from workers.supervisor.supervisor import Process, Supervisor
 
 app = App(name="chaos-actuator")
 
 
-class WatchedCluster(LocalCluster):
-    """A local cluster whose workers are watched ones of a chaos run."""
+class WatchedProcesses(WorkerProcesses):
+    """Processes of the watched engines of a chaos run, with the run's journal."""
 
-    folder: Path
-    """That of the run."""
-    arguments: list[str]
-    """Those of an engine."""
-    journal: Journal
-
-    def watch(self, folder: Path, arguments: list[str]) -> None:
-        """Set what the constructor of the base has no place for."""
-        self.folder, self.arguments = folder, arguments
+    def __init__(self, folder: Path, arguments: list[str], preloader: Preloader) -> None:
+        """`folder` is the run's, and `arguments` are an engine's."""
+        super().__init__(None, preloader=preloader)
+        self.folder, self._arguments_of_engine = folder, arguments
+        self._preloader = preloader
         self.journal = Journal(folder / "pool.jsonl")
         self._watching, self._num_spawned = TaskSet(), 0
 
-    def drain_worker(self, number: int) -> None:
-        process = self._processes.get(number)
-        pid = 0 if process is None else process.pid
-        self.journal.write(Drained(now(), self._specs[number].role, number, pid))
-        super().drain_worker(number)
-
-    async def _spawn(self, spec: WorkerSpec) -> Process:
-        assert self.preloader is not None
+    async def __call__(self, worker: WorkerSpec) -> Process:
         began = now()
         self._num_spawned += 1
         env = {**os.environ, "CHAOS_SEED": f"{os.environ['CHAOS_SEED']}:{self._num_spawned}"}
-        with (self.folder / "logs" / f"{spec.role}.log").open("ab") as stderr:
-            process = await self.preloader.start(
-                self.arguments, stderr=stderr.fileno(), env=env, folder=str(ROOT)
+        with (self.folder / "logs" / f"{worker.role}.log").open("ab") as stderr:
+            process = await self._preloader.start(
+                self._arguments_of_engine, stderr=stderr.fileno(), env=env, folder=str(ROOT)
             )
-        self.journal.write(Started(began, spec.role, 0, process.pid))
-        self._watching.start(self._follow_process(spec.role, began, process))
+        self.journal.write(Started(began, worker.role, 0, process.pid))
+        self._watching.start(self._follow_process(worker.role, began, process))
         return process
 
     async def _follow_process(self, role: str, began: float, process: Process) -> None:
@@ -85,17 +78,35 @@ class WatchedCluster(LocalCluster):
         self.journal.write(ProcessExited(now(), role, 0, process.pid, code, False))
 
 
+class WatchedPools(SupervisedPools):
+    """Pools of engines whose drains are in the run's journal."""
+
+    def __init__(self, supervisor: Supervisor, pools: Pools, journal: Journal) -> None:
+        super().__init__(supervisor, pools.by_name.values())
+        self._journal = journal
+
+    def wanted(
+        self, pool: str, count: int, drain: Sequence[int] = (), give_up: Sequence[int] = ()
+    ) -> bool:
+        before = {slot.slot: slot for slot in self.running(pool) if not slot.draining}
+        changed = super().wanted(pool, count, drain, give_up)
+        for slot in self.running(pool):
+            if slot.draining and slot.slot in before:
+                self._journal.write(Drained(now(), "engine", slot.slot, before[slot.slot].pid))
+        return changed
+
+
 def _has_announced(file: Path) -> bool:
     events = read_events(file)
     return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
 
-async def _run(cluster: WatchedCluster) -> None:
+async def _run(cluster: LocalCluster, folder: Path) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     try:
         await cluster.start()
-        announced = Journal(cluster.folder / "workers" / f"{ACTUATOR}-{os.getpid()}.jsonl")
+        announced = Journal(folder / "workers" / f"{ACTUATOR}-{os.getpid()}.jsonl")
         announced.write(WorkerEvent(now(), "ready"))
         await stopping.wait()
     finally:
@@ -124,12 +135,13 @@ def main(
     logs.configure_logging("warning", role=ACTUATOR)
     loaded: Any = settings.load_config(config)
     command = worker_command("engine", config, nats, fake=True, step_ms=step_ms)
-    cluster = WatchedCluster(loaded, config, [], nats, preloader=preloader)
-    cluster.watch(folder, command[command.index(WORKER_MODULE) + 1 :])
-    local = LocalPools(cluster, pools_of(loaded))
+    arguments = command[command.index(WORKER_MODULE) + 1 :]
+    processes = WatchedProcesses(folder, arguments, preloader)
+    cluster = LocalCluster(loaded, config, [], nats, processes=processes)
+    local = WatchedPools(cluster.supervisor, pools_of(loaded), processes.journal)
     cluster.follow = lambda bus: follow_plan(bus, local)
     catalog.plant(os.environ.get("CHAOS_BUG", ""), ACTUATOR)
-    uvloop.run(_run(cluster))
+    uvloop.run(_run(cluster, folder))
     return 0
 
 

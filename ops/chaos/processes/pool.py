@@ -29,9 +29,9 @@ from ops.chaos.history import (
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.bus.local_keys import forget_keys, note_keys
-from workers.cli.keyring import Keyring
-from workers.cli.local_cluster import Process
-from workers.cli.preloader import Preloader
+from workers.keyring import Keyring
+from workers.supervisor.preloader import Preloader
+from workers.supervisor.supervisor import Process
 
 # Engines with a model import torch first, which takes long on a busy machine.
 READY_TIMEOUT_S = 180.0

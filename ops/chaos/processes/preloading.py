@@ -7,8 +7,8 @@ take most of the processor time of a run that kills a worker every second.
 import sys
 
 from ops.chaos.plan import PAINTER, TALKER, VOCODER, Settings
-from workers.cli.preloader import Preloader, fork_preloader
 from workers.roles import AUTOSCALER, role_of
+from workers.supervisor.preloader import Preloader, fork_preloader
 
 MAIN = "ops.chaos.worker.watched_worker"
 LIGHT = "ops.chaos.worker.light"

@@ -25,7 +25,7 @@ from ops.chaos.worker.fakes import Role
 from ops.chaos.worker.resources import take_snapshot
 from shared.stage import runtime
 from shared.stage.runtime import Context
-from workers.cli import settings
+from workers import settings
 from workers.cli.commands.worker import load_main
 
 app = App(name="chaos-worker")

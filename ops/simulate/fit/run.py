@@ -22,9 +22,11 @@ from shared.protocol.records import Finish, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
-from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, Process
+from workers import settings
 from workers.roles import WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.processes import WorkerProcesses
+from workers.supervisor.supervisor import Process
 
 ROOT = Path(__file__).parents[3]
 NUM_ENGINES = 2
@@ -58,19 +60,23 @@ class Seen:
     cached_tokens: int
 
 
-class TimedCluster(LocalCluster):
-    """A local cluster whose engines write down their steps."""
+class TimedProcesses(WorkerProcesses):
+    """Processes of workers, whose engines write down their steps to `steps`."""
 
-    async def _spawn(self, spec: WorkerSpec) -> Process:
-        if spec.role != "engine":
-            return await super()._spawn(spec)
-        arguments = ["worker", spec.role, "--nats", self.url, f"--model={spec.model}"]
+    def __init__(self, config_file: Path, log_file: Path, steps: Path) -> None:
+        super().__init__(config_file, log_file=log_file)
+        self._steps = steps
+
+    async def __call__(self, worker: WorkerSpec) -> Process:
+        if worker.role != "engine":
+            return await super().__call__(worker)
+        arguments = ["worker", worker.role, "--nats", str(self.url), f"--model={worker.model}"]
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "ops.simulate.fit.timed_worker", *arguments),
-            *("--config", str(self._config_file)),
+            *("--config", str(self.config_file)),
             cwd=ROOT,
-            env={**os.environ, "FIT_STEPS": self._config.nats.store_dir},
+            env={**os.environ, "FIT_STEPS": str(self._steps)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -86,7 +92,8 @@ async def measure(turns: Sequence[Turn]) -> tuple[list[Answer], list[Step]]:
         logs.configure_logging("error", role="fit")
         specs = [spec for spec in default_workers(config) if spec.role != "engine"]
         specs += [WorkerSpec("engine", "demo")] * NUM_ENGINES
-        cluster = TimedCluster(config, file, specs, log_file=folder / "log")
+        processes = TimedProcesses(file, folder / "log", folder / "nats")
+        cluster = LocalCluster(config, file, specs, processes=processes)
         (folder / "nats").mkdir()
         try:
             await cluster.start()

@@ -15,8 +15,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.snapshots import Snapshot
-from shared.config import DeliveryConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import Config
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.protocol import subjects
 from shared.protocol.permissions import ACCOUNT
@@ -22,10 +22,9 @@ from tests import preloaded
 from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
 from workers.cli.manifests.target import Manifest, Scaling, Target, key_secret
-from workers.cli.settings import login_of
-from workers.deployment_names import MAX_NAME_LEN, name_of
-from workers.pools import pools_of
+from workers.pools import MAX_NAME_LEN, deployment_name, pools_of
 from workers.roles import WorkerSpec
+from workers.settings import login_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -206,7 +205,7 @@ def test_what_is_scaled_has_no_replicas() -> None:
 def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
     deployments = of_kind(make("none"), "Deployment")
     sizes = {name: one["spec"]["replicas"] for name, one in deployments.items()}
-    other = name_of(WorkerSpec("engine", "Org/Other.Model"))
+    other = deployment_name(WorkerSpec("engine", "Org/Other.Model"))
     assert sizes == {
         "coordinator": 2,
         "renderer": 2,
@@ -223,7 +222,7 @@ def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
     (role,) = of_kind(manifests, "Role").values()
     (rule,) = role["rules"]
     deployments = of_kind(manifests, "Deployment")
-    pools = {name_of(pool.spec) for pool in pools_of(parse()).by_name.values()}
+    pools = {deployment_name(pool.spec) for pool in pools_of(parse()).by_name.values()}
     assert set(rule.pop("resourceNames")) == pools
     assert {name for name, one in deployments.items() if "replicas" not in one["spec"]} == pools
     assert rule == {
@@ -284,7 +283,7 @@ def test_pods_get_no_rights_and_time_to_drain() -> None:
 
 def test_only_workers_on_a_gpu_ask_for_one() -> None:
     with_gpu = {name for name, one in containers(make("keda")).items() if "resources" in one}
-    assert with_gpu == {name_of(WorkerSpec("engine", name)) for name in parse().models}
+    assert with_gpu == {deployment_name(WorkerSpec("engine", name)) for name in parse().models}
 
 
 def test_the_settings_of_pods_are_settings_of_the_configuration() -> None:
@@ -307,7 +306,7 @@ PARTS = st.text(
 
 @given(PARTS, PARTS)
 def test_names_are_labels_and_differ(one: str, other: str) -> None:
-    first, second = [name_of(WorkerSpec("engine", model)) for model in (one, other)]
+    first, second = [deployment_name(WorkerSpec("engine", model)) for model in (one, other)]
     assert (first == second) == (one == other)
     for name in (first, second):
         assert len(name) <= MAX_NAME_LEN

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from shared.stage.graphs import graph_of

@@ -39,7 +39,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.qwen_vl import QwenTower
 from shared.models.language import LanguageAdapter

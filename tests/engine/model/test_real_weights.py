@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import (
     GrammarNotTried,
     InvalidGrammar,
@@ -30,7 +30,6 @@ from shared.errors import (
 from shared.protocol.records import ChoiceDelta
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from tests.engine.model.test_parity import widen
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice, RequestOutput
 from workers.engine.loader import LoadedModel, load
@@ -39,6 +38,7 @@ from workers.engine.main import build_core, new_grammar_compiler
 from workers.engine.sampling import grammar as grammars_module
 from workers.engine.sampling import grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler, to_llguidance
+from workers.settings import DEMO_MODEL
 
 PERSON = {
     "type": "object",

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared.bus.bus import Bus
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import ContextTooLong, Overloaded
 from shared.protocol import subjects
 from shared.protocol.audit import AuditRecord

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.bus.bus import Bus
-from shared.config import ApiKey, Config, GatewayConfig, ModelConfig
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import ApiKey, Config, GatewayConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start

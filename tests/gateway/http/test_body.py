@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest
 from workers.gateway.http.body import BodyReader
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig
 from shared.errors import RequestError
 from shared.protocol.items import (
     FunctionCallItem,

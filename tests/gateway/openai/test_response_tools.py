@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config_agent import AgentConfig, McpServerConfig
+from shared.config.schema import AgentConfig, McpServerConfig
 from shared.errors import RequestError
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.steps import ApprovalFilters, Choice, ServerUse, ToolFilter, ToolRef

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.errors import InvalidRequest
 from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import Pipeline

@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from shared.bus.bus import Bus
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
 from shared.telemetry.metrics import Metrics
 from tests.cluster.conftest import CONFIG, Cluster
 from tests.gateway.conftest import Gateway, start_gateway

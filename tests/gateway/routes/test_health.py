@@ -14,8 +14,7 @@ from starlette.requests import Request
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec import envelope
-from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import MessageItem

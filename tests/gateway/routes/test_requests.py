@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shared.bus.bus import Bus
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.messages import RequestRecord

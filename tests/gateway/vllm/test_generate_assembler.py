@@ -127,7 +127,6 @@ def test_continuous_usage_counts_the_tokens_so_far() -> None:
 
 
 def test_an_event_has_one_choice() -> None:
-    """A derenderer carries a state for each choice, and reads one choice at a time."""
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2)
     both = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2, 3], "b", "stop", 3)]
     chunks, _ = assembled(plain, [TokenChunk(0, 1, both)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, UnsupportedContent, WorkerFailure
 from shared.models.media import DecodedVideo, FramePlan
 from shared.protocol.multimodal import AUDIO, VIDEO, FrameSampling, Modality

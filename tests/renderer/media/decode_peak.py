@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import RequestError
 from workers.renderer.media.image_decoder import decode_image
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge, RequestError
 from shared.protocol.multimodal import IMAGE, VIDEO
 from tests.renderer.canary import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
 from shared.models.media import DecodedImage
 from tests.renderer.canary import loader

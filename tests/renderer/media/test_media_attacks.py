@@ -15,20 +15,19 @@ import pytest
 from PIL import Image
 
 from ops.rendering import render
-from shared.config import EngineConfig, ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import ContentPart, ImagePart, ImageURL, Message, TextPart
 from tests.request_path import pack, run, unpack
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.renderer.decoding.still_image import MAX_SCANS
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
+from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[3]
 FIELD = "messages[0].content[0].image_url.url"

@@ -16,7 +16,7 @@ from shared import client
 from shared.bus import publishing, reading
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.multimodal import IMAGE

@@ -23,8 +23,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from ops.rendering import render
 from shared.codec.envelope import TensorData, decode, encode
 from shared.codec.tensors import to_torch
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import (
     ConfigError,
     ContextTooLong,

@@ -12,8 +12,7 @@ from transformers import AutoConfig
 
 from shared.codec.tensors import to_torch
 from shared.codec.vllm_kwargs import decode_item, encode_item, mm_hash
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import ContextTooLong, InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.models.media import AudioProbe, DecodedAudio, DecodedVideo
 from shared.models.registry import find_tower

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import ContextTooLong, InvalidRequest, UnsupportedContent
 from shared.protocol.requests import (
     FunctionCall,

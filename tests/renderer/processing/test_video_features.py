@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shared.codec.vllm_kwargs import decode_item
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import VIDEO
 from shared.protocol.requests import Feature, Prompt

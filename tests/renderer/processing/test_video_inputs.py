@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import ContextTooLong, MediaTooLarge, UnsupportedContent
 from shared.models.frames import resize_frame
 from shared.models.media import DecodedVideo, Frame, FramePlan, VideoProbe

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from shared.codec.arrays import from_numpy
 from shared.codec.tensors import from_torch
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.models.wire_pixels import to_numpy, to_pixels
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import Feature, Prompt
 from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
+from workers.settings import DEMO_MODEL
 
 FILE = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
 # Hash of the 37,798 bytes that vLLM 0.32.0 makes from this file.

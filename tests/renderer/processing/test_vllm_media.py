@@ -15,8 +15,7 @@ import soundfile
 from ops.interop import models
 from ops.interop.renderings import values_of
 from shared.codec.vllm_kwargs import VideoFacts, decode_item, encode_item, mm_hash
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import AUDIO, VIDEO, Modality
 from workers.renderer.media.decoders import MediaDecoders

@@ -14,18 +14,17 @@ from transformers import Qwen2_5_VLConfig
 from shared.codec import vllm_kwargs
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField, decode_item, encode_item
-from shared.config import ModelConfig
-from shared.config_renderer import RendererConfig
+from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest
 from shared.models.frames import resize_frame
 from shared.models.media import VideoProbe
 from shared.models.qwen_video import Qwen25VideoLayout
 from shared.protocol.multimodal import VIDEO, FrameSampling
 from shared.protocol.requests import SEQUENCE_HEAD
-from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.image_decoder import decode_data_url
 from workers.renderer.processing.processor import ProcessedImage, Processor
+from workers.settings import DEMO_MODEL
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 VLLM = json.loads((RECORDED / "vllm_videos.json").read_text())

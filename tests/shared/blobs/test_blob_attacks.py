@@ -25,7 +25,7 @@ from shared.blobs.transports import CHUNK_BYTES, SharedMemoryTransport
 from shared.bus.bus import Bus
 from shared.codec.arrays import from_numpy
 from shared.codec.tensors import to_torch
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

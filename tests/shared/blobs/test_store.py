@@ -19,7 +19,7 @@ from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
 from shared.blobs.transports import TcpTransport
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress
@@ -190,7 +190,7 @@ OWNER = """
 import asyncio, sys
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.messages import Heartbeat
 

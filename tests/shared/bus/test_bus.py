@@ -13,7 +13,7 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.metering import LogUse
 from shared.bus.replies import Replies
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

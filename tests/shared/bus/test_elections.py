@@ -8,7 +8,7 @@ from nats.js.errors import APIError
 
 from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 
 ELECTED_S = 60.0

@@ -11,7 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Puller
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 
 TASKS = subjects.stage_consumer("renderer", "demo", "batch")

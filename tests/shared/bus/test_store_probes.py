@@ -13,9 +13,9 @@ from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from workers.cli.keyring import Keyring
+from workers.keyring import Keyring
 
 # A subject of each stream on disk that can be probed.
 SUBJECTS = {

@@ -11,8 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.stream_changes import StreamChange, differences, words_of
 from shared.bus.stream_keeper import HOW_TO_CHANGE, NOT_CHANGED
-from shared.config import DeliveryConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError
 from shared.protocol import subjects
 

@@ -20,8 +20,7 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
 from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S
 from shared.client import ask
-from shared.config import DeliveryConfig, NatsConfig
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -117,12 +117,14 @@ def test_what_each_other_role_has_of_its_own() -> None:
         "gateway": [subjects.request("m"), subjects.job("r"), subjects.step("t", "r")],
         "agent": [subjects.request("m"), subjects.step("t", "r")],
         "autoscaler": [subjects.SCALE_PLAN],
+        "pool": [subjects.scale_report("engine/org/m")],
         "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],
     }
     others = {
         "gateway": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
         "agent": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
         "autoscaler": [subjects.append("r"), subjects.request("m"), subjects.SETTINGS + ".x"],
+        "pool": [subjects.SCALE_PLAN, subjects.SCALE_ORDERS, subjects.append("r")],
         "coordinator": [subjects.request("m"), subjects.step("t", "r")],
     }
     for role, allowed in own.items():

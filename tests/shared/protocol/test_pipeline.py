@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.protocol.pipeline import REQUEST, TEXT, Edge, EdgeMode, OutputSpec, Pipeline, StageSpec
 from shared.protocol.pipeline_faults import faults
 from shared.stage import tasks

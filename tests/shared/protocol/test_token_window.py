@@ -1,7 +1,6 @@
-"""Text read from parts of an answer, as derender reads the events of a stream."""
+"""Text read from parts of an answer, whatever the parts are."""
 
 import itertools
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,18 +9,13 @@ from shared.protocol.detokenizer import (
     EMPTY_WINDOW,
     MAX_CONTEXT_TOKENS,
     MAX_HELD_TOKENS,
-    MAX_WINDOW_TOKENS,
-    Decoding,
-    TokenWindow,
+    Decode,
     read_text,
 )
 
 # A tokenizer with a token for every byte; 256 is a control token, which writes nothing.
 CONTROL = 256
 TOKENS = st.lists(st.integers(0, CONTROL), max_size=60)
-
-
-Tokenizer = Callable[[list[int]], str]
 
 
 def decode(token_ids: list[int]) -> str:
@@ -41,27 +35,16 @@ def decode_with_fallback(token_ids: list[int]) -> str:
     return text
 
 
-def run(steps: Decoding, tokenizer: Tokenizer = decode) -> tuple[str, TokenWindow]:
-    try:
-        wanted = next(steps)
-        while True:
-            assert len(wanted) <= 60 + MAX_WINDOW_TOKENS
-            wanted = steps.send(tokenizer(wanted))
-    except StopIteration as done:
-        read: tuple[str, TokenWindow] = done.value
-        return read
-
-
 def read_in_parts(
-    parts: list[list[int]], prompt: list[int], tokenizer: Tokenizer = decode
+    parts: list[list[int]], prompt: list[int], tokenizer: Decode = decode
 ) -> list[str]:
-    _, window = run(read_text(EMPTY_WINDOW, prompt[-MAX_CONTEXT_TOKENS:]), tokenizer)
+    _, window = read_text(tokenizer, EMPTY_WINDOW, prompt[-MAX_CONTEXT_TOKENS:])
     texts = []
     for i, part in enumerate(parts):
         is_last = i == len(parts) - 1
-        text, window = run(read_text(window, part, is_last=is_last), tokenizer)
+        text, window = read_text(tokenizer, window, part, is_last=is_last)
         texts.append(text)
-        assert len(window.token_ids) <= MAX_WINDOW_TOKENS
+        assert len(window.token_ids) < MAX_CONTEXT_TOKENS + MAX_HELD_TOKENS
     return texts
 
 

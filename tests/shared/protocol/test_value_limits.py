@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec import envelope
+from shared.helpers.validation import split_validation_error
 from shared.protocol.encoding import UNDECODABLE, is_packed, json_or_msgpack
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest
@@ -23,7 +24,6 @@ from shared.protocol.value_limits import (
     walk_json,
     walk_msgpack,
 )
-from shared.validation import split_validation_error
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),

@@ -8,8 +8,14 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config, DeliveryConfig, GatewayConfig, ModelConfig, NatsConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import (
+    Config,
+    DeliveryConfig,
+    GatewayConfig,
+    ModelConfig,
+    NatsConfig,
+    StageConfig,
+)
 from shared.protocol import subjects
 from shared.stage.common_settings import common_settings, compare_settings, differences
 

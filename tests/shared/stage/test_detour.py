@@ -11,7 +11,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config import BlobsConfig, ModelConfig
+from shared.config.schema import BlobsConfig, ModelConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange

@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from shared.bus.bus import Bus
-from shared.config import Config, DeliveryConfig, ModelConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import BlobRef

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import Config, EngineConfig, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, EngineConfig, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import function_of

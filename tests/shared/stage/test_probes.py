@@ -12,7 +12,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import Config, DeliveryConfig, MetricsConfig, NatsConfig
+from shared.config.schema import Config, DeliveryConfig, MetricsConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.worker_status import decode_status
 from shared.stage import probes

@@ -10,7 +10,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config import ApiKey, Config, DeliveryConfig, GatewayConfig, ModelConfig
+from shared.config.schema import ApiKey, Config, DeliveryConfig, GatewayConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.stage.reloading import Reloader, changed_settings
 from shared.telemetry import logs
@@ -24,7 +24,7 @@ WORKER = """
 import asyncio, os, signal, sys
 from msgspec.structs import replace
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.stage import runtime
 
 config = Config(models={}, nats=NatsConfig(unchecked=True))

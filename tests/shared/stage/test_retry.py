@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import DeliveryConfig
+from shared.config.schema import DeliveryConfig
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,

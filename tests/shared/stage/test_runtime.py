@@ -28,7 +28,7 @@ fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 WORKER = """
 import asyncio, os, signal, sys
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
@@ -61,7 +61,7 @@ async def test_a_signal_after_the_drain_does_not_kill_the_worker(
 CLOSED_TERMINAL = """
 import asyncio, os, signal, sys
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
@@ -99,7 +99,7 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 OUTLIVES_ITS_TERMINAL = """
 import os, signal, sys
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
@@ -119,7 +119,7 @@ async def test_a_worker_under_nohup_outlives_its_terminal(broker: EmbeddedServer
 STARTS = """
 import asyncio, sys, time
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config.schema import Config, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
@@ -197,7 +197,7 @@ def test_a_forked_worker_that_starts_ends_at_once(tmp_path: Path) -> None:
 SLOW_START = """
 import asyncio, sys
 import uvloop
-from shared.config import Config, ModelConfig, NatsConfig
+from shared.config.schema import Config, ModelConfig, NatsConfig
 from shared.stage import runtime
 
 async def main(context):

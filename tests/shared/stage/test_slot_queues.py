@@ -16,7 +16,7 @@ from shared.bus.bus import Bus
 from shared.bus.slot_consumer import SlotConsumer
 from shared.client import follow
 from shared.codec.envelope import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat

@@ -13,7 +13,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.reading import StoredMessage
-from shared.config import BlobsConfig, DeliveryConfig, ModelConfig
+from shared.config.schema import BlobsConfig, DeliveryConfig, ModelConfig
 from shared.errors import (
     BlobLost,
     Cancelled,

@@ -14,8 +14,7 @@ from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig
-from shared.config_stages import StageConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, StageConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -10,7 +10,7 @@ from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, follow, follow_output
-from shared.config import DeliveryConfig, NatsConfig
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ContextTooLong, Fenced, LogTruncated
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, TokenChunk, Usage

@@ -14,8 +14,7 @@ import torch
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import BlobsConfig, Config, ModelConfig
-from shared.config_encoder import EmbeddingsConfig
+from shared.config.schema import BlobsConfig, Config, EmbeddingsConfig, ModelConfig
 from shared.errors import (
     BlobLost,
     EncodingFailed,

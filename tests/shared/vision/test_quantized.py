@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models.tower import load_tower
 from shared.protocol.chunks import ChunkSpec
@@ -22,12 +22,12 @@ from shared.vision.weights import load_weights
 from tests import omni
 from tests.engine.model.test_parity import build
 from tests.generator import painters
-from workers.cli.settings import DEMO_MODEL
 from workers.engine.loader import load
 from workers.engine.model import check_folders
 from workers.engine.model.talkers import find_talker
 from workers.generator.loader import load_vocoder
 from workers.generator.painter_model import load_painter
+from workers.settings import DEMO_MODEL
 
 WEIGHTS = "model.safetensors"
 METHODS = sorted({*AUTO_QUANTIZER_MAPPING, "invented"} - {"pagemill_int8"})

@@ -10,18 +10,18 @@ from rich.filesize import decimal
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import is_listening
 from shared.bus.local_keys import forget_keys
-from shared.config import Config
-from workers.cli import settings
+from shared.config.schema import Config
+from workers import settings
 from workers.cli.audited import audited
 from workers.cli.backup import restoring
 from workers.cli.backup.archive import new_archive, read_archive
 from workers.cli.backup.manifest import Manifest
 from workers.cli.backup.taking import take_backup
 from workers.cli.broker import connected
-from workers.cli.embedded_broker import start_embedded
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl, find_login, load
 from workers.cli.terminal import errors, format_time, print_line, print_note
+from workers.supervisor.broker import start_embedded
 
 
 async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:

@@ -4,10 +4,7 @@ import sys
 
 from shared.errors import InvalidRequest
 from shared.telemetry import logs
-from workers.cli.chat import state_file
-from workers.cli.chat.connection import Connection
-from workers.cli.chat.conversation import Conversation
-from workers.cli.chat.session import Session
+from workers.cli.chat import Chat
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login_and_model
 
 
@@ -15,7 +12,6 @@ def chat(
     *,
     model: ModelName = None,
     system: str | None = None,
-    resume: bool = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -27,17 +23,10 @@ def chat(
     ----------
     system
         System message of the conversation.
-    resume
-        Continue the latest conversation, and its answer if that is unfinished.
     """
     if sys.stdin is None:
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
-    login, default_model = find_login_and_model(config, nats, model)
-    path = state_file.find_path()
-    conversation = state_file.read(path) if resume else Conversation(default_model)
-    conversation.model = model or conversation.model
-    conversation.system = system if system is not None else conversation.system
+    login, model = find_login_and_model(config, nats, model)
     # Log lines of the connection would stand in the middle of an answer.
     logs.configure_logging("error", role="chat")
-    with Connection(login) as connection:
-        return Session(conversation, connection, path).run(resume=resume)
+    return Chat(login, model, system).run()

@@ -9,13 +9,13 @@ import yaml
 from cyclopts import Parameter
 from rich.console import Console
 
-from shared.config import Config, Right
+from shared.config.schema import Config, Right
 from shared.errors import ConfigError
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
 from shared.stage.pipelines import ENGINE, pipelines_of
-from workers.cli import settings
+from workers import settings
 from workers.cli.models import reports
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shared.config import METRICS_PORTS, MetricsConfig
+from shared.config.schema import METRICS_PORTS, MetricsConfig
 from shared.errors import ConfigError
 from shared.protocol.versions import range_words
 from shared.protocol.worker_status import WorkerStatus, decode_status

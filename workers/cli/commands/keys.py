@@ -12,11 +12,11 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from shared.protocol.audit import Action
-from workers.cli import settings
+from workers import settings
 from workers.cli.audited import audited_if_possible
-from workers.cli.keyring import Keyring
 from workers.cli.options import ConfigFile, find_login, load
 from workers.cli.terminal import errors, print_line
+from workers.keyring import Keyring
 
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
 RELOAD_S = 1.0

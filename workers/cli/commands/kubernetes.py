@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.errors import ConfigError
-from workers.cli import settings
+from workers import settings
 from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
 from workers.cli.manifests.target import Scaling, Target

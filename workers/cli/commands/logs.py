@@ -11,10 +11,10 @@ from rich.text import Text
 
 from shared.errors import ConfigError
 from shared.telemetry.logs import Level
-from workers.cli import settings
-from workers.cli.log_file import Filter, LogReader, parse, render
+from workers import settings
 from workers.cli.options import ConfigFile, load
 from workers.cli.terminal import call_on_signals, out, write_text
+from workers.supervisor.log_file import Filter, LogReader, parse, render
 
 POLL_S = 0.2
 STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from shared.bus.stream_changes import StreamChange
 from shared.errors import ConfigError
-from workers.cli import settings
+from workers import settings
 from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, load

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from shared.bus.login import Login
 from shared.errors import PagemillError
-from workers.cli import settings
+from workers import settings
 from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay

@@ -9,14 +9,14 @@ from cyclopts import Parameter
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import InvalidRequest
+from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
 from shared.protocol.records import Finish, ImageRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.pipelines import pipeline_of
-from shared.validation import invalid_request
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, load

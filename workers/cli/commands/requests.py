@@ -19,7 +19,7 @@ from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.request_status import RequestStatus
 from shared.state.response_status import FoundResponse
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import (
     EXIT_INTERRUPTED,
     build_request,

@@ -9,7 +9,7 @@ from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.scaling.orders import with_sizes
 from shared.state import scale_state
-from workers.cli import settings
+from workers import settings
 from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, load

@@ -1,32 +1,29 @@
 """The command `pagemill up`: all roles on this machine."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import uvloop
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from shared.config import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
+from workers import settings
 from workers.actuator import follow_plan
-from workers.cli import settings
 from workers.cli.commands.models import pull_model
-from workers.cli.commands.worker import worker
-from workers.cli.first_use import start_agent_on_first_use
-from workers.cli.local_cluster import LocalCluster
-from workers.cli.local_pools import LocalPools
+from workers.cli.commands.worker import preload
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.preloader import Preloader, fork_preloader
-from workers.cli.terminal import errors, noted, print_refusal, run_app
+from workers.cli.terminal import errors, noted, print_refusal
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
-from workers.roles import WorkerSpec, role_of
+from workers.roles import WorkerSpec
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.first_use import start_agent_on_first_use
+from workers.supervisor.pools import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
@@ -81,9 +78,9 @@ def up(
             loaded, file, workers, nats, log_file, preloader=preload(loaded, specs)
         )
         if pools.by_name:
-            local = LocalPools(cluster, pools)
+            local = SupervisedPools(cluster.supervisor, pools.by_name.values())
             cluster.follow = lambda bus: follow_plan(bus, local)
-        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster)
+        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster.supervisor)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -108,19 +105,3 @@ def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pu
     for line in lines:
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
     return file
-
-
-def preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
-    """Return a process that has imported the modules of all roles that use torch."""
-    if {config.engine.device, config.encoder.device} != {"cpu"}:
-        return None  # A process that has initialised CUDA cannot be forked.
-    modules = sorted({role_of(spec.role).module for spec in specs if role_of(spec.role).uses_torch})
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return fork_preloader(modules, _run_forked) if modules else None
-
-
-def _run_forked() -> None:
-    """Run the command line of a worker that has been forked."""
-    forked = App(name="pagemill")
-    forked.command(worker)
-    run_app(forked)

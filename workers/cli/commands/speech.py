@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from shared import client
 from shared.protocol.requests import GenerateRequest
-from workers.cli import settings
+from workers import settings
 from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, load

@@ -3,20 +3,25 @@
 import gc
 import importlib
 import os
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Annotated
 
 import uvloop
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
-from workers.cli import settings
+from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
-from workers.cli.terminal import print_refusal
-from workers.roles import role_of
+from workers.cli.terminal import print_refusal, run_app
+from workers.roles import POOL, WorkerSpec, role_of
+from workers.supervisor import pool
+from workers.supervisor.preloader import Preloader, fork_preloader
+from workers.supervisor.processes import WorkerProcesses
 
 
 def worker(
@@ -25,6 +30,7 @@ def worker(
     *,
     model: str | None = None,
     stage: str | None = None,
+    roles: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -36,13 +42,15 @@ def worker(
     ----------
     role
         The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
-        autoscaler or gateway.
+        autoscaler, pool or gateway.
     model
         The model that a worker of a stage serves; needed only when several are
         configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role, or else the only one of this role.
+    roles
+        The roles whose workers a pool starts and stops, such as `engine,encoder`.
     """
     try:
         # transformers imports the hub's library.
@@ -50,6 +58,11 @@ def worker(
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
         login = settings.login_of(loaded, role, nats)
+        if role == POOL:
+            settings.check_paths(loaded)
+            names = pool.read_roles(roles, loaded, nats)
+        elif roles is not None:
+            raise ConfigError("--roles belongs to the role `pool`", field="roles")
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
@@ -58,14 +71,20 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if role == POOL:
+        workers, pools = pool.plan_workers(loaded, names)
+        # Forked before torch is hidden from this process.
+        preloader = preload(loaded, [*workers, *(scaled.spec for scaled in pools)])
+        processes = WorkerProcesses(file, nats, preloader=preloader)
+        main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
+    else:
+        main = load_main(role)
     return uvloop.run(
-        runtime.run(
-            role, load_main(role), loaded, login, model, stage, partial(settings.load_config, file)
-        )
+        runtime.run(role, main, loaded, login, model, stage, partial(settings.load_config, file))
     )
 
 
-def load_main(role: str) -> runtime.Main:
+def load_main(role: str) -> Callable[..., Awaitable[None]]:
     """Import the module of a role, in the process that is to run it, and return its `main`."""
     spec = role_of(role)
     if not spec.uses_torch and not spec.may_load_torch:
@@ -80,8 +99,24 @@ def load_main(role: str) -> runtime.Main:
     # them, take a seventh of the time of the import, and 0.2 s each behind it.
     gc.disable()
     try:
-        main: runtime.Main = importlib.import_module(spec.module).main
+        main: Callable[..., Awaitable[None]] = importlib.import_module(spec.module).main
     finally:
         gc.freeze()
         gc.enable()
     return main
+
+
+def preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
+    """Return a process that has imported the modules of all roles that use torch."""
+    if {config.engine.device, config.encoder.device} != {"cpu"}:
+        return None  # A process that has initialised CUDA cannot be forked.
+    modules = sorted({role_of(spec.role).module for spec in specs if role_of(spec.role).uses_torch})
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return fork_preloader(modules, _run_forked) if modules else None
+
+
+def _run_forked() -> None:
+    """Run the command line of a worker that has been forked."""
+    forked = App(name="pagemill")
+    forked.command(worker)
+    run_app(forked)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from posixpath import normpath
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.scaling.pools import PoolSettings
 from shared.stage.pipelines import pipelines_of

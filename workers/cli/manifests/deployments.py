@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from shared.bus.login import seed_file
-from shared.config import Config
+from shared.config.schema import Config
 from workers.cli.manifests.target import CONFIG, Manifest, Target, key_secret, labels_of, metadata
-from workers.deployment_names import name_of
+from workers.pools import deployment_name
 from workers.roles import WorkerSpec, role_of
 
 USER = 10001
@@ -56,7 +56,7 @@ def make_deployment(
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(target, name_of(worker), labels),
+        "metadata": metadata(target, deployment_name(worker), labels),
         "spec": spec,
     }
 
@@ -188,7 +188,7 @@ def make_service(worker: WorkerSpec, target: Target) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(target, name_of(worker), labels_of(worker)),
+        "metadata": metadata(target, deployment_name(worker), labels_of(worker)),
         "spec": {
             "selector": labels_of(worker),
             "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
@@ -201,6 +201,6 @@ def make_disruption_budget(worker: WorkerSpec, target: Target) -> Manifest:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata(target, name_of(worker), labels_of(worker)),
+        "metadata": metadata(target, deployment_name(worker), labels_of(worker)),
         "spec": {"minAvailable": 1, "selector": {"matchLabels": labels_of(worker)}},
     }

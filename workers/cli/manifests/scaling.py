@@ -12,7 +12,7 @@ from shared.protocol import subjects
 from shared.protocol.pipeline import Pipeline
 from shared.scaling.pools import PoolSettings
 from workers.cli.manifests.target import Manifest, Target, labels_of, metadata
-from workers.deployment_names import name_of
+from workers.pools import deployment_name
 from workers.roles import AUTOSCALER, WorkerSpec
 
 POLL_S = 5
@@ -45,9 +45,9 @@ def make_scaled_object(
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
-        "metadata": metadata(target, name_of(worker), labels_of(worker)),
+        "metadata": metadata(target, deployment_name(worker), labels_of(worker)),
         "spec": {
-            "scaleTargetRef": {"name": name_of(worker)},
+            "scaleTargetRef": {"name": deployment_name(worker)},
             "pollingInterval": POLL_S,
             "cooldownPeriod": COOLDOWN_S,
             "minReplicaCount": pool.min,
@@ -113,7 +113,7 @@ def make_autoscaler_rights(pools: Iterable[WorkerSpec], target: Target) -> list[
     rule = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],
-        "resourceNames": [name_of(worker) for worker in pools],
+        "resourceNames": [deployment_name(worker) for worker in pools],
         "verbs": ["get", "patch"],
     }
     rbac = "rbac.authorization.k8s.io"

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from workers.deployment_names import name_of
+from workers.pools import deployment_name
 from workers.roles import WorkerSpec
 
 Manifest = dict[str, Any]
@@ -48,7 +48,7 @@ def labels_of(worker: WorkerSpec) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": APP,
         "app.kubernetes.io/component": worker.role,
-        "app.kubernetes.io/instance": name_of(worker),
+        "app.kubernetes.io/instance": deployment_name(worker),
     }
 
 

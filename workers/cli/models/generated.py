@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from shared.config import Config
-from shared.config_parsing import parse_config
+from shared.config.parsing import parse_config
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from workers.cli.models.local import (
     LocalModel,

@@ -20,10 +20,10 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from shared.errors import InvalidGrammar, WorkerFailure
-from shared.fair_slots import FairSlots
-from shared.lru import ByteLRU
+from shared.helpers.lru import ByteLRU
 from shared.protocol.multimodal import content_hash
 from shared.protocol.sampling import StructuredOutputs
+from shared.tenants.fair_slots import FairSlots
 from workers.engine.sampling.grammar_sandbox import compile_grammar, error_of
 from workers.engine.sampling.grammar_trial import FIELD, check_grammar
 

@@ -27,7 +27,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import Begun, Ended, ResponseTask, painting_id, turn_id
 from shared.state.log_reader import GRACE_S
 from shared.state.step_log import StepLog, open_conversation, open_log
-from shared.state.storage_quotas import LOG_STREAMS
+from shared.tenants.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import ApprovalUsed, ReusedId, StoreFull, UnknownPreviousResponse

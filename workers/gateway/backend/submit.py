@@ -23,7 +23,7 @@ from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.text_length import check_text_len
 from shared.state import request_registry
-from shared.state.storage_quotas import LOG_STREAMS
+from shared.tenants.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.messages import RequestRecord
 from workers.gateway.core.field_names import client_field_of

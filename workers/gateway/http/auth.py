@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shared.config import ApiKey, Right
+from shared.config.schema import ApiKey, Right
 from workers.gateway.http.errors import InvalidKey, MissingRight, RateLimited
 
 # Retry-After of a client that must wait until another of its requests ends.

@@ -7,11 +7,11 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
-from shared.fair_slots import FairSlots
 from shared.protocol.value_limits import check_json, count_bytes
-from shared.tenant_shares import TenantShares
+from shared.tenants.fair_slots import FairSlots
+from shared.tenants.tenant_shares import TenantShares
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,

@@ -15,7 +15,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded, PagemillError
 from shared.protocol.encoding import to_json
 from shared.telemetry.metrics import Counter

@@ -19,9 +19,9 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
+from shared.helpers.validation import split_validation_error
 from shared.protocol.records import ErrorInfo, error_info
 from shared.protocol.renderer_rpc import ErrorReply
-from shared.validation import split_validation_error
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.config import GatewayConfig
+from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, RequestError
 from shared.telemetry.metrics import Metrics
 from workers.gateway.http.errors import HeadersTooLarge

@@ -8,8 +8,8 @@ The headers Host and Origin, which no page can forge, tell both from the user's 
 
 from collections.abc import Sequence
 
-from shared.config import ApiKey, GatewayConfig
-from shared.ip_policy import is_loopback_host
+from shared.config.schema import ApiKey, GatewayConfig
+from shared.net.ip_policy import is_loopback_host
 from workers.gateway.http.errors import ForeignHost, ForeignOrigin
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.task_set import TaskSet
+from shared.helpers.task_set import TaskSet
 from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
 
 # Pause after a failed accept: there are no free file descriptors, or the network is down. Both pass

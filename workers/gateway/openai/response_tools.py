@@ -2,13 +2,13 @@
 
 from fnmatch import fnmatchcase
 
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig
 from shared.errors import InvalidRequest
+from shared.net.targets import parse_target
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.steps import Approval, Choice, ServerUse, ToolFilter, ToolRef
 from shared.responses.tools import PAINT
-from shared.targets import parse_target
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.responses import (
     AllowedChoice,

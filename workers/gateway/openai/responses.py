@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shared.config_agent import AgentConfig
+from shared.config.schema import AgentConfig
 from shared.errors import InvalidRequest
 from shared.protocol.items import (
     FunctionCallItem,

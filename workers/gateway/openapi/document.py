@@ -19,7 +19,6 @@ from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
     demo,
-    derender,
     embeddings,
     files,
     generate,
@@ -50,7 +49,7 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 TABLES = (
     *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
     *(transcription.ROUTES, files.ROUTES, images.ROUTES, responses.ROUTES, requests.ROUTES),
-    *(render.ROUTES, generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES),
+    *(render.ROUTES, generate.ROUTES, tokenize.ROUTES, models.ROUTES),
     *(health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shared.config import Config
+from shared.config.schema import Config
 from shared.protocol.pipeline import TEXT
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.app import AppContext

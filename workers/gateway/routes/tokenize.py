@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest
-from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.renderer_rpc import DetokenizeRequest, TokenizeRequest
 from shared.protocol.requests import Tool
 from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
@@ -17,12 +17,7 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import messages_of
 from workers.gateway.route_table import RENDERER_ERRORS
-from workers.gateway.routes.vllm_common import (
-    decode_tokens,
-    read_body,
-    resolve_model,
-    vllm_route_table,
-)
+from workers.gateway.routes.vllm_common import read_body, resolve_model, vllm_route_table
 from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
 from workers.gateway.vllm.errors import decode
 
@@ -91,8 +86,11 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), DetokenizeBody)
     model = resolve_model(context, asked.model)
-    text = await decode_tokens(context, model, asked.tokens, False, caller.tenant)
-    return Json(DetokenizeAnswer(text))
+    if not asked.tokens:
+        return Json(DetokenizeAnswer(""))
+    question = DetokenizeRequest(asked.tokens, skip_special_tokens=False)
+    reply = await client.detokenize(context.bus, model, question, tenant=caller.tenant)
+    return Json(DetokenizeAnswer(unwrap_reply(reply).prompt))
 
 
 def question_of(asked: TokenizeBody) -> TokenizeRequest:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import UnknownModel
-from shared.protocol.renderer_rpc import DetokenizeRequest, FeaturesRequest, RenderedFeatures
+from shared.protocol.renderer_rpc import FeaturesRequest, RenderedFeatures
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
@@ -62,13 +62,3 @@ async def render_features(
     small = await store_large_images(context, request, caller.tenant)
     question = FeaturesRequest(small, payload)
     return unwrap_reply(await client.render_features(context.bus, question, tenant=caller.tenant))
-
-
-async def decode_tokens(
-    context: AppContext, model: str, token_ids: list[int], skip_special_tokens: bool, tenant: str
-) -> str:
-    if not token_ids:
-        return ""
-    question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
-    reply = await client.detokenize(context.bus, model, question, tenant=tenant)
-    return unwrap_reply(reply).prompt

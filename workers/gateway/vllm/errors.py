@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.protocol.records import ErrorInfo
-from shared.protocol.value_limits import MAX_VALUES, check_json
+from shared.protocol.value_limits import check_json
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (
     ErrorAnswer,
@@ -41,18 +41,13 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     return ErrorAnswer(body)
 
 
-def decode(
-    data: bytes,
-    body_type: type[T],
-    unsupported: frozenset[str] = frozenset(),
-    max_values: int = MAX_VALUES,
-) -> T:
+def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozenset()) -> T:
     """Decode a body. Raises a RequestError with `body.` and the path as field.
 
     `unsupported` are paths that the protocol has and this server does not support.
     """
     try:
-        check_json(data, max_values)
+        check_json(data)
         return msgspec.json.decode(data, type=body_type)
     except msgspec.ValidationError as error:
         raise _refusal(error, unsupported) from error

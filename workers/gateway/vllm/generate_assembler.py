@@ -64,8 +64,7 @@ class _ChoiceState:
 
 @dataclass(eq=False)
 class GenerateAssembler(Assembler):
-    """Assembler of one request. Every event has one choice, because a client that derenders the
-    events carries a state for each choice."""
+    """Assembler of one request. Every event has one choice, as vLLM's clients expect."""
 
     _shape: GenerateShape
     _model: str

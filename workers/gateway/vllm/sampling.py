@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
+from shared.helpers.validation import invalid_request, split_validation_error
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from shared.protocol.value_limits import check_json
-from shared.validation import invalid_request, split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
 
 _DEFAULTS = {

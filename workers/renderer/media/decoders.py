@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.models.media import DecodedMedia
 from shared.protocol.multimodal import (
     AUDIO,

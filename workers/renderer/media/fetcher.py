@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 import httpcore2
 
-from shared.config_renderer import RendererConfig
-from shared.dialing import AddressBlocked, GuardedBackend, NameNotResolved, Resolver, url_of
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
-from shared.fair_slots import FairSlots
+from shared.net.dialing import AddressBlocked, GuardedBackend, NameNotResolved, Resolver, url_of
+from shared.net.targets import Target, parse_target
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
-from shared.targets import Target, parse_target
+from shared.tenants.fair_slots import FairSlots
 
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from PIL import Image
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE, VIDEO, Modality, content_hash

@@ -8,9 +8,9 @@ modality wait for that fetch.
 import asyncio
 from collections.abc import Mapping
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, RequestError
-from shared.lru import ByteLRU
+from shared.helpers.lru import ByteLRU
 from shared.protocol.multimodal import IMAGE, Modality
 from workers.renderer.media.fetcher import Fetcher
 from workers.renderer.media.image_decoder import decode_data_url

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
 from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from shared.config_renderer import RendererConfig
+from shared.config.schema import RendererConfig
 from shared.protocol.multimodal import DEFAULT_SAMPLING, FrameSampling
 from workers.renderer.decoding.pool import DecoderPool
 

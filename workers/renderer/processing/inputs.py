@@ -9,7 +9,7 @@ import msgspec
 
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import VideoFacts
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import ConfigError, ContextTooLong, MediaTooLarge
 from shared.models.family import ModelFamily
 from shared.models.frame_sampling import ASSUMED_FPS

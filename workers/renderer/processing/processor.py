@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from shared.codec import vllm_kwargs
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import VideoFacts
-from shared.config import ModelConfig
+from shared.config.schema import ModelConfig
 from shared.errors import (
     ConfigError,
     ContextTooLong,

@@ -27,7 +27,7 @@ from shared.blobs import protocol
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.codec import envelope
-from shared.config import BlobsConfig
+from shared.config.schema import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat

@@ -1,0 +1,212 @@
+"""Parsing of `pagemill.yaml`. Every field can be overridden from the environment.
+
+`PAGEMILL_ENGINE__BLOCK_SIZE=32` sets `engine.block_size`; a double underscore separates levels.
+This module reads neither files nor the environment: the caller passes the text and the mapping.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_network
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from shared.config.schema import Config, ModelConfig, StageConfig
+from shared.errors import ConfigError
+from shared.helpers.validation import split_validation_error
+from shared.net.ip_policy import is_loopback_host
+from shared.protocol.images import ImageParams
+from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
+from shared.protocol.pipeline import IMAGE_KIND, Fault
+from shared.protocol.sampling import SamplingParams
+
+ENV_PREFIX = "PAGEMILL_"
+_UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")
+
+T = TypeVar("T")
+
+
+def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
+    """Decode `text` (YAML) with overrides from `env`.
+
+    Raises ConfigError, which names `source` or the variable, the key and the expected type.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+    overrides = _Overrides(env)
+    overrides.apply(tree)
+    # Models and stages are converted alone first, because msgspec's path omits keys of mappings.
+    for name, model in _entries(tree, "models"):
+        for stage, changes in _entries(model, "stages"):
+            _convert(changes, StageConfig, f"models.{name}.stages.{stage}", overrides, source)
+        _convert(model, ModelConfig, f"models.{name}", overrides, source)
+    config = _convert(tree, Config, "", overrides, source)
+    for name, model in config.models.items():
+        defaults_key = f"models.{name}.sampling_defaults"
+        _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
+        for stage, changes in model.stages.items():
+            key = f"models.{name}.stages.{stage}.sampling_defaults"
+            paints = changes.output is not None and changes.output.kind == IMAGE_KIND
+            kind = ImageParams if paints else SamplingParams
+            _convert(changes.sampling_defaults, kind, key, overrides, source)
+    for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
+        for fault in check(config):
+            origin = overrides.variables.get(fault.key, source)
+            raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
+    return config
+
+
+def _entries(tree: Any, key: str) -> Iterable[tuple[Any, Any]]:
+    """The entries of a mapping that `tree` may have under `key`."""
+    section = tree.get(key) if isinstance(tree, dict) else None
+    return section.items() if isinstance(section, dict) else ()
+
+
+def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", source: str) -> T:
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        reason, path = split_validation_error(error)
+        key = f"{prefix}.{path}".strip(".")
+        # A misspelt variable adds a field that does not exist.
+        unknown = _UNKNOWN_FIELD.fullmatch(reason)
+        added = key if unknown is None else f"{key}.{unknown[1]}".strip(".")
+        origin = overrides.variables.get(added, source)
+        if overrides.has_added(added):
+            reason += overrides.suggestion(origin)
+        raise ConfigError(f"{origin}: {key or 'top level'}: {reason}", field=key) from error
+
+
+class _Overrides:
+    """The settings in the environment, and the variables that they come from."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._values = {n: value for n, value in sorted(env.items()) if n.startswith(ENV_PREFIX)}
+        self._models: list[str] = []
+        self._added: set[str] = set()
+        self.variables: dict[str, str] = {}
+        """The variable that has set each key, or has added each section."""
+
+    def apply(self, tree: dict[str, Any]) -> None:
+        """Write the settings into `tree`. Raises ConfigError."""
+        self._models = list(models) if isinstance(models := tree.get("models"), dict) else []
+        for name, value in self._values.items():
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            node = tree
+            for depth, key in enumerate(keys[:-1], 1):
+                self._note(node, ".".join(keys[:depth]), name)
+                child = node.setdefault(key, {})
+                if not isinstance(child, dict):
+                    raise ConfigError(f"{name}: {key} is not a section", field=key)
+                node = child
+            self._note(node, ".".join(keys), name)
+            try:
+                node[keys[-1]] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
+            self.variables[".".join(keys)] = name
+
+    def _note(self, node: dict[str, Any], path: str, name: str) -> None:
+        if path.rpartition(".")[2] not in node:
+            self._added.add(path)
+            self.variables[path] = name
+
+    def has_added(self, key: str) -> bool:
+        """Whether the file does not have `key`, and a variable does."""
+        return key in self._added
+
+    def suggestion(self, variable: str) -> str:
+        """The end of an error: the variable that may have been meant."""
+        names = [*_variables(Config, ENV_PREFIX)]
+        for model in self._models:
+            names += _variables(ModelConfig, f"{ENV_PREFIX}MODELS__{model.upper()}__")
+        close = difflib.get_close_matches(variable, [n for n in names if n != variable], 1, 0.8)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def _variables(section: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        name = prefix + field.encode_name.upper()
+        yield name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _variables(field.type, f"{name}__")
+
+
+def _faults_of_models(config: Config) -> Iterator[Fault]:
+    for name, model in config.models.items():
+        if not is_model_name(name):
+            yield Fault("models", f"the name {name!r} {MODEL_NAME_RULE}")
+        for adapter in model.adapters:
+            if not is_model_name(adapter):
+                yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
+        if model.quantization is not None:
+            key = f"models.{name}.quantization"
+            if model.dtype not in ("float32", "bfloat16"):
+                yield Fault(key, f"int8 needs dtype bfloat16 or float32, and it is {model.dtype}")
+            if model.adapters:
+                yield Fault(key, "int8 and LoRA adapters exclude each other")
+
+
+def _faults_of_sections(config: Config) -> Iterator[Fault]:
+    if config.embeddings.storage == "directory" and config.embeddings.path is None:
+        yield Fault("embeddings.path", "storage 'directory' needs a path")
+    if config.nats.password_file is not None and config.nats.url is None:
+        yield Fault(
+            "nats.password_file",
+            "it is for the users in nats.url, and there is none: the embedded server has no"
+            " passwords",
+        )
+    nats = config.nats
+    if (nats.tls_cert is None) != (nats.tls_key is None):
+        yield Fault("nats.tls_key", "set both tls_cert and tls_key, or neither")
+    if nats.tls_cert is not None and nats.tls_ca is None:
+        yield Fault("nats.tls_ca", "tls_cert is for a server whose own certificate tls_ca accepts")
+    for section, settings, name, limit_name in (
+        ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
+        # A token log outlives its request, because only the log records the end.
+        ("delivery", config.delivery, "default_timeout_s", "max_timeout_s"),
+        ("delivery", config.delivery, "max_timeout_s", "token_log_age_s"),
+    ):
+        value, limit = getattr(settings, name), getattr(settings, limit_name)
+        if value > limit:
+            yield Fault(f"{section}.{name}", f"{value:g} is more than {limit_name}, {limit:g}")
+    networks = {
+        "renderer.media_networks": config.renderer.media_networks,
+        "agent.mcp_networks": config.agent.mcp_networks,
+    }
+    for key, texts in networks.items():
+        for network in texts:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                yield Fault(key, str(error))
+
+
+def _faults_of_tenants(config: Config) -> Iterator[Fault]:
+    for name in config.delivery.tokens_per_minute:
+        if not is_name(name):
+            yield Fault("delivery.tokens_per_minute", f"{name!r} {NAME_RULE}")
+
+
+def _faults_of_gateway(config: Config) -> Iterator[Fault]:
+    gateway = config.gateway
+    if not (gateway.api_keys or gateway.allow_anonymous or is_loopback_host(gateway.listen)):
+        yield Fault(
+            "gateway.api_keys",
+            f"no keys are configured, and {gateway.listen} is reachable from other machines:"
+            " create a key with `pagemill key`, or set gateway.allow_anonymous",
+        )
+    if (gateway.tls_cert is None) != (gateway.tls_key is None):
+        yield Fault("gateway.tls_key", "set both tls_cert and tls_key, or neither")
+    if len({key.sha256 for key in gateway.api_keys}) < len(gateway.api_keys):
+        yield Fault("gateway.api_keys", "a key is listed twice")
+    for key in gateway.api_keys:
+        for name in (key.name, key.name if key.tenant is None else key.tenant):
+            if not is_name(name):
+                yield Fault("gateway.api_keys", f"{name!r} {NAME_RULE}")

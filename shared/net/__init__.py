@@ -1,0 +1,1 @@
+"""Connections to servers that clients name: URLs, addresses and dialing."""

@@ -1,0 +1,268 @@
+"""A conversation at the terminal: sends each message as a request, and prints its answer."""
+
+import asyncio
+import io
+import mimetypes
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from rich.markup import escape
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.bus.login import Login
+from shared.errors import InvalidRequest, NotFound, PagemillError, Unavailable
+from shared.helpers.validation import invalid_request
+from shared.protocol import multimodal
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.sampling import SamplingParams
+from workers.cli.ask import EXIT_INTERRUPTED, read_media
+from workers.cli.broker import connected
+from workers.cli.terminal import errors, harmless, print_line, print_note, write_text
+
+HELP = {
+    "help": "show the commands",
+    "system": "[TEXT]: set the system message; without a text, remove it",
+    "model": "[NAME]: show or set the model",
+    "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
+    "retry": "ask the last message again",
+    "undo": "remove the last message and its answer",
+    "quit": "leave the chat; Ctrl-D does the same",
+}
+
+_IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))[ \t]*')
+
+
+@dataclass
+class Turn:
+    """A message of the user, and the answer to it."""
+
+    text: str
+    images: list[bytes]
+    answer: str | None = None
+    """The text so far; None before the first text, and after a failure without any text."""
+
+
+class Chat:
+    def __init__(self, login: Login, model: str, system: str | None = None) -> None:
+        self._login = login
+        self._model = model
+        self._system = system
+        self._params: dict[str, Any] = {}
+        """Sampling parameters; the model's configured defaults apply to all others."""
+        self._turns: list[Turn] = []
+        self._is_terminal = sys.stdin.isatty()
+        self._has_failed = False
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # A request cannot contain bytes that are not text.
+            sys.stdin.reconfigure(errors="replace")
+
+    def run(self) -> int:
+        """Run until the end of the input, and return the exit code.
+
+        From a pipe, the exit code is 1 if anything failed. Raises Unavailable without a broker.
+        """
+        asyncio.run(self._check_connection())
+        if self._is_terminal:
+            import readline  # noqa: F401  # The import adds a history and editing keys to `input`.
+
+            print_note(f"{self._model}: /help shows the commands, Ctrl-D leaves")
+        while True:
+            try:
+                line = input("> ") if self._is_terminal else input()
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    return EXIT_INTERRUPTED
+                print_note("\nCtrl-D or /quit leaves")
+                continue
+            except EOFError:
+                if self._is_terminal:
+                    print_line("")
+                break
+            if not self._run_line(line.strip()):
+                break
+        return int(self._has_failed and not self._is_terminal)
+
+    async def _check_connection(self) -> None:
+        async with connected(self._login, "chat"):
+            pass
+
+    def _run_line(self, line: str) -> bool:
+        """Run a line, print its error, and return whether the conversation continues."""
+        try:
+            command = parse_command(line)
+            if command is not None:
+                return self._run_command(*command)
+            if line:
+                turn = Turn(*take_images(line.removeprefix("/")))
+                if self._turns and self._turns[-1].answer is None:
+                    # Most chat templates refuse two messages of a user in a row.
+                    self._turns.pop()
+                self._turns.append(turn)
+                self._ask()
+        except KeyboardInterrupt:
+            print_note("\ninterrupted")
+        except PagemillError as error:
+            self._print_error(error.code, error.message)
+        except BrokenPipeError:
+            raise  # The reader of the answers is gone.
+        except (OSError, RuntimeError, ValueError) as error:
+            self._print_error(type(error).__name__, str(error))
+        return True
+
+    def _run_command(self, name: str, argument: str) -> bool:
+        """Run a command, and return whether the conversation continues."""
+        match name:
+            case "help":
+                for command, text in HELP.items():
+                    print_line(f"/{command:<7} {text}")
+                print_line('@FILE or @"FILE" in a message attaches an image')
+            case "system":
+                self._system = argument or None
+            case "model":
+                self._model = argument or self._model
+                print_note(self._model)
+            case "params":
+                self._params = merge_params(self._params, argument)
+                pairs = " ".join(f"{name}={value}" for name, value in self._params.items())
+                print_note(pairs or "no parameters are set: the model's configured defaults apply")
+            case "retry" | "undo" if not self._turns:
+                raise NotFound(f"there is no message to {name}", field="command")
+            case "retry":
+                self._ask()
+            case "undo":
+                self._turns.pop()
+        return name != "quit"
+
+    def _ask(self) -> None:
+        """Ask the last message, print the answer, and print a line with its request id below."""
+        turn, request_id, began_s = self._turns[-1], client.new_request_id(), time.monotonic()
+        turn.answer = None
+        try:
+            final, reason = asyncio.run(self._read_answer(turn, request_id))
+        finally:
+            if turn.answer is not None:
+                write_text("\n")
+        seconds = f"{time.monotonic() - began_s:.1f} s"
+        match final:
+            case Finish(usage=usage):
+                tokens = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
+                summary = [request_id, tokens, seconds, reason or "finished"]
+            case Failure(error=error):
+                self._print_error(error.code, error.message)
+                summary = [request_id, seconds, "failed"]
+            case _:
+                summary = [request_id, seconds, "interrupted"]
+        print_note(" · ".join(summary))
+
+    async def _read_answer(self, turn: Turn, request_id: str) -> tuple[LogRecord | None, str]:
+        """Print the answer while it comes; return its final record and its finish reason.
+
+        Ctrl-C cancels the request: then there is no final record. Raises what `client.ask` raises.
+        """
+        reason = ""
+        async with connected(self._login, "chat") as bus:
+            request = await self._build_request(bus)
+            sampling = self._params or None
+            try:
+                async for record in client.ask(bus, request, request_id, sampling=sampling):
+                    if not isinstance(record, TokenChunk):
+                        if isinstance(record, Finish):
+                            turn.answer = turn.answer or ""
+                        return record, reason
+                    for choice in record.choices:
+                        reason = choice.finish_reason or reason
+                        if choice.text:
+                            turn.answer = (turn.answer or "") + choice.text
+                            write_text(choice.text)
+            except asyncio.CancelledError:
+                if turn.answer is None:
+                    write_text("\n")  # The terminal shows `^C` in this line.
+                await client.cancel(bus, request_id)
+            except Unavailable as error:
+                hint = f"the answer was cut off; `pagemill follow {request_id}` prints it"
+                raise Unavailable(f"{error.message}: {hint}") from error
+        return None, reason
+
+    async def _build_request(self, bus: Bus) -> GenerateRequest:
+        """Store the images, and return the request with all messages of the conversation.
+
+        The images of a whole conversation would not fit into one message of the broker.
+        """
+        messages = [] if self._system is None else [Message("system", self._system)]
+        for turn in self._turns:
+            urls = [await client.pin_media(bus, image) for image in turn.images]
+            images = [ImagePart(ImageURL(url)) for url in urls]
+            messages.append(Message("user", [*images, TextPart(turn.text)] if urls else turn.text))
+            if turn.answer is not None:
+                messages.append(Message("assistant", turn.answer))
+        return GenerateRequest(self._model, messages)
+
+    def _print_error(self, code: str, message: str) -> None:
+        self._has_failed = True
+        text = escape(harmless(" ".join(message.split())))
+        errors.print(f"[red]error[/] {code}: {text}", highlight=False, soft_wrap=True)
+
+
+def parse_command(line: str) -> tuple[str, str] | None:
+    """Return name and argument of a command; None for a message. Raises InvalidRequest.
+
+    A message that begins with a slash is typed with two slashes.
+    """
+    if not line.startswith("/") or line.startswith("//"):
+        return None
+    name, *rest = re.split(r"\s+", line[1:], maxsplit=1)
+    if name not in HELP:
+        raise InvalidRequest(f"there is no command /{name}; /help shows them", field="command")
+    return name, "".join(rest)
+
+
+def take_images(text: str) -> tuple[str, list[bytes]]:
+    """Return a message without its `@FILE`, and the images in these files.
+
+    Any other `@` remains in the text. Raises InvalidMedia for an image that cannot be read.
+    """
+    images: list[bytes] = []
+
+    def take(match: re.Match[str]) -> str:
+        path = match[1] or match[2]
+        kind = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
+        if kind not in get_args(multimodal.Modality) or not Path(path).expanduser().is_file():
+            return match[0]
+        if kind != multimodal.IMAGE:
+            print_note(f"{path} is not attached: `pagemill ask --{kind}` asks about such a file")
+            return match[0]
+        images.append(read_media(Path(path).expanduser(), multimodal.IMAGE))
+        return ""
+
+    return _IMAGE.sub(take, text).strip(), images
+
+
+def merge_params(params: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return sampling parameters changed by `name=value name=value`. Raises InvalidRequest.
+
+    A value is JSON, or else a string. An empty value removes the parameter.
+    """
+    values = dict(params)
+    for pair in text.split():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InvalidRequest(f"{pair}: parameters are written NAME=VALUE", field="params")
+        try:
+            values[name] = msgspec.json.decode(value) if value else None
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            values[name] = value
+    values = {name: value for name, value in values.items() if value is not None}
+    try:
+        sampling = msgspec.convert(values, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise invalid_request(error) from error
+    if sampling.n != 1:
+        raise InvalidRequest("n: a conversation has one answer to each message", field="n")
+    return values

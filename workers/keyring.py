@@ -1,0 +1,132 @@
+"""Keyring: the folder of `pagemill keys`, with a key for each identity and the server's accounts.
+
+A key's seed is a file of its own, which nobody but its owner can read. The server's configuration
+has the public halves alone.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import nkeys
+
+from shared.bus.accounts import accounts_config
+from shared.bus.login import seed_file
+from shared.config.schema import NatsConfig
+from shared.errors import ConfigError, InvalidRequest, NotFound
+from shared.protocol.names import NAME_RULE, is_name
+from shared.protocol.permissions import OPERATOR
+from workers.roles import all_roles
+
+ACCOUNTS_FILE = "accounts.conf"
+TENANTS = "tenants"
+DEFAULT_TENANT = "local"
+"""The tenant that `pagemill up` makes for clients on its machine."""
+
+TENANT_CONNECTIONS = NatsConfig().tenant_connections
+
+
+class Keyring:
+    """The keys in a folder."""
+
+    def __init__(self, folder: Path, tenant_connections: int = TENANT_CONNECTIONS) -> None:
+        """The accounts allow the clients of each tenant `tenant_connections`."""
+        self.folder = folder
+        self._tenant_connections = tenant_connections
+        self.accounts_file = folder / ACCOUNTS_FILE
+
+    @property
+    def tenants(self) -> list[str]:
+        return sorted(file.stem for file in (self.folder / TENANTS).glob("*.nk"))
+
+    def complete(self, tenants: Iterable[str] = ()) -> list[str]:
+        """Make the keys that are missing, and return whose they are. Raises ConfigError.
+
+        The accounts are written again, because this version may allow other subjects.
+        """
+        try:
+            (self.folder / TENANTS).mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.chmod(0o700)
+            wanted = {name: seed_file(self.folder, name) for name in _identities()}
+            wanted |= {name: self.file_of_tenant(name) for name in tenants}
+            made = [name for name, file in wanted.items() if not file.exists()]
+            for name in made:
+                _write_seed(wanted[name])
+            self._write_accounts()
+        except OSError as error:
+            raise ConfigError(
+                f"nats.keys: {error.filename} cannot be written: {error.strerror}",
+                field="nats.keys",
+            ) from error
+        return made
+
+    def add_tenant(self, name: str) -> Path:
+        """Make the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
+        if not is_name(name):
+            raise InvalidRequest(f"tenant {NAME_RULE}", field="tenant")
+        if name in self.tenants:
+            raise InvalidRequest(f"tenant {name} has a key already", field="tenant")
+        self.complete([name])
+        return self.file_of_tenant(name)
+
+    def remove_tenant(self, name: str) -> None:
+        """Remove the key of a tenant. Raises NotFound."""
+        if name not in self.tenants:
+            raise NotFound(f"no tenant {name} has a key", field="tenant")
+        self.file_of_tenant(name).unlink()
+        self._write_accounts()
+
+    def rotate(self, names: Iterable[str]) -> list[Path]:
+        """Replace keys of identities and tenants, by default all; return their files.
+
+        Raises NotFound for a name without a key.
+        """
+        known = {name: seed_file(self.folder, name) for name in _identities()}
+        known |= {f"{TENANTS}/{name}": self.file_of_tenant(name) for name in self.tenants}
+        chosen = list(names) or list(known)
+        for name in chosen:
+            if name not in known or not known[name].exists():
+                raise NotFound(f"no key of {name} in {self.folder}", field="names")
+        for name in chosen:
+            _write_seed(known[name])
+        self._write_accounts()
+        return [known[name] for name in chosen]
+
+    def files(self) -> list[Path]:
+        """Return the files of all keys."""
+        return sorted(self.folder.rglob("*.nk"))
+
+    def file_of_tenant(self, name: str) -> Path:
+        return seed_file(self.folder / TENANTS, name)
+
+    def _write_accounts(self) -> None:
+        workers = {name: _public(seed_file(self.folder, name)) for name in _identities()}
+        tenants = {name: _public(self.file_of_tenant(name)) for name in self.tenants}
+        config = accounts_config(workers, tenants, self._tenant_connections)
+        _replace(self.accounts_file, config.encode())
+
+
+def _identities() -> list[str]:
+    return [OPERATOR, *(role.name for role in all_roles())]
+
+
+def _write_seed(file: Path) -> None:
+    _replace(file, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER) + b"\n")
+
+
+def _public(file: Path) -> str:
+    try:
+        return str(nkeys.from_seed(bytearray(file.read_bytes().strip())).public_key.decode())
+    except (nkeys.NkeysError, ValueError):
+        raise ConfigError(f"nats.keys: {file} holds no seed of a user", field="nats.keys") from None
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write a file that its owner alone can read; a reader sees the old one or the new one."""
+    new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
+        output.write(data)
+        output.flush()
+        os.fsync(output.fileno())
+    new.replace(file)

@@ -1,0 +1,216 @@
+"""Loading of the configuration: a given file, `pagemill.yaml` here, or the embedded default."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+import workers
+from shared.bus.local_keys import find_keys
+from shared.bus.login import Login, TlsFiles, seed_file
+from shared.config.parsing import parse_config
+from shared.config.schema import Config, Graph
+from shared.errors import ConfigError
+from shared.protocol.permissions import OPERATOR
+from shared.stage.graphs import graph_of
+from shared.stage.pipelines import check_pipelines
+from shared.vision.quantized import find_quantization
+from workers.pools import pools_of
+from workers.roles import stage_roles
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+DEFAULT_FILE = Path("pagemill.yaml")
+LOG_NAME = "pagemill.log"
+# The value of `log_file` for stderr.
+STDERR = "stderr"
+OPS = Path(workers.__file__).parents[1] / "ops"
+DEMO_MODEL = OPS / "demo_model"
+# A user without a password, in a URL or in a list of them.
+_PASSWORD_IN_URL = re.compile(r"(^|,|://)[^/,]*:[^/,]*@")
+_USER_ALONE = re.compile(r"(://[^:@/,]+)@")
+# The client of nats does not decode what a URL has encoded.
+_PASSWORD = re.compile(r"[A-Za-z0-9._~-]+")
+EMBEDDED = f"""\
+models:
+  demo:
+    path: {DEMO_MODEL}
+    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+    stages:
+      talker:
+        role: engine
+        path: {OPS / "demo_voice" / "talker"}
+        inputs: {{text: {{from: engine, function: speech, mode: stream}}}}
+        output: {{name: codes, kind: codes}}
+        sampling_defaults: {{temperature: 0.0, max_tokens: 400}}
+        voices: [alloy]
+        frames_per_character: 3.4
+      code2wav:
+        role: generator
+        path: {OPS / "demo_voice"}
+        inputs: {{codes: {{from: talker, function: follow, mode: stream}}}}
+        output: {{name: audio, kind: audio, timed: true}}
+        chunks: {{first: [5, 10], size: 25, left: 2, right: 2}}
+      dit:
+        role: generator
+        path: {OPS / "demo_painter"}
+        inputs: {{prompt: {{from: request, function: paint}}}}
+        output: {{name: image, kind: image}}
+        sizes: [120x120, 90x90, 150x120, 120x150]
+        sampling_defaults: {{steps: 24, guidance: 1.5}}
+"""
+
+
+def find_config_file(given: Path | None) -> Path | None:
+    """Return the file to read; None stands for the embedded default."""
+    if given is not None:
+        return given
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def load_config(file: Path | None) -> Config:
+    """Read and check the configuration; environment variables override it.
+
+    Paths in a file are relative to it. Raises ConfigError.
+    """
+    source = "embedded default" if file is None else str(file)
+    config = _parse_file(file)
+    check_pipelines(config, stage_roles(), source)
+    pools_of(config, source)
+    return config
+
+
+def _parse_file(file: Path | None) -> Config:
+    if file is None:
+        return parse_config(EMBEDDED, os.environ, "embedded default")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
+    config = parse_config(text, os.environ, str(file))
+    folder = file.parent.absolute()
+    models = {
+        name: replace(
+            _resolve(model, folder, "path"),
+            hash_model_id=model.hash_model_id or model.path,
+            graph=model.graph or _graph_of_folder(folder / model.path),
+            adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
+            stages={
+                stage: _resolve(changes, folder, "path") for stage, changes in model.stages.items()
+            },
+        )
+        for name, model in config.models.items()
+    }
+    embeddings = _resolve(config.embeddings, folder, "path")
+    gateway = _resolve(config.gateway, folder, "tls_cert", "tls_key")
+    nats = _resolve(config.nats, folder, "password_file", "keys", "tls_ca", "tls_cert", "tls_key")
+    config = replace(config, models=models, nats=nats, embeddings=embeddings, gateway=gateway)
+    return config if config.log_file == STDERR else _resolve(config, folder, "log_file")
+
+
+def _graph_of_folder(folder: Path) -> Graph | None:
+    """The graph of a folder's model; None also for a folder that cannot be read here."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return graph_of(found) if isinstance(found, dict) else None
+
+
+def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
+    """Return the settings with these paths, unless they are None, taken as relative to `folder`."""
+    paths = {name: path for name in names if (path := getattr(settings, name)) is not None}
+    return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
+
+
+def check_paths(config: Config) -> None:
+    """Check that the folders of models and adapters are there, with weights that are not quantized.
+
+    Raises ConfigError.
+    """
+    for name, model in config.models.items():
+        if not (Path(model.path) / "config.json").is_file():
+            raise ConfigError(
+                f"models.{name}.path: {model.path} is not a Hugging Face model folder"
+                " (no config.json)",
+                field=f"models.{name}.path",
+            )
+        if reason := find_quantization(Path(model.path)):
+            raise ConfigError(
+                f"models.{name}.path: {model.path} {reason}", field=f"models.{name}.path"
+            )
+        for adapter, path in model.adapters.items():
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"models.{name}.adapters.{adapter}: {path} is not a folder in peft's format"
+                    " (no adapter_config.json)",
+                    field=f"models.{name}.adapters.{adapter}",
+                )
+
+
+def find_log_file(config: Config) -> Path | None:
+    """Return the file to which `pagemill up` appends the workers' log; None stands for stderr."""
+    if config.log_file == STDERR:
+        return None
+    if config.log_file is not None:
+        return Path(config.log_file).absolute()
+    return Path(config.nats.store_dir).absolute().parent / LOG_NAME
+
+
+def keys_folder(config: Config) -> Path:
+    """Return the folder of the keys of the embedded server, which `pagemill up` makes."""
+    if config.nats.keys is not None:
+        return Path(config.nats.keys).absolute()
+    return Path(config.nats.store_dir).absolute() / "keys"
+
+
+def login_of(config: Config, identity: str = OPERATOR, given_url: str | None = None) -> Login:
+    """Return how an identity logs in to the broker at `given_url`, by default the configured one.
+
+    A server without keys, which is not ours, knows its clients by the URL. Raises ConfigError.
+    """
+    if given_url is not None and _PASSWORD_IN_URL.search(given_url):
+        raise ConfigError(
+            "--nats: a password in an argument shows in `ps`; set nats.url with"
+            " nats.password_file, or nats.keys",
+            field="nats.url",
+        )
+    nats = config.nats
+    url = given_url or nats_url(config)
+    tls = None
+    if nats.tls_ca is not None:
+        own = (Path(file) if file else None for file in (nats.tls_cert, nats.tls_key))
+        tls = TlsFiles(Path(nats.tls_ca), *own)
+    if nats.keys is not None:
+        return Login(url, identity, seed_file(Path(nats.keys), identity), tls)
+    noted = find_keys(url)
+    if noted is None and nats.url is None:
+        noted = keys_folder(config)
+    file = None if noted is None else seed_file(noted, identity)
+    return Login(url, identity, file if file is not None and file.exists() else None, tls)
+
+
+def nats_url(config: Config) -> str:
+    """Return the URL of the configured broker, with its password. Raises ConfigError."""
+    url, file = config.nats.url, config.nats.password_file
+    if url is None:
+        return f"nats://127.0.0.1:{config.nats.port}"
+    if file is None:
+        return url
+    try:
+        password = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"nats.password_file: {file} cannot be read: {error}", field="nats.password_file"
+        ) from error
+    if not _PASSWORD.fullmatch(password):
+        raise ConfigError(
+            f"nats.password_file: the password in {file} must have letters, digits, and . _ ~ -"
+            " only, and one at least",
+            field="nats.password_file",
+        )
+    return _USER_ALONE.sub(rf"\1:{password}@", url)

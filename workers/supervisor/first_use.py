@@ -1,0 +1,28 @@
+"""Workers of `pagemill up` that start when they are needed for the first time."""
+
+import asyncio
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from workers.roles import AGENT, WorkerSpec
+from workers.supervisor.supervisor import Supervisor
+
+# Without a message, the queue is looked at so often.
+LOOK_S = 60.0
+
+
+async def start_agent_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
+    """Start an agent when a response is in its queue, and keep it; never returns.
+
+    Most clusters never see a response, and the process would cost them memory.
+    """
+    live = await bus.subscribe(subjects.RESPONSES_FILTER)
+    spec = WorkerSpec(AGENT)
+    while not supervisor.slots(spec):
+        size, _ = await bus.stream_size(subjects.RESPONSES_STREAM)
+        if size:
+            supervisor.add(spec)
+        else:
+            await live.next(LOOK_S)
+    await bus.unsubscribe(live)
+    await asyncio.Event().wait()

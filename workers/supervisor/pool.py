@@ -1,0 +1,73 @@
+"""Worker of the role `pool`: supervises the workers of some roles, such as in one container.
+
+For each role it starts the pools of `scale.pools`, which then follow the plan, or else the stage's
+`replicas`. It starts no broker and no gateway.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from shared.config.schema import Config
+from shared.errors import ConfigError
+from shared.stage.pipelines import pipelines_of
+from shared.stage.runtime import Context
+from workers.actuator import follow_plan
+from workers.pools import Pool, pools_of, workers_of
+from workers.roles import WorkerSpec
+from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.processes import WorkerProcesses
+from workers.supervisor.supervisor import Supervisor
+
+
+def read_roles(names: str | None, config: Config, url: str | None) -> list[str]:
+    """Return the roles of a list such as `engine,encoder`, each with a stage in the configuration.
+
+    `url` is the URL of the broker on the command line. Raises ConfigError.
+    """
+    if url is None and config.nats.url is None:
+        raise ConfigError("nats.url: a pool needs the URL of its broker", field="nats.url")
+    served = {stage.role for pipeline in pipelines_of(config).values() for stage in pipeline.stages}
+    roles = list(dict.fromkeys((names or "").split(",")))
+    for role in roles:
+        if role not in served:
+            raise ConfigError(
+                f"--roles: no stage of role {role!r} is configured; name roles of:"
+                f" {', '.join(sorted(served))}",
+                field="roles",
+            )
+    return roles
+
+
+def plan_workers(config: Config, roles: Sequence[str]) -> tuple[list[WorkerSpec], list[Pool]]:
+    """Return the workers of these roles to start at once, and their pools."""
+    pools = pools_of(config)
+    workers = [worker for worker in workers_of(config, pools) if worker.role in roles]
+    return workers, [pool for pool in pools.by_name.values() if pool.spec.role in roles]
+
+
+async def main(context: Context, roles: Sequence[str], processes: WorkerProcesses) -> None:
+    workers, pools = plan_workers(context.config, roles)
+
+    def log_refusal(worker: WorkerSpec) -> None:
+        context.log.error("configuration_refused", role=worker.role, model=worker.model)
+
+    supervisor = Supervisor(processes, context.config.delivery.drain_s, log_refusal)
+    context.reloader.takers.append(lambda _: supervisor.reload())
+    for worker in workers:
+        supervisor.add(worker)
+    actuator = SupervisedPools(supervisor, pools)
+    following = asyncio.create_task(follow_plan(context.bus, actuator))
+    try:
+        context.ready([], dict)
+        await context.shutdown.asked.wait()
+    finally:
+        following.cancel()
+        hurry = asyncio.create_task(_requeue_when_hurried(context, supervisor))
+        await supervisor.stop()
+        hurry.cancel()
+        processes.close()
+
+
+async def _requeue_when_hurried(context: Context, supervisor: Supervisor) -> None:
+    await context.shutdown.hurry.wait()
+    supervisor.requeue_now()

@@ -1,0 +1,162 @@
+"""Supervisor of worker processes on one machine: restarts, drain and end."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from shared.errors import ConfigError
+from shared.helpers.task_set import TaskSet
+from shared.protocol.messages import WorkerSlot
+from shared.stage.runtime import EXIT_CONFIG
+from workers.roles import WorkerSpec
+
+_log = structlog.get_logger()
+
+FIRST_RESTART_S = 0.5
+MAX_RESTART_S = 10.0
+# Time beyond the drain before a worker is killed.
+STOP_GRACE_S = 5.0
+
+
+class Process(Protocol):
+    """Process of a worker, such as `asyncio.subprocess.Process`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Spawn(Protocol):
+    """Function that starts the process of a worker. Raises OSError or ConfigError."""
+
+    async def __call__(self, worker: WorkerSpec) -> Process: ...
+
+
+class Supervisor:
+    """Keeps a worker running in each slot: a process that ends is replaced, unless it drains."""
+
+    def __init__(
+        self, spawn: Spawn, drain_s: float, on_refused: Callable[[WorkerSpec], None]
+    ) -> None:
+        """`on_refused` is called whenever a worker refuses the configuration."""
+        self._spawn = spawn
+        self._patience_s = drain_s + STOP_GRACE_S
+        self._on_refused = on_refused
+        self._workers: list[WorkerSpec] = []
+        """Workers by slot, also those that have been drained."""
+        self.processes: dict[int, Process] = {}
+        """The last process of each slot, which may have ended."""
+        self._keepers: dict[int, asyncio.Task[None]] = {}
+        """Tasks that keep workers running, by slot."""
+        self._draining: set[int] = set()
+        self._ending = TaskSet()
+
+    def add(self, worker: WorkerSpec) -> int:
+        """Start a worker, and return the number of its slot."""
+        slot = len(self._workers)
+        self._workers.append(worker)
+        self._keepers[slot] = asyncio.create_task(self._keep(slot, worker))
+        self._keepers[slot].add_done_callback(lambda _: self._keepers.pop(slot, None))
+        return slot
+
+    def drain(self, slot: int) -> None:
+        """Drain a worker, which is not replaced. It is killed when its drain takes too long."""
+        self._draining.add(slot)
+        process = self.processes.get(slot)
+        if process is not None and process.returncode is None:
+            self._end_later(process)
+
+    def slots(self, worker: WorkerSpec) -> list[WorkerSlot]:
+        """Return the slots whose workers are like this one, and run, start or drain."""
+        slots = [slot for slot in self._keepers if self._workers[slot] == worker]
+        return [WorkerSlot(slot, self._pid(slot), slot in self._draining) for slot in slots]
+
+    def pids(self, role: str) -> list[int]:
+        """Return the process ids of the running workers of a role."""
+        pids = [self._pid(slot) for slot in self.processes if self._workers[slot].role == role]
+        return [pid for pid in pids if pid]
+
+    def requeue_now(self) -> None:
+        """During `stop`: make the workers requeue the requests in flight at once."""
+        for process in self._running().values():
+            process.terminate()
+
+    def reload(self) -> None:
+        """Make the workers read their configuration again."""
+        for process in self._running().values():
+            process.send_signal(signal.SIGHUP)
+
+    async def stop(self) -> None:
+        """Drain all workers, and return when they have ended."""
+        tasks = [*self._keepers.values(), *self._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        running = self._running()
+        for slot, process in running.items():
+            # A second signal would make a worker requeue a request that it could finish.
+            if slot not in self._draining:
+                process.terminate()
+        await asyncio.gather(*(_end(process, self._patience_s) for process in running.values()))
+
+    def _running(self) -> dict[int, Process]:
+        return {slot: p for slot, p in self.processes.items() if p.returncode is None}
+
+    def _pid(self, slot: int) -> int:
+        process = self.processes.get(slot)
+        return 0 if process is None or process.returncode is not None else process.pid
+
+    def _end_later(self, process: Process) -> None:
+        process.terminate()
+        self._ending.start(_end(process, self._patience_s))
+
+    async def _keep(self, slot: int, worker: WorkerSpec) -> None:
+        """Run one worker, and start it again whenever it ends, until it is to drain."""
+        loop = asyncio.get_running_loop()
+        pause_s = FIRST_RESTART_S
+        while slot not in self._draining:
+            try:
+                process = await self._spawn(worker)
+            except (OSError, ConfigError) as error:
+                _log.error(
+                    "worker_not_started", role=worker.role, reason=str(error), retry_in_s=pause_s
+                )
+            else:
+                self.processes[slot] = process
+                began = loop.time()
+                if slot in self._draining:
+                    self._end_later(process)
+                code = await process.wait()
+                if code == EXIT_CONFIG:
+                    self._on_refused(worker)
+                if loop.time() - began > MAX_RESTART_S:
+                    pause_s = FIRST_RESTART_S
+                if slot in self._draining:
+                    _log.info("worker_drained", role=worker.role, code=code)
+                    del self.processes[slot]
+                    break
+                _log.warning("worker_ended", role=worker.role, code=code, restart_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RESTART_S)
+
+
+async def _end(process: Process, patience_s: float) -> None:
+    try:
+        async with asyncio.timeout(patience_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
