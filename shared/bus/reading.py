@@ -239,7 +239,11 @@ class StreamReader(BusPart):
         return state["messages"], first_ms if state["messages"] else None
 
     async def purge(self, stream: str, subject: str) -> None:
-        """Remove all messages of `subject`."""
+        """Remove all messages of `subject`.
+
+        Not for work queues, whose messages are removed by `delete`: nats-server 2.15.1 counts
+        messages of other subjects as acknowledged that were delivered before a purged one.
+        """
         try:
             await self._js.purge_stream(stream, subject=subject)
         except NatsError as error:

@@ -184,8 +184,8 @@ def _stage_worker(base: Permissions) -> Permissions:
         [
             *_consumes(subjects.STAGES_STREAM),
             *_reads(subjects.STAGES_STREAM, logs, attempts, results, subjects.MEDIA_STREAM),
-            *_purges(logs, attempts, subjects.STAGES_STREAM),
-            *(f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in (requests, results)),
+            *_purges(logs, attempts),
+            *_deletes(requests, results, subjects.STAGES_STREAM),
             f"$JS.API.STREAM.MSG.GET.{requests}",
             # The last worker of a request acknowledges it in place of the coordinator.
             f"$JS.ACK.{requests}.>",
@@ -257,6 +257,10 @@ def _measures(*streams: str) -> list[str]:
 
 def _purges(*streams: str) -> list[str]:
     return [f"$JS.API.STREAM.PURGE.{stream}" for stream in streams]
+
+
+def _deletes(*streams: str) -> list[str]:
+    return [f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in streams]
 
 
 def _consumes(*streams: str) -> list[str]:

@@ -58,7 +58,7 @@ async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
         if sequence is not None:
             await bus.delete(subjects.REQUESTS_STREAM, sequence)
     for task in removed:
-        await bus.purge(subjects.STAGES_STREAM, task.subject)
+        await bus.delete(subjects.STAGES_STREAM, task.sequence)
     return removed
 
 

@@ -13,6 +13,7 @@ import structlog
 from shared import client
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig, NatsConfig
@@ -69,6 +70,12 @@ class Site:
         async with asyncio.timeout(30):
             while await self.sizes() != [num_requests, num_tasks]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+    async def consume_tasks(self, capacity: int, ack_wait_s: float) -> Consumer:
+        """Take tasks as a renderer does."""
+        queue = "renderer", "demo", "interactive"
+        durable, where = subjects.stage_consumer(*queue), subjects.stage_filter(*queue)
+        return await self.bus.consume(subjects.STAGES_STREAM, durable, where, capacity, ack_wait_s)
 
     async def cancel(self, names: Sequence[str]) -> None:
         """Cancel requests, and return as soon as each shows its end."""
@@ -140,18 +147,27 @@ async def test_a_task_that_is_put_off_leaves_its_queue_with_its_request(site: Si
     site.coordinate()
     names = await site.publish(TEXT, 1)
     await site.until_queued(1, 1)
-    consumer = await site.bus.consume(
-        subjects.STAGES_STREAM,
-        subjects.stage_consumer("renderer", "demo", "interactive"),
-        subjects.stage_filter("renderer", "demo", "interactive"),
-        1,
-        30.0,
-    )
-    await (await asyncio.wait_for(consumer.next(), 30)).retry(3600)
+    renderer = await site.consume_tasks(1, ack_wait_s=30.0)
+    await (await asyncio.wait_for(renderer.next(), 30)).retry(3600)
     await site.cancel(names)
     assert await site.sizes() == [0, 0]
     depth = await site.bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     assert (depth.num_pending, depth.num_in_flight) == (0, 0)
+
+
+async def test_a_task_of_a_killed_worker_comes_again_after_another_was_cancelled(
+    site: Site,
+) -> None:
+    site.coordinate()
+    await site.publish(TEXT, 3)
+    await site.until_queued(3, 3)
+    renderer = await site.consume_tasks(3, ack_wait_s=1.0)
+    lost, cancelled, done = [await asyncio.wait_for(renderer.next(), 30) for _ in range(3)]
+    await site.cancel([subjects.last_token(cancelled.subject)])
+    await done.ack()
+    for delivery in (lost, cancelled):
+        delivery.abandon()
+    assert (await asyncio.wait_for(renderer.next(), 30)).subject == lost.subject
 
 
 async def test_a_request_that_was_cancelled_before_is_removed_when_it_comes(site: Site) -> None:
