@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -42,6 +42,16 @@ async def server_of(answer: Answer) -> AsyncIterator[Target]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ended.append(asyncio.Event())
         mine = ended[-1]
+        try:
+            # A client may break off in the middle of a request.
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                await answer_all(reader, writer)
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            mine.set()
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await _head_of(reader):
             data = await reader.readexactly(int(head["content-length"]))
             if not data:  # The end of a session.
@@ -52,14 +62,11 @@ async def server_of(answer: Answer) -> AsyncIterator[Target]:
             if isinstance(status, bytes):
                 writer.write(status)
                 await reader.read()
-                break
+                return
             result, *more = rest
             body = to_json({"jsonrpc": "2.0", "id": sent.get("id"), "result": result})
             lines = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{''.join(more)}"
             writer.write(f"{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        writer.close()
-        await writer.wait_closed()
-        mine.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:

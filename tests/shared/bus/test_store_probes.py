@@ -3,14 +3,17 @@
 import asyncio
 import resource
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from structlog.testing import capture_logs
 
 from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
+from shared.bus.connection import retry_until
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.config.schema import DeliveryConfig, NatsConfig
@@ -45,7 +48,9 @@ async def states(bus: Bus) -> list[tuple[str, int, int]]:
 
 
 async def publish_to_all(bus: Bus) -> None:
-    await asyncio.gather(*(bus._js.publish(subject, b"1") for subject in SUBJECTS.values()))
+    for subject in SUBJECTS.values():
+        # A stream of a cluster may still elect its leader.
+        await retry_until(30, partial(bus._js.publish, subject, b"1"), (NatsError,), subject)
 
 
 async def test_each_stream_that_refuses_to_store_is_found(
