@@ -18,10 +18,11 @@ from shared.bus import queues
 from shared.bus.bus import Bus
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
-from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S
+from shared.bus.replies import ReplyInbox
+from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S, check_server
 from shared.client import ask
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
-from shared.errors import ConfigError, Overloaded, Unavailable
+from shared.errors import ConfigError, Overloaded
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
@@ -118,7 +119,7 @@ async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) ->
 async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     """Three servers of a busy cluster, played by a client of a server without their service."""
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
-    bus, servers = await Bus.connect(url, "test"), await nats.connect(url)
+    client, servers = await nats.connect(url), await nats.connect(url)
 
     async def reply(msg: Msg) -> None:
         for name in "abc":
@@ -129,12 +130,10 @@ async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     try:
         await servers.subscribe(SERVER_SETTINGS, cb=reply)
         await servers.flush()
-        # What the one server that there is cannot do comes after the check.
-        with pytest.raises(Unavailable, match="replicas > 1 not supported"):
-            await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await check_server(client, ReplyInbox(client), NatsConfig(replicas=3))
     finally:
         await servers.close()
-        await bus.close()
+        await client.close()
         process.kill()
         process.wait()
 
