@@ -14,6 +14,8 @@ from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
 MISSING = "missing"
+# The server removes the messages beyond a smaller limit before it answers.
+CHANGE_TIMEOUT_S = 300.0
 # Values that the server takes for settings that are left out.
 _DEFAULTS: dict[str, Any] = {
     "subjects": [],
@@ -163,7 +165,7 @@ async def apply_changes(
 
     Settings that no stream can change stay. Raises ConfigError for one that the server refuses.
     """
-    js = _manager(nc)
+    js = nc.jetstream(timeout=CHANGE_TIMEOUT_S)
     by_name = {config.name: config for config in configs}
     settings: dict[str, dict[str, Any]] = {}
     for change in changes:
