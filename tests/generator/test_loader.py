@@ -41,13 +41,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"RIFF" + bytes(60), b"\x80\x04\x95" * 40])
 def test_foreign_bytes(tmp_path: Path, data: bytes) -> None:
     (tmp_path / TABLE_FILE).write_bytes(data)
-    assert "not a safetensors file" in refusal(tmp_path)
+    assert "no safetensors file" in refusal(tmp_path)
 
 
 def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     file = voices.write(tmp_path)
     file.write_bytes(file.read_bytes()[:-100])
-    assert "not a safetensors file" in refusal(tmp_path)
+    assert "no safetensors file" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["envelope", "pitch", "voicing", "band_hz"])
