@@ -1,7 +1,7 @@
 """Keyring: the folder of `pagemill keys`, with a key for each identity and the server's accounts.
 
-A key's seed is a file of its own, which nobody but its owner can read. The server's configuration
-has the public halves alone.
+The seed of each key is in a separate file, which only its owner can read. The server's
+configuration contains the public keys alone.
 """
 
 import os
@@ -31,7 +31,7 @@ class Keyring:
     """The keys in a folder."""
 
     def __init__(self, folder: Path, tenant_connections: int = TENANT_CONNECTIONS) -> None:
-        """The accounts allow the clients of each tenant `tenant_connections`."""
+        """The accounts allow each tenant `tenant_connections` connections."""
         self.folder = folder
         self._tenant_connections = tenant_connections
         self.accounts_file = folder / ACCOUNTS_FILE
@@ -41,9 +41,9 @@ class Keyring:
         return sorted(file.stem for file in (self.folder / TENANTS).glob("*.nk"))
 
     def complete(self, tenants: Iterable[str] = ()) -> list[str]:
-        """Make the keys that are missing, and return whose they are. Raises ConfigError.
+        """Create the missing keys, and return their names. Raises ConfigError.
 
-        The accounts are written again, because this version may allow other subjects.
+        The accounts are written again, because this version may permit other subjects.
         """
         try:
             (self.folder / TENANTS).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -62,7 +62,7 @@ class Keyring:
         return made
 
     def add_tenant(self, name: str) -> Path:
-        """Make the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
+        """Create the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
         if not is_name(name):
             raise InvalidRequest(f"tenant {NAME_RULE}", field="tenant")
         if name in self.tenants:
@@ -123,7 +123,7 @@ def _public(file: Path) -> str:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write a file that its owner alone can read; a reader sees the old one or the new one."""
+    """Replace a file atomically. Only its owner can read it."""
     new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
         output.write(data)

@@ -36,7 +36,7 @@ Queues = Mapping[tuple[str, str, str], Queue]
 
 
 class Look(Struct, frozen=True):
-    """What was read of a cluster at one moment."""
+    """State of a cluster at one moment."""
 
     queues: Queues
     """By stage, model and lane."""
@@ -47,17 +47,17 @@ class Look(Struct, frozen=True):
 
 
 class Reader:
-    """Reader of figures, which remembers which workers were ready."""
+    """Reader of figures, which keeps the workers that were ready."""
 
     def __init__(self, bus: Bus, worker: str, pools: Pools) -> None:
         self._bus = bus
         self._worker = worker
         self._pools = pools
         self._presences: dict[tuple[str, str], Presence] = {}
-        """By actuator and pool: a new actuator has other workers."""
+        """Presence of workers by actuator and pool, because a new actuator has other workers."""
 
     async def look(self) -> Look | None:
-        """Return what there is, or None if any of it is missing."""
+        """Return the state of the cluster, or None if a part of it is missing."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 reports = await self._read_reports()
@@ -69,7 +69,7 @@ class Reader:
         if not reports:
             _log.warning("no_figures", reason="no actuator reports workers")
             return None
-        # A broker that has restarted has no heartbeats at first, not even that of this worker.
+        # A broker that has restarted has no heartbeats at first, not even the one of this worker.
         if not any(beat.worker == self._worker for beat in beats):
             _log.warning("no_figures", reason="heartbeats are missing")
             return None
@@ -127,7 +127,7 @@ def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolF
 
 
 def _tasks_before(queues: Queues, pools: Iterable[Pool]) -> Counter[str]:
-    """Return by model the tasks that are with workers of all models, on their way to its pools."""
+    """Return by model the tasks in stages that serve all models, which will reach its pools."""
     stages = {pool.stage for pool in pools if role_of(pool.spec.role).one_model}
     tasks = Counter[str]()
     for (stage, model, _), queue in queues.items():

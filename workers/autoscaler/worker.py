@@ -1,4 +1,4 @@
-"""Autoscaler: looks at queues and workers once a second, and writes what each pool is to have.
+"""Autoscaler: reads queues and workers once a second, and writes the plan with each pool's size.
 
 `shared.scaling` decides. An actuator, such as `pagemill up`, reads the plan and starts and drains
 workers. Any number of autoscalers may run: one leads, see `lease`, and the others wait.
@@ -44,7 +44,7 @@ async def main(context: Context) -> None:
 
 
 async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
-    """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
+    """Start the actuator. Raises ConfigError if it is not permitted to read the pools' workers."""
     api = ScaleApi.in_cluster()
     stack.push_async_callback(api.close)
     actuator = KubernetesPools(api, pools)
@@ -64,7 +64,7 @@ class Autoscaler:
         self._heard = Counter[str]()
         self._wakes = asyncio.Event()
         self._listening: dict[str, Callable[[], Awaitable[None]]] = {}
-        """By model: how to listen no longer."""
+        """Functions that end the watch on a model's requests, by model."""
 
     async def serve(self) -> None:
         context = self._context
@@ -87,7 +87,7 @@ class Autoscaler:
             context.log.warning("lead_not_released", reason="the broker does not answer")
 
     async def _keep_lead(self) -> None:
-        """Renew the lead until the shutdown: a look at a slow broker may take most of LEASE_S."""
+        """Renew the lead until the shutdown, also while the main loop waits for a slow broker."""
         asked = self._context.shutdown.asked
         while not asked.is_set():
             try:
@@ -119,7 +119,7 @@ class Autoscaler:
     # -- decisions ------------------------------------------------------------------------------
 
     async def _decide(self) -> None:
-        """Look once, and write the plan, which renews the lead."""
+        """Read the cluster once and write the plan, which renews the lead."""
         heard, self._heard = self._heard, Counter()
         try:
             look, orders = await self._reader.look(), await read_orders(self._context.bus)
@@ -166,12 +166,12 @@ class Autoscaler:
     # -- requests for pools at zero ---------------------------------------------------------------
 
     def _models_at_zero(self, look: Look) -> set[str]:
-        """Return the models of which a pool has no worker, so that the next request wakes it."""
+        """Return the models with an empty pool, which their next request wakes."""
         empty = [pool for name, pool in self._pools.by_name.items() if _is_empty(look, name)]
         return {model for pool in empty for model in pool.models}
 
     async def _listen(self, models: set[str]) -> None:
-        """Listen to the requests for these models, which may have images, and to no others."""
+        """Watch the requests for these models, and no others: requests may have megabytes."""
         for model in self._listening.keys() - models:
             await self._listening.pop(model)()
         for model in models - self._listening.keys():
@@ -206,7 +206,7 @@ def _is_empty(look: Look, pool: str) -> bool:
 
 
 def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers, actuator: str) -> PoolPlan:
-    """Return the plan for the pool's actuator, which has not started all of the workers."""
+    """Return the plan for the pool's actuator, which may not have started all workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
     # An actuator starts what it lacks, whatever that is missing for.
     wanted = min(decision.wanted, seen.num_running + len(starting) + decision.start)

@@ -1,4 +1,4 @@
-"""Measures what tenants have stored, and tells all workers who has stored too much."""
+"""Measures the storage of tenants, and publishes which tenants are over their share."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ class StorageMeter:
         """Streams and tenants that were told last."""
 
     async def run(self) -> None:
-        """Measure again and again. An outage has one line in the log."""
+        """Measure periodically. An outage is logged once."""
         reason = ""
         while True:
             began_s = time.monotonic()
