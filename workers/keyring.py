@@ -48,18 +48,18 @@ class Keyring:
         try:
             (self.folder / TENANTS).mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            wanted = {name: seed_file(self.folder, name) for name in _identities()}
-            wanted |= {name: self.file_of_tenant(name) for name in tenants}
-            made = [name for name, file in wanted.items() if not file.exists()]
-            for name in made:
-                _write_seed(wanted[name])
+            files = {name: seed_file(self.folder, name) for name in _identities()}
+            files |= {name: self.file_of_tenant(name) for name in tenants}
+            missing = [name for name, file in files.items() if not file.exists()]
+            for name in missing:
+                _write_seed(files[name])
             self._write_accounts()
         except OSError as error:
             raise ConfigError(
                 f"nats.keys: {error.filename} cannot be written: {error.strerror}",
                 field="nats.keys",
             ) from error
-        return made
+        return missing
 
     def add_tenant(self, name: str) -> Path:
         """Create the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
@@ -82,16 +82,16 @@ class Keyring:
 
         Raises NotFound for a name without a key.
         """
-        known = {name: seed_file(self.folder, name) for name in _identities()}
-        known |= {f"{TENANTS}/{name}": self.file_of_tenant(name) for name in self.tenants}
-        chosen = list(names) or list(known)
+        files = {name: seed_file(self.folder, name) for name in _identities()}
+        files |= {f"{TENANTS}/{name}": self.file_of_tenant(name) for name in self.tenants}
+        chosen = list(names) or list(files)
         for name in chosen:
-            if name not in known or not known[name].exists():
+            if name not in files or not files[name].exists():
                 raise NotFound(f"no key of {name} in {self.folder}", field="names")
         for name in chosen:
-            _write_seed(known[name])
+            _write_seed(files[name])
         self._write_accounts()
-        return [known[name] for name in chosen]
+        return [files[name] for name in chosen]
 
     def files(self) -> list[Path]:
         """Return the files of all keys."""

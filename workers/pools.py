@@ -50,11 +50,11 @@ class Pools:
 
         Raises ConfigError.
         """
-        found = [p for p in self.by_name.values() if name in (p.name, p.stage)]
-        if len(found) != 1:
+        pools = [p for p in self.by_name.values() if name in (p.name, p.stage)]
+        if len(pools) != 1:
             names = ", ".join(self.by_name) or "none; the configuration has no scale.pools"
             raise ConfigError(f"no pool {name!r}; there are: {names}", field="pool")
-        return found[0]
+        return pools[0]
 
 
 def deployment_name(worker: WorkerSpec) -> str:
@@ -78,11 +78,11 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
     """
     pipelines, pools = pipelines_of(config), dict[str, Pool]()
     for number, entry in enumerate(config.scale.pools):
-        made = _make(entry, pipelines, pools)
-        if isinstance(made, Fault):
-            key = f"scale.pools[{number}].{made.key}"
-            raise ConfigError(f"{source}: {key}: {made.message}", field=key)
-        pools[made.name] = made
+        pool_or_fault = _make(entry, pipelines, pools)
+        if isinstance(pool_or_fault, Fault):
+            key = f"scale.pools[{number}].{pool_or_fault.key}"
+            raise ConfigError(f"{source}: {key}: {pool_or_fault.message}", field=key)
+        pools[pool_or_fault.name] = pool_or_fault
     settings = {name: pool.settings for name, pool in pools.items()}
     try:
         # A stage may have an edge for each modality.
@@ -140,8 +140,8 @@ def _make(
 
 def _stages(pipelines: Mapping[str, Pipeline], name: str, role: str) -> dict[str, StageSpec]:
     """Return the stage of this name and role, by the models that have it."""
-    found = {model: pipeline.stage(name) for model, pipeline in pipelines.items()}
-    return {m: stage for m, stage in found.items() if stage is not None and stage.role == role}
+    stages = {model: pipeline.stage(name) for model, pipeline in pipelines.items()}
+    return {m: stage for m, stage in stages.items() if stage is not None and stage.role == role}
 
 
 def _edges(

@@ -65,10 +65,10 @@ models:
 """
 
 
-def find_config_file(given: Path | None) -> Path | None:
+def find_config_file(named: Path | None) -> Path | None:
     """Return the file to read; None stands for the embedded default."""
-    if given is not None:
-        return given
+    if named is not None:
+        return named
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 
@@ -115,10 +115,10 @@ def _parse_file(file: Path | None) -> Config:
 def _graph_of_folder(folder: Path) -> Graph | None:
     """Return the graph of the model in a folder; None also if the folder cannot be read here."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return graph_of(found) if isinstance(found, dict) else None
+    return graph_of(config) if isinstance(config, dict) else None
 
 
 def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:

@@ -33,10 +33,10 @@ READ_S = 1.0
 PAUSE_S = 1.0
 # At most a fifth of the time is spent on measuring.
 PAUSE_FACTOR = 4.0
-# A gateway stores at most such a part of the stream of media between two measurements.
+# A gateway stores at most 1/64 of the stream of media between two measurements.
 UNMEASURED_PARTS = 64
-# Limit on the tenants that are told; the largest are.
-MAX_TOLD = 1000
+# Maximum number of published tenants. The largest ones are published.
+MAX_PUBLISHED = 1000
 
 _log = structlog.get_logger()
 
@@ -118,12 +118,12 @@ def next_measurement_s(began_s: float) -> float:
 
 
 async def has_exceeded(bus: Bus, tenant: str, stream: str) -> bool:
-    """Return whether a tenant has stored too much in a stream, as coordinators told last.
+    """Return whether the list that coordinators published last has a tenant for this stream.
 
     Raises Unavailable.
     """
-    told = await read_exceeded(bus) if tenant else []
-    return any(share.stream == stream and share.tenant in (tenant, NEWCOMER) for share in told)
+    exceeded = await read_exceeded(bus) if tenant else []
+    return any(share.stream == stream and share.tenant in (tenant, NEWCOMER) for share in exceeded)
 
 
 def _raise_if_exceeded(
@@ -148,16 +148,16 @@ def _refusal(share: ExceededShare) -> QuotaExceeded:
 
 
 async def read_exceeded(bus: Bus) -> list[ExceededShare]:
-    """Return what coordinators have told last. Raises Unavailable."""
+    """Return the list that coordinators published last. Raises Unavailable."""
     stored = await bus.read_last(subjects.WORKERS_STREAM, subjects.EXCEEDED_SHARES)
-    told = None if stored is None else decode_exceeded_shares(stored.data)
-    return [] if told is None else told.exceeded
+    message = None if stored is None else decode_exceeded_shares(stored.data)
+    return [] if message is None else message.exceeded
 
 
-async def tell_exceeded(bus: Bus, exceeded: list[ExceededShare]) -> None:
-    """Tell all workers who is refused. Raises Unavailable."""
-    told = sorted(exceeded, key=lambda share: (share.tenant != NEWCOMER, -share.num_bytes))
-    data = to_json(ExceededShares(told[:MAX_TOLD]))
+async def publish_exceeded(bus: Bus, exceeded: list[ExceededShare]) -> None:
+    """Publish the tenants to refuse, for all workers. Raises Unavailable."""
+    shares = sorted(exceeded, key=lambda share: (share.tenant != NEWCOMER, -share.num_bytes))
+    data = to_json(ExceededShares(shares[:MAX_PUBLISHED]))
     await bus.publish_without_id(subjects.EXCEEDED_SHARES, data)
 
 

@@ -45,7 +45,7 @@ def exceeded_shares(use: StreamUse, weights: Mapping[str, float]) -> list[Exceed
     held = {t: min(num_bytes, limit * _part(t, weights)) for t, num_bytes in stored.items()}
     without = max(0, use.num_bytes - sum(stored.values()))
     free = limit - min(without, limit / 2) - sum(held.values())
-    found = [
+    exceeded = [
         ExceededShare(use.stream, tenant, num_bytes, max(0, int(share)))
         for tenant, num_bytes in stored.items()
         if num_bytes >= (share := _part(tenant, weights) * (free + held[tenant]))
@@ -53,8 +53,8 @@ def exceeded_shares(use: StreamUse, weights: Mapping[str, float]) -> list[Exceed
     if len(stored) == 1:
         return []
     if stored and free <= 0:
-        found.append(ExceededShare(use.stream, NEWCOMER, 0, 0))
-    return sorted(found, key=lambda exceeded: exceeded.num_bytes, reverse=True)
+        exceeded.append(ExceededShare(use.stream, NEWCOMER, 0, 0))
+    return sorted(exceeded, key=lambda share: share.num_bytes, reverse=True)
 
 
 def _part(tenant: str, weights: Mapping[str, float]) -> float:

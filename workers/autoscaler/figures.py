@@ -112,17 +112,17 @@ class Reader:
         return Queue(depth.num_pending, depth.num_in_flight, oldest_s)
 
 
-def _sum(one: Queue, other: Queue) -> Queue:
+def _sum(first: Queue, second: Queue) -> Queue:
     return Queue(
-        one.pending + other.pending,
-        one.in_flight + other.in_flight,
-        max(one.oldest_s, other.oldest_s),
+        first.pending + second.pending,
+        first.in_flight + second.in_flight,
+        max(first.oldest_s, second.oldest_s),
     )
 
 
-def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolFigures | None]:
+def figures_of(pools: Pools, look: Look, arrivals: Counter[str]) -> dict[str, PoolFigures | None]:
     """Return the figures of each pool; None for one without its workers or any of its queues."""
-    before = heard + _tasks_before(look.queues, pools.by_name.values())
+    before = arrivals + _tasks_before(look.queues, pools.by_name.values())
     return {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
 
 

@@ -90,13 +90,13 @@ class ScaleApi:
             raise Unavailable(f"a read of the size of {name!r} was answered with a conflict")
         return scale
 
-    async def set(self, name: str, seen: Scale, replicas: int) -> Scale | None:
+    async def set(self, name: str, current: Scale, replicas: int) -> Scale | None:
         """Set the size of a Deployment. Return None if it has changed since `current` was read."""
         return await self._request(
             "PATCH",
             name,
             json={
-                "metadata": {"resourceVersion": seen.metadata.resource_version},
+                "metadata": {"resourceVersion": current.metadata.resource_version},
                 "spec": {"replicas": replicas},
             },
         )

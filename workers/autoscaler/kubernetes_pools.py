@@ -46,9 +46,9 @@ class KubernetesPools(Actuator):
         self._woken = asyncio.Event()
 
     def pools(self) -> Sequence[str]:
-        if not (known := [pool for pool in self._names if self._is_known(pool)]):
+        if not (pools := [pool for pool in self._names if self._is_known(pool)]):
             raise Unavailable("the workers of no pool were read lately")
-        return known
+        return pools
 
     def running(self, pool: str) -> list[WorkerSlot]:
         if not self._is_known(pool):
@@ -115,13 +115,13 @@ class KubernetesPools(Actuator):
                 _log.warning("pool_not_scaled", pool=pool, code=error.code, reason=error.message)
 
     async def _change(self, pool: str) -> None:
-        name, seen = self._names[pool], self._scales[pool]
-        count = self._wanted.pop(pool, seen.wanted)
-        if count != seen.wanted:
+        name, scale = self._names[pool], self._scales[pool]
+        count = self._wanted.pop(pool, scale.wanted)
+        if count != scale.wanted:
             # None if another client has changed the size meanwhile. The next read gets it.
-            changed = await self._api.set(name, seen, count)
+            changed = await self._api.set(name, scale, count)
             _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
-            self._scales[pool] = changed or seen
+            self._scales[pool] = changed or scale
 
     def _is_known(self, pool: str) -> bool:
         read_s = self._read_s.get(pool)

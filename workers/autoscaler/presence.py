@@ -51,13 +51,13 @@ class Presence:
         own = [beat for beat in beats if _serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
-        found = [beat for beat in own if self._known.get(beat.worker) in living]
-        certain = _by_process(slots, found, report.host) if report.host else {}
-        heard = {beat.worker for beat in beats}
-        self._known = {worker: p for worker, p in self._known.items() if worker in heard}
+        current = [beat for beat in own if self._known.get(beat.worker) in living]
+        certain = _by_process(slots, current, report.host) if report.host else {}
+        names = {beat.worker for beat in beats}
+        self._known = {worker: p for worker, p in self._known.items() if worker in names}
         self._known |= {beat.worker: processes[slot] for slot, beat in certain.items()}
         matched = list(certain.values())
-        rest = [beat for beat in found if beat not in matched]
+        rest = [beat for beat in current if beat not in matched]
         if report.host:
             by_slot, others = certain, self._find_others(rest, slots)
         else:

@@ -62,7 +62,7 @@ def admit(
     """
     try:
         request = decode_request(data)
-        given = _decode_sampling(data).sampling_params
+        params = _decode_sampling(data).sampling_params
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except UNDECODABLE as error:
@@ -88,24 +88,24 @@ def admit(
     pipeline = pipelines[request.model]
     # Defaults of the model override the defaults of the stage that writes its text.
     writer = pipeline.outputs.get(TEXT)
-    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | given
+    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | params
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
     if request.embedding is not None:
-        resolved = _sampling_of_embedding(request, given, pipeline)
+        resolved = _sampling_of_embedding(request, params, pipeline)
     part = _part_of(request, pipeline)
     _check_images(request, part)
     outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
     voice = _voice_of(request, part, resolved)
-    image = _image_of(request, part, given)
+    image = _image_of(request, part, params)
     return Admitted(request, resolved, prompt_of(request), outputs, voice, image)
 
 
 def _sampling_of_embedding(
-    request: GenerateRequest, given: Mapping[str, Any], pipeline: Pipeline
+    request: GenerateRequest, params: Mapping[str, Any], pipeline: Pipeline
 ) -> SamplingParams:
     """Return the parameters of an embedding request, which takes no defaults of the model."""
-    if given:
+    if params:
         raise InvalidRequest(
             "sampling_params: an embedding has no sampled tokens", field="sampling_params"
         )
@@ -131,9 +131,9 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
     for number, name in enumerate(request.outputs):
         if name not in available:
             there_are = ", ".join(available)
-            made = " that is made of a given text" if is_given else ""
+            source = " that is made from a given text" if is_given else ""
             raise InvalidRequest(
-                f"{request.model} has no output {name!r}{made}; available: {there_are}",
+                f"{request.model} has no output {name!r}{source}; available: {there_are}",
                 field=f"outputs[{number}]",
             )
     part = pipeline.part_for(request.outputs, text_given=is_given)
@@ -177,7 +177,7 @@ def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams
 
 
 def _image_of(
-    request: GenerateRequest, part: Pipeline, given: Mapping[str, Any]
+    request: GenerateRequest, part: Pipeline, params: Mapping[str, Any]
 ) -> PaintParams | None:
     """Return the parameters of a request's images.
 
@@ -191,7 +191,7 @@ def _image_of(
     takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
     if takes_prompt and not (request.prompt or "").strip():
         raise InvalidRequest("prompt: an image needs a prompt with text", field="prompt")
-    if given and TEXT not in part.outputs:
+    if params and TEXT not in part.outputs:
         raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
     return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
 
@@ -221,21 +221,21 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
 
 def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) -> float:
     """Return the deadline of a request whose other fields cannot be decoded."""
-    found = _decode_timeout(data)
-    timeout_s = None if found is None else found.timeout_s
+    fields = _decode_timeout(data)
+    timeout_s = None if fields is None else fields.timeout_s
     return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
-    what, field = split_validation_error(error)
+    message, field = split_validation_error(error)
     for part in UNSUPPORTED_PARTS:
-        if what == f"Invalid value {part!r}":
+        if message == f"Invalid value {part!r}":
             return UnsupportedContent(
                 f"{field}: {part} is not supported by this model", field=field
             )
     unknown = "Object contains unknown field `"
-    if what.startswith(unknown):
-        name = what.removeprefix(unknown).removesuffix("`")
+    if message.startswith(unknown):
+        name = message.removeprefix(unknown).removesuffix("`")
         field = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{field}: unknown field", field=field)
     return invalid_request(error)

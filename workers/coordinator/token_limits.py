@@ -58,13 +58,13 @@ class TokenLimits:
     async def _correct(self, tenant: str, count: int) -> None:
         """Read the logs of the oldest open requests, and settle the requests that have ended."""
         waiting = self._open[tenant]
-        looked_at = [waiting.popleft() for _ in range(min(count, len(waiting)))]
-        lasts = await asyncio.gather(*(self._last(one.request_id) for one in looked_at))
-        for one, last in zip(looked_at, lasts, strict=True):
+        oldest = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+        lasts = await asyncio.gather(*(self._last(request.request_id) for request in oldest))
+        for request, last in zip(oldest, lasts, strict=True):
             if last is None or not is_final(last):
-                waiting.append(one)
+                waiting.append(request)
             elif (num_used := _num_used(last)) is not None:
-                self._rates.correct(tenant, one.num_reserved, num_used, time.monotonic())
+                self._rates.correct(tenant, request.num_reserved, num_used, time.monotonic())
 
     async def _last(self, request_id: str) -> LogRecord | None:
         try:

@@ -205,8 +205,8 @@ class Coordinator:
         queued = await bus.get_queued_request(sequence) if sequence else None
         if not sequence or queued is None:
             return 0
-        found = request_id_of(queued.msg_id, queued.data, queued.subject)
-        return sequence if found == request_id else 0
+        queued_id = request_id_of(queued.msg_id, queued.data, queued.subject)
+        return sequence if queued_id == request_id else 0
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
