@@ -43,7 +43,7 @@ def test_users_without_a_password_get_that_of_the_file(tmp_path: Path) -> None:
     [
         (None, "secrets/nats cannot be read: .*No such file"),
         ("", "must have only letters, digits, and . _ ~ -, and at least one of them"),
-        ("a@b", "must have letters"),
+        ("a@b", "must have only letters"),
         ("\udcff", "cannot be read"),
     ],
 )

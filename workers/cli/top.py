@@ -28,7 +28,7 @@ Show = Callable[[Frame | Unavailable], None]
 
 
 async def watch(login: Login, interval_s: float, *, once: bool, as_json: bool) -> int:
-    """Show frames until Ctrl-C, or one frame; raises Unavailable when there is no first one."""
+    """Show frames until Ctrl-C, or one frame. Raises Unavailable without a first frame."""
     # Log lines of the connection would overwrite the frame, which shows the same errors.
     logs.configure_logging("error", role="top")
     viewer = Viewer(login)
@@ -46,7 +46,7 @@ async def watch(login: Login, interval_s: float, *, once: bool, as_json: bool) -
 
 
 class Viewer:
-    """Source of frames: takes snapshots over one connection and compares each with the last."""
+    """Source of frames: takes snapshots over one connection, and compares consecutive ones."""
 
     def __init__(self, login: Login) -> None:
         self._login = login

@@ -190,7 +190,7 @@ def _image_of(
         return None
     takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
     if takes_prompt and not (request.prompt or "").strip():
-        raise InvalidRequest("prompt: an image needs a prompt with text", field="prompt")
+        raise InvalidRequest("prompt: an image needs a prompt with a text", field="prompt")
     if params and TEXT not in part.outputs:
         raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
     return resolve_image(request.image, painter.sampling_defaults, painter.sizes)

@@ -28,16 +28,16 @@ def key(
     tenant: str | None = None,
     right: Annotated[list[Right] | None, Parameter(negative=())] = None,
 ) -> int:
-    """Make an API key for the gateway; print the key, which is not stored, and its configuration.
+    """Create an API key for the gateway, and print the key and its configuration.
 
     Parameters
     ----------
     name
         Name of the key's owner, for the log.
     tenant
-        Tenant whose caches and requests the key shares; by default a tenant of its own.
+        Tenant whose caches and requests the key shares; by default a separate tenant.
     right
-        What the key allows: requests (the default), or metrics for `/metrics`. Repeat the
+        Right of the key: requests (the default), or metrics for `/metrics`. Repeat the
         option for both.
     """
     stderr = Console(stderr=True)
@@ -77,7 +77,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
 
 
 def _check_models(config: Config) -> None:
-    """Raises ConfigError for a folder that an engine refuses."""
+    """Raise ConfigError for a folder that an engine refuses."""
     folders: list[tuple[str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
@@ -122,7 +122,7 @@ def _print_kernels() -> int:
 
 
 def _graph_lines(pipeline: Pipeline) -> list[str]:
-    """The pipeline as text: one line an edge, then those of chunks, then one an output."""
+    """Return the pipeline as text: a line for each edge, each chunked stage, and each output."""
     lines = []
     for edge in pipeline.edges:
         arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶", "detour": "··▶"}[edge.mode]

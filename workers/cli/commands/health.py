@@ -26,14 +26,14 @@ def health(
 ) -> int:
     """Check the workers of this machine or container, at `metrics.listen` and `metrics.port`.
 
-    The exit code is 0 if there are workers and all of them are well, and otherwise 1.
+    The exit code is 0 if there are workers and all of them are healthy, and otherwise 1.
 
     Parameters
     ----------
     role
         Check the workers of this role only.
     ready
-        Check also whether they take work.
+        Check also whether they accept work.
     """
     metrics = load(config).metrics
     if metrics.listen is None or metrics.port == 0:
@@ -56,7 +56,7 @@ def health(
 
 
 def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:
-    """Yield the status of each worker. One that does not answer has no role."""
+    """Yield the status of each worker, without a role if the worker does not answer."""
     for port in range(config.port, min(config.port + METRICS_PORTS, 65536)):
         # A connection to the address 0.0.0.0 or :: reaches this machine.
         connection = http.client.HTTPConnection(config.listen or "", port, timeout=TIMEOUT_S)
@@ -67,6 +67,6 @@ def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:
         except TimeoutError:
             yield WorkerStatus("", f"{config.listen}:{port}", "no answer")
         except (OSError, http.client.HTTPException):
-            continue  # No listener, or one of another program.
+            continue  # No listener, or a listener of another program.
         finally:
             connection.close()

@@ -43,7 +43,7 @@ def manifests(
     """
     file = settings.find_config_file(config)
     if file is None:
-        raise ConfigError("no pagemill.yaml here: give one with --config", field="--config")
+        raise ConfigError("no pagemill.yaml here: name one with --config", field="--config")
     loaded = settings.load_config(file)
     target = Target(namespace, image, scaling, models_claim)
     sizes = sizes_of(loaded, str(file))

@@ -42,7 +42,7 @@ async def requests(
     state
         List only requests in this state.
     model
-        List only requests that are known to be for this model.
+        List only requests of this model.
     limit
         Maximum number of requests in the list.
     follow
@@ -107,7 +107,7 @@ def _or_dash(value: object) -> str:
 
 
 def _note(listing: Listing, num_rows: int, limit: int) -> str:
-    """Return what the list leaves out."""
+    """Return a note about requests that are missing in the list."""
     notes = [f"{num_rows - limit} more match: --limit shows them"] if num_rows > limit else []
     if listing.is_cut:
         notes.append("older requests were not searched: `pagemill where ID` finds them")

@@ -23,17 +23,18 @@ async def migrate(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Show where the broker's streams differ from the configuration, and change them after asking.
+    """Show the differences between the broker's streams and the configuration, and apply them.
 
-    Workers create the streams that are missing, and never change one. The exit code is 1 when
-    something would be changed and is not.
+    Workers create missing streams, but never change existing ones. The exit code is 1 if any
+    difference remains.
 
     Parameters
     ----------
     yes
-        Do not ask.
+        Apply the changes without a question.
     shrink
-        Also set limits for which more is stored than they have room for.
+        Also set limits below the size of the stored messages: messages are deleted, or new ones
+        refused.
     json
         Print one JSON object for each difference, and change nothing.
     """
@@ -54,8 +55,8 @@ async def migrate(
         if refused:
             names = ", ".join(f"{c.difference.stream} {c.difference.setting}" for c in refused)
             raise ConfigError(
-                f"--shrink is needed for what has no room for all that is stored: {names};"
-                " nothing was changed",
+                f"limits are below the size of the stored messages: {names}; nothing was changed:"
+                " --shrink sets them, with the listed effects",
                 field="shrink",
             )
         if not wanted:
@@ -90,7 +91,7 @@ def _show(changes: Sequence[StreamChange]) -> None:
 
 
 def _confirm(number: int) -> bool:
-    """Ask whether to go on. Raises ConfigError where nobody can answer."""
+    """Ask for confirmation. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("--yes is needed where nobody can be asked", field="yes")
+        raise ConfigError("without a terminal, --yes is needed to apply changes", field="yes")
     return input(f"make these {number} changes? [y/N] ").strip().lower() in ("y", "yes")

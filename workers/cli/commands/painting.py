@@ -1,4 +1,4 @@
-"""`pagemill draw`: a text becomes images."""
+"""The command `pagemill draw`."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,21 +46,21 @@ async def draw(
     Parameters
     ----------
     prompt
-        What the images are to show.
+        Description of the images.
     output
-        The PNG file. With several images, their numbers come behind its name.
+        The PNG file. With several images, their numbers are appended to its name.
     size
         Width and height in pixels, such as 120x120; by default the first size of the model.
     n
         Number of images.
     seed
-        The noise that the images begin with; by default a new one for each request.
+        Seed of the noise from which the images are made; by default a random one.
     steps
         Denoising steps of each image; by default as configured.
     guidance
         Scale of the guidance by the prompt, 1 for none; by default as configured.
     negative
-        What the images are guided away from.
+        Description of what the images must not show.
     timeout_s
         Maximum seconds from acceptance to the last image; by default as configured.
     json
@@ -94,9 +94,9 @@ def _params(*given: Any) -> ImageParams:
 
 
 def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
-    """Return a model that paints, by default the first one, and the name of its output of images.
+    """Return a model that paints, by default the first one, and the name of its image output.
 
-    Raises InvalidRequest for a model without one.
+    Raises InvalidRequest if there is none.
     """
     for name in config.models if model is None else [model]:
         painter = pipeline_of(config.models[name]).painter if name in config.models else None
@@ -109,7 +109,7 @@ def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
 async def _while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
 ) -> AsyncIterator[LogRecord]:
-    """Yield the records of a request, and write its images to files when it has ended well."""
+    """Yield the records of a request, and write its images to files if it ends without an error."""
     async for record in records:
         yield record
         if isinstance(record, Finish):
