@@ -82,8 +82,8 @@ class StartDisplay:
         )
 
     def _refresh(self, live: Live) -> None:
-        shown = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")
-        self._attempt(lambda: live.update(shown, refresh=True))
+        text = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")
+        self._attempt(lambda: live.update(text, refresh=True))
 
     def _lines(self) -> list[str]:
         """Return a line about each worker that is not ready."""

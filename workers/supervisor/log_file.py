@@ -71,8 +71,8 @@ def errors_since(file: Path | None, offset: int) -> list[str]:
         return []
     with file.open("rb") as opened:
         opened.seek(offset)
-        wanted = Filter(level="error")
-        return [render(line) for line in opened if wanted.accepts(line)]
+        errors = Filter(level="error")
+        return [render(line) for line in opened if errors.accepts(line)]
 
 
 # -- reading ----------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ def errors_since(file: Path | None, offset: int) -> list[str]:
 class LogReader:
     """Reader of the last lines of a log, and of lines that are appended after them."""
 
-    def __init__(self, file: Path, wanted: Filter) -> None:
+    def __init__(self, file: Path, line_filter: Filter) -> None:
         """Raises NotFound."""
         self._file = file
-        self._wanted = wanted
+        self._filter = line_filter
         try:
             self._opened = file.open("rb")
         except OSError as error:
@@ -96,7 +96,7 @@ class LogReader:
         newest = []
         if num_lines > 0:
             for line in _lines_backwards(self._opened, end):
-                if self._wanted.accepts(line):
+                if self._filter.accepts(line):
                     newest.append(line)
                     if len(newest) == num_lines:
                         break
@@ -115,7 +115,7 @@ class LogReader:
                 self._opened = replacement
         lines = []
         while (line := self._opened.readline()).endswith(b"\n"):
-            if self._wanted.accepts(line):
+            if self._filter.accepts(line):
                 lines.append(line)
         self._opened.seek(-len(line), io.SEEK_CUR)
         return lines
@@ -138,8 +138,8 @@ def _end_of_lines(opened: io.BufferedReader) -> int:
     while end > 0:
         begin = max(0, end - BLOCK_BYTES)
         opened.seek(begin)
-        if (found := opened.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found + 1
+        if (position := opened.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + position + 1
         end = begin
     return 0
 
@@ -175,8 +175,8 @@ def render(line: bytes) -> str:
     if event is None:
         return _printable(line.decode(errors="replace").rstrip("\n"))
     time = str(event.get("timestamp", "")).replace("T", " ")[:23]
-    who = event.get("worker") or event.get("role", "")
-    head = f"{time:<23} {event.get('level', ''):<7} {who!s:<20} {event.get('event', '')}"
+    source = event.get("worker") or event.get("role", "")
+    head = f"{time:<23} {event.get('level', ''):<7} {source!s:<20} {event.get('event', '')}"
     fields = [f"{name}={_value(event[name])}" for name in event if name not in HEAD_FIELDS]
     text = _printable(" ".join([head, *fields]))
     if "exception" in event:

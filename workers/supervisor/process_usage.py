@@ -40,9 +40,9 @@ def usage_of(pid: int) -> Usage:
 
 
 def _children(folder: Path) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for file in folder.glob("task/*/children"):
             with contextlib.suppress(OSError):
-                found += map(int, file.read_text().split())
-    return found
+                children += map(int, file.read_text().split())
+    return children

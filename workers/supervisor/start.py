@@ -76,10 +76,10 @@ class StartWatch:
     def is_complete(self) -> bool:
         return all(worker.is_ready for worker in self._workers)
 
-    def observe(self, now_s: float, seen: Mapping[int, Observation]) -> None:
+    def observe(self, now_s: float, observations: Mapping[int, Observation]) -> None:
         """Process observations by number of the worker. A missing worker has no process."""
         for number, worker in enumerate(self._workers):
-            now = seen.get(number, Observation())
+            now = observations.get(number, Observation())
             worker.is_ready = now.is_ready
             if now.is_ready:
                 worker.sign_s = now_s
@@ -198,20 +198,20 @@ async def wait_ready(
         beats, reports = await read_signs(bus)
         here = [beat for beat in beats if beat.may_run_on(host)]
         own: dict[int, Heartbeat] = {}
-        seen = {}
+        observations = {}
         for number, spec in enumerate(specs):
             if (process := process_of(number)) is None:
                 continue
             role = spec.role
             if (beat := _find(here, process, role)) is not None:
                 own[number] = beat
-            seen[number] = Observation(
+            observations[number] = Observation(
                 exit_code=process.returncode,
                 is_ready=beat is not None and process.returncode is None,
                 report=_find(reports, process, role),
                 usage=usage_of(process.pid),
             )
-        watch.observe(loop.time(), seen)
+        watch.observe(loop.time(), observations)
         if watch.is_complete:
             return list(own.values())
         if (reason := watch.why_stalled(loop.time())) is not None:

@@ -72,8 +72,8 @@ def new_archive(path: Path) -> Iterator[Archive]:
     """
     partial = path.with_name(f".{path.name}.partial")
     if path.exists() or partial.exists():
-        found = path if path.exists() else partial
-        raise InvalidRequest(f"{found} exists already", field="path")
+        existing = path if path.exists() else partial
+        raise InvalidRequest(f"{existing} exists already", field="path")
     try:
         with _creating(path, partial) as archive:
             yield archive

@@ -79,21 +79,21 @@ class Manifest(Struct, frozen=True):
 def decode_manifest(data: bytes) -> Manifest:
     """Decode a manifest. Raises InvalidRequest for other bytes, or another format."""
     try:
-        found = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{MANIFEST_FILE}: {error}", field="format") from error
-    if found.format != FORMAT:
+    if manifest.format != FORMAT:
         raise InvalidRequest(
-            f"{MANIFEST_FILE}: format {found.format}; this version reads format {FORMAT}",
+            f"{MANIFEST_FILE}: format {manifest.format}; this version reads format {FORMAT}",
             field="format",
         )
-    for part in found.parts:
+    for part in manifest.parts:
         if part.stream not in ORDER or part.file != file_of(part.stream):
             raise InvalidRequest(
                 f"{MANIFEST_FILE}: stream {part.stream!r} in {part.file!r} is not part of a backup",
                 field="parts",
             )
-    return found
+    return manifest
 
 
 def file_of(stream: str) -> str:

@@ -60,8 +60,8 @@ async def check_target(bus: Bus, *, replace: bool) -> list[str]:
 async def _living(bus: Bus) -> list[str]:
     """Return the workers with a recent heartbeat."""
     since_ms = bus.now_ms() - 1000 * DEAD_AFTER_S
-    heard = await bus.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
-    return sorted({subjects.last_token(m.subject) for m in heard if m.stored_ms > since_ms})
+    beats = await bus.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
+    return sorted({subjects.last_token(m.subject) for m in beats if m.stored_ms > since_ms})
 
 
 async def restore(
@@ -75,9 +75,9 @@ async def restore(
     """Replace the broker's streams with the streams of a checked archive. Raises Unavailable."""
     for stream in existing:
         await bus.remove_stream(stream)
-    kept = await bus.streams_among([subjects.AUDIT_STREAM])
+    remaining = await bus.streams_among([subjects.AUDIT_STREAM])
     for part in manifest.parts:
-        if part.stream in kept:
+        if part.stream in remaining:
             continue
         config = part.config | {"num_replicas": replicas}
         with archive.open(part.file) as file:

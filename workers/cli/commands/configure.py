@@ -41,13 +41,13 @@ def key(
         option for both.
     """
     stderr = Console(stderr=True)
-    made = make_key()
-    entry: dict[str, object] = {"name": name, "sha256": digest(made)}
+    secret = make_key()
+    entry: dict[str, object] = {"name": name, "sha256": digest(secret)}
     entry |= {} if tenant is None else {"tenant": tenant}
     entry |= {} if right is None else {"rights": right}
     lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
-    stderr.print("This key is stored nowhere; give it to its owner:")
-    sys.stdout.write(f"{made}\n")
+    stderr.print("This key is not stored and cannot be printed again. Pass it to its owner:")
+    sys.stdout.write(f"{secret}\n")
     stderr.print(f"\nAdd this to the configuration:\n\n{lines}", highlight=False)
     return 0
 
@@ -100,8 +100,10 @@ def _print_kernels() -> int:
     try:
         records = read_records(library.cache_folder())
     except OSError as error:
-        raise ConfigError(f"nothing can be kept: {error}", field="XDG_CACHE_HOME") from error
-    here = [one for one in records if one.key.processor == library.processor_name()]
+        raise ConfigError(
+            f"the folder of measured kernels cannot be read: {error}", field="XDG_CACHE_HOME"
+        ) from error
+    here = [record for record in records if record.key.processor == library.processor_name()]
     if not here:
         sys.stdout.write("# nothing has been measured on this processor\n")
     for record in here:

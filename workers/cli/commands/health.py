@@ -41,18 +41,18 @@ def health(
             "health: workers answer only if metrics.listen and metrics.port are set",
             field="metrics.port",
         )
-    asked = _ask_all(metrics, "ready" if ready else "health")
-    found = [status for status in asked if role is None or status.role in (role, "")]
-    for status in found:
+    answers = _ask_all(metrics, "ready" if ready else "health")
+    statuses = [status for status in answers if role is None or status.role in (role, "")]
+    for status in statuses:
         about = [status.status]
         if status.reads is not None:
             about.append(
                 f"version {status.version} reads messages of versions {range_words(status.reads)}"
             )
         print_line(f"{status.worker}: {', '.join(about)}")
-    if not found:
+    if not statuses:
         print_line(f"no {role or 'worker'} answers at {metrics.listen} from port {metrics.port} on")
-    return 0 if found and all(status.is_ok for status in found) else 1
+    return 0 if statuses and all(status.is_ok for status in statuses) else 1
 
 
 def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:

@@ -47,13 +47,13 @@ def manifests(
     loaded = settings.load_config(file)
     target = Target(namespace, image, scaling, models_claim)
     sizes = sizes_of(loaded, str(file))
-    made = make_manifests(loaded, file.read_text(encoding="utf-8"), sizes, target)
+    objects = make_manifests(loaded, file.read_text(encoding="utf-8"), sizes, target)
     if loaded.nats.replicas == 1:
         Console(stderr=True).print("nats.replicas is 1: with three brokers, set it to 3.")
     if chart is None:
-        sys.stdout.write(to_yaml(made))
+        sys.stdout.write(to_yaml(objects))
         return 0
-    for name, text in to_chart(made, target, version("pagemill")).items():
+    for name, text in to_chart(objects, target, version("pagemill")).items():
         path = chart / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

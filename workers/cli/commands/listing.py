@@ -60,11 +60,11 @@ async def requests(
         lister = RequestLister(bus)
         listing = await lister.update()
         rows = [row for row in listing.requests if is_wanted(row)]
-        shown = rows[:limit]
-        if shown and not json:
+        newest = rows[:limit]
+        if newest and not json:
             print_line(HEADER)
-        # The newest stands last, where new ones follow.
-        for row in reversed(shown):
+        # The newest request is printed last, because new ones follow it.
+        for row in reversed(newest):
             print_json(row) if json else print_line(_line(row))
         if note := _note(listing, len(rows), limit):
             print_note(note)

@@ -50,8 +50,8 @@ async def migrate(
             print_line("all streams are as configured")
             return 0
         _show(changes)
-        wanted = [change for change in changes if not change.difference.is_fixed]
-        refused = [change for change in wanted if change.shrinks and not shrink]
+        possible = [change for change in changes if not change.difference.is_fixed]
+        refused = [change for change in possible if change.shrinks and not shrink]
         if refused:
             names = ", ".join(f"{c.difference.stream} {c.difference.setting}" for c in refused)
             raise ConfigError(
@@ -59,16 +59,16 @@ async def migrate(
                 " --shrink sets them, with the listed effects",
                 field="shrink",
             )
-        if not wanted:
+        if not possible:
             print_line("the broker cannot change any of these")
             return 1
-        if not (yes or _confirm(len(wanted))):
+        if not (yes or _confirm(len(possible))):
             print_line("nothing was changed")
             return 1
-        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
+        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in possible)
         async with audited(bus, "migrate", names):
-            await bus.change_streams(wanted)
-        print_line(f"changed: {len(wanted)}")
+            await bus.change_streams(possible)
+        print_line(f"changed: {len(possible)}")
     return 0
 
 

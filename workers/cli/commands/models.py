@@ -87,8 +87,8 @@ async def models(
         entry = loaded.models.get(str(row["name"]))
         if entry is not None and entry.quantization is not None:
             row["quantization"] = entry.quantization
-    known = {row["name"] for row in rows}
-    rows += [{"name": name, "state": "served"} for name in sorted(served - known)]
+    names = {row["name"] for row in rows}
+    rows += [{"name": name, "state": "served"} for name in sorted(served - names)]
     if json:
         for row in rows:
             print_json(row)
@@ -115,14 +115,14 @@ async def _read_served(login: Login) -> set[str]:
 def _describe(
     configured: Sequence[local.LocalModel], cached: Sequence[local.LocalModel], served: set[str]
 ) -> list[dict[str, object]]:
-    found = [*configured, *cached]
-    here = [model for model in found if (model.folder / "config.json").is_file()]
+    models = [*configured, *cached]
+    here = [model for model in models if (model.folder / "config.json").is_file()]
     checked = reports.check_folders(
         [model.folder for model in here], [model.pooling for model in here]
     )
     model_to_report = dict(zip(here, checked, strict=True))
     rows: list[dict[str, object]] = []
-    for model in found:
+    for model in models:
         report = model_to_report.get(model)
         missing = local.missing_files(model.folder)
         reason = f"it lacks {', '.join(missing[:3])}" if missing else None
@@ -144,8 +144,8 @@ def _print_table(rows: Sequence[dict[str, object]]) -> None:
     lines = [COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS) - 1)]
     for *cells, state in lines:
-        shown = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
-        print_line("  ".join([*shown, state]))
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+        print_line("  ".join([*padded, state]))
 
 
 def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:

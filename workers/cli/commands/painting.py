@@ -84,9 +84,9 @@ async def draw(
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 
-def _params(*given: Any) -> ImageParams:
-    """Return the parameters in the order of ImageParams. Raises InvalidRequest."""
-    fields = dict(zip(ImageParams.__struct_fields__, given, strict=False))
+def _params(*values: Any) -> ImageParams:
+    """Return parameters from values in the order of ImageParams. Raises InvalidRequest."""
+    fields = dict(zip(ImageParams.__struct_fields__, values, strict=False))
     try:
         return msgspec.convert(fields, ImageParams)
     except msgspec.ValidationError as error:
@@ -102,8 +102,8 @@ def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
         painter = pipeline_of(config.models[name]).painter if name in config.models else None
         if painter is not None and painter.output is not None:
             return name, painter.output.name
-    who = "no configured model" if model is None else model
-    raise InvalidRequest(f"{who} has no output of images; see `pagemill check`", field="model")
+    owner = "no configured model" if model is None else model
+    raise InvalidRequest(f"{owner} has no output of images; see `pagemill check`", field="model")
 
 
 async def _while_saving(
@@ -117,13 +117,13 @@ async def _while_saving(
 
 
 async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
-    found = [
+    images = [
         record
         async for record in client.follow_output(bus, request_id, output)
         if isinstance(record, ImageRecord)
     ]
-    for image in sorted(found, key=lambda image: image.number):
-        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(found) > 1 else file
+    for image in sorted(images, key=lambda image: image.number):
+        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(images) > 1 else file
         data = await client.read_media(bus, image.media)
         try:
             numbered.write_bytes(data)

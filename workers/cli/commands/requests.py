@@ -123,8 +123,8 @@ async def ask(
     loaded = load(config)
     login = settings.login_of(loaded, given_url=nats)
     model = model or next(iter(loaded.models))
-    given = sampling.given()
-    request = build_request(model, question, image or [], given, timeout_s, adapter)
+    params = sampling.given()
+    request = build_request(model, question, image or [], params, timeout_s, adapter)
     if speech.speak:
         spoken = find_audio(loaded, model)
         outputs, on_late = [TEXT, spoken], speech.on_late
@@ -132,7 +132,7 @@ async def ask(
     request_id = request_id or client.new_request_id()
     async with connected(login, "ask") as bus:
         parts = await media_parts(bus, video, audio)
-        records = client.ask(bus, with_media(request, parts), request_id, sampling=given)
+        records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if speech.speak:
             records = while_saving(bus, records, request_id, spoken, speech.output)
         return await print_answer(bus, request_id, records, as_json=json, durable=durable)
@@ -248,35 +248,35 @@ async def where(
         if response is not None:
             print_json(response) if json else _print_response(response)
             return 0
-        found = await request_status.find(bus, request_id)
-    print_json(found) if json else _print_status(found)
-    return 0 if found.state != "unknown" else 1
+        status = await request_status.find(bus, request_id)
+    print_json(status) if json else _print_status(status)
+    return 0 if status.state != "unknown" else 1
 
 
-def _print_response(found: FoundResponse) -> None:
+def _print_response(response: FoundResponse) -> None:
     rows = {
-        "state": found.state.replace("_", " "),
-        "steps": found.steps,
-        "turn": found.turn,
-        "call": found.call,
-        "waiting": f"{found.waits_s:.1f} s since the last step",
-        "why": found.why,
+        "state": response.state.replace("_", " "),
+        "steps": response.steps,
+        "turn": response.turn,
+        "call": response.call,
+        "waiting": f"{response.waits_s:.1f} s since the last step",
+        "why": response.why,
     }
     print_rows(rows)
 
 
-def _print_status(found: RequestStatus) -> None:
+def _print_status(status: RequestStatus) -> None:
     rows = {
-        "state": found.state.replace("_", " "),
-        "stage": found.stage,
-        "worker": found.worker,
-        "attempt": found.attempt,
-        "waiting": None if found.waits_s is None else f"{found.waits_s:.1f} s in this stage",
-        "records": found.records,
-        "why": found.why,
+        "state": status.state.replace("_", " "),
+        "stage": status.stage,
+        "worker": status.worker,
+        "attempt": status.attempt,
+        "waiting": None if status.waits_s is None else f"{status.waits_s:.1f} s in this stage",
+        "records": status.records,
+        "why": status.why,
     }
     print_rows(rows)
-    for attempt in found.attempts:
+    for attempt in status.attempts:
         print_line(
             f"         {format_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
             f" {attempt.outcome.replace('_', ' ')}"

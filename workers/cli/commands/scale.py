@@ -65,8 +65,8 @@ async def scale(
     async with connected(settings.login_of(loaded, given_url=nats), "scale") as bus:
         if changes or pause or resume:
             paused = True if pause else False if resume else None
-            told = " ".join([*sizes, *["pause"] * pause, *["resume"] * resume])
-            async with audited(bus, "scale", told):
+            target = " ".join([*sizes, *["pause"] * pause, *["resume"] * resume])
+            async with audited(bus, "scale", target):
                 await scale_state.change_orders(
                     bus, lambda orders: _changed(orders, changes, paused)
                 )
@@ -116,11 +116,11 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json:
         return
     print_line(HEADER)
     for row in rows:
-        seen, is_set = row.plan, "-" if row.holds is None else str(row.holds)
+        pool, is_set = row.plan, "-" if row.holds is None else str(row.holds)
         print_line(
-            f"{row.pool:<24} {row.state:<18} {seen.wanted:>6} {is_set:>4}"
-            f" {seen.running:>7} {seen.starting:>8} {seen.draining:>8}"
-            f" {seen.pending:>7} {seen.in_flight:>9} {seen.reason}"
+            f"{row.pool:<24} {row.state:<18} {pool.wanted:>6} {is_set:>4}"
+            f" {pool.running:>7} {pool.starting:>8} {pool.draining:>8}"
+            f" {pool.pending:>7} {pool.in_flight:>9} {pool.reason}"
         )
     for row in rows:
         if row.holds != row.set:

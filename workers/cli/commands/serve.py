@@ -99,9 +99,9 @@ def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pu
                 continue
             if (model := find_local(name)) is None or missing_files(model.folder):
                 pull_model(name)
-    found = find_models(models)
-    with noted(f"checking whether {', '.join(model.name for model in found)} can be served …"):
-        file, lines = write_config(found, wishes)
+    local = find_models(models)
+    with noted(f"checking whether {', '.join(model.name for model in local)} can be served …"):
+        file, lines = write_config(local, wishes)
     for line in lines:
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
     return file

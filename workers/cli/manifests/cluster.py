@@ -12,7 +12,7 @@ from shared.scaling.pools import PoolSettings
 from shared.stage.pipelines import pipelines_of
 from workers.cli.manifests.deployments import (
     CONFIG_PATH,
-    DOOR,
+    GATEWAY,
     MODELS_PATH,
     make_deployment,
     make_disruption_budget,
@@ -62,7 +62,7 @@ def sizes_of(config: Config, source: str) -> dict[WorkerSpec, PoolSettings]:
     replaced. Raises ConfigError.
     """
     fixed = Counter(default_workers(config))
-    fixed[WorkerSpec(DOOR)] = fixed[WorkerSpec(AGENT)] = 1
+    fixed[WorkerSpec(GATEWAY)] = fixed[WorkerSpec(AGENT)] = 1
     sizes = {
         worker: PoolSettings(min=size, max=size)
         for worker, num in fixed.items()
@@ -80,7 +80,7 @@ def _make_pool(
         is_fixed = worker not in {pool.spec for pool in pools_of(config).by_name.values()}
     replicas = max(1, size.min) if is_fixed else None
     manifests = [make_deployment(worker, config, target, digest, replicas)]
-    if worker.role == DOOR:
+    if worker.role == GATEWAY:
         manifests.append(make_service(worker, target))
     if size.min > 1:
         manifests.append(make_disruption_budget(worker, target))
@@ -92,12 +92,12 @@ def _make_pool(
 
 def _make_autoscaler(config: Config, target: Target, digest: str) -> Manifest:
     """Return the Deployment of two autoscalers: one leads, and the other takes its place."""
-    made = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
-    pod = made["spec"]["template"]["spec"]
+    deployment = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
+    pod = deployment["spec"]["template"]["spec"]
     pod["serviceAccountName"] = ACCOUNT
     pod["automountServiceAccountToken"] = True
     pod["containers"][0]["env"].append({"name": "PAGEMILL_SCALE__ACTUATOR", "value": "kubernetes"})
-    return made
+    return deployment
 
 
 def check_for_pods(config: Config) -> None:

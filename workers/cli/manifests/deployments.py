@@ -12,8 +12,8 @@ USER = 10001
 METRICS_PORT = 9401
 BLOBS_PORT = 7070
 GATEWAY_PORT = 8000
-DOOR = "gateway"
-"""The role that speaks HTTP with clients."""
+GATEWAY = "gateway"
+"""Role that serves HTTP clients."""
 MODELS_PATH = "/models"
 CONFIG_PATH = f"/config/{CONFIG}.yaml"
 KEYS_PATH = "/keys"
@@ -121,7 +121,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    if worker.role == DOOR:
+    if worker.role == GATEWAY:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
     if _device(worker, config).startswith("cuda"):

@@ -67,7 +67,7 @@ def _trigger_name(number: int) -> str:
 def _sum_of_triggers(consumers: list[PoolConsumer], pool: PoolSettings) -> Manifest:
     """Return the formula that adds the tasks of all slots, and a part of the batch lane's tasks."""
     lanes = [
-        " + ".join(_trigger_name(i) for i, one in enumerate(consumers) if one.lane == lane)
+        " + ".join(_trigger_name(i) for i, item in enumerate(consumers) if item.lane == lane)
         for lane in subjects.LANES
     ]
     return {

@@ -71,17 +71,17 @@ def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Pat
             file: store / (file.digest if folder is None else file.name) for file in model.files
         }
         _check_links(store, targets)
-        wanted = [file for file in model.files if not _has(targets[file], file, folder)]
-        check_disk(store, wanted, targets)
+        missing = [file for file in model.files if not _has(targets[file], file, folder)]
+        check_disk(store, missing, targets)
         descriptions = [file for file in model.files if is_description(file.name)]
         for file in descriptions:
-            if file in wanted:
-                wanted.remove(file)
+            if file in missing:
+                missing.remove(file)
                 _fetch(model, file, targets[file], progress)
-        if wanted:
+        if missing:
             progress.say(f"checking whether {model.name} can be served")
             _check_served(model, {file.name: targets[file] for file in descriptions})
-        for file in wanted:
+        for file in missing:
             _fetch(model, file, targets[file], progress)
         return folder or _link(model, cache)
 

@@ -36,10 +36,10 @@ class Wishes:
     quantization: str | None = None
 
 
-def find_models(given: Sequence[str]) -> list[LocalModel]:
-    """Return the models of these names and folders. Raises ConfigError for one that is not here."""
+def find_models(names_or_folders: Sequence[str]) -> list[LocalModel]:
+    """Return the models of these names and folders. Raises ConfigError if a model is missing."""
     models = []
-    for name in given:
+    for name in names_or_folders:
         model = find_local(name)
         if model is None:
             raise ConfigError(
@@ -96,11 +96,11 @@ def _choose(
         for model in models
     }
     if base.engine.device != "cpu":
-        wanted = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
+        options = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
         if wishes.quantization is not None:
-            wanted |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
+            options |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
         for entry, report in zip(entries.values(), reports, strict=True):
-            chosen = {"dtype": report.dtype, **{k: v for k, v in wanted.items() if v is not None}}
+            chosen = {"dtype": report.dtype, **{k: v for k, v in options.items() if v is not None}}
             entry.update({name: value for name, value in chosen.items() if value is not None})
         return {"models": entries}, [f"engines compute on {base.engine.device}"]
     plan = _plan(models, reports, wishes, base)

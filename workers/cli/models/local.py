@@ -53,28 +53,28 @@ def list_cached() -> list[LocalModel]:
     return models
 
 
-def is_folder(given: str) -> bool:
+def is_folder(name: str) -> bool:
     """Return whether this is a path, and not a name in the hub's cache."""
-    return given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file()
+    return name.startswith((".", "/", "~")) or (Path(name) / "config.json").is_file()
 
 
-def find_local(given: str) -> LocalModel | None:
+def find_local(name: str) -> LocalModel | None:
     """Return the model of a folder or of the hub's cache, or None if it is not here.
 
     The name of a folder is the model's name. Raises ConfigError for a path without a model.
     """
-    if is_folder(given):
+    if is_folder(name):
         try:
-            folder = Path(given).expanduser().absolute()
+            folder = Path(name).expanduser().absolute()
         except RuntimeError as error:
-            message = f"{given}: the home directory is unknown"
+            message = f"{name}: the home directory is unknown"
             raise ConfigError(message, field="models") from error
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"{given} is not a Hugging Face model folder (no config.json)", field="models"
+                f"{name} is not a Hugging Face model folder (no config.json)", field="models"
             )
         return LocalModel(folder.resolve().name, folder)
-    return next((model for model in list_cached() if model.name == given), None)
+    return next((model for model in list_cached() if model.name == name), None)
 
 
 def missing_files(folder: Path) -> list[str]:

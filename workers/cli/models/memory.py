@@ -101,11 +101,11 @@ def make_plan(
         _choose_len(model, model.kv_bytes(dtype), budget)
         for model, dtype in zip(models, dtypes, strict=True)
     ]
-    wanted = max(
+    useful = max(
         NUM_LONG_SEQUENCES * length * model.kv_bytes(dtype)
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
     )
-    mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, wanted) // 2**20))
+    mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, useful) // 2**20))
     shares = [
         Share(model.name, dtype, length, model.weights_bytes(dtype), model.num_int8_parameters > 0)
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)

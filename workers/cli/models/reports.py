@@ -49,5 +49,5 @@ def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) 
             f"the check of the models took more than {CHECK_TIMEOUT_S:g} s", field="models"
         ) from error
     except msgspec.MsgspecError as error:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(f"the models cannot be checked: {said}", field="models") from error
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
