@@ -19,7 +19,7 @@ class ExceededShare(Struct, frozen=True):
 
 
 class ExceededShares(Versioned, frozen=True):
-    """Tenants whose requests are refused until their stored messages have expired."""
+    """Tenants over their share. Their requests are refused until stored messages have expired."""
 
     exceeded: list[ExceededShare]
 

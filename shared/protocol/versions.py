@@ -1,9 +1,9 @@
-"""Versions of messages between workers: which one a message needs of its reader. Pure.
+"""Versions of messages between workers, and the version that a message needs of its reader. Pure.
 
-There is one number for all messages. It is raised with the first field, value or content part since
-a release that an older worker must not ignore; these are marked with `since`, or have the attribute
-`since_version`. A message needs the version of the newest of them that it has, so an older worker
-still reads every message without them. Fields that an older worker may ignore are `since(1)`.
+All messages share one version number. It is raised once in a release, with the first field, value
+or content part that an older worker must not ignore. These are marked with `since`, or have the
+attribute `since_version`. A message needs the version of its newest marked part, so older workers
+still read all messages without such parts. Fields that an older worker may ignore are `since(1)`.
 """
 
 import functools
@@ -17,9 +17,9 @@ from shared.errors import InvalidRequest, UnsupportedVersion
 
 OLDEST_VERSION = 1
 WIRE_VERSION = 3
-"""The newest version that this code reads, and the one that it writes."""
+"""Newest version that this code reads, and the version that it writes."""
 VERSION_HEADER = "Pagemill-Version"
-"""Header of a request, or of a call, that needs more than the oldest version of its reader."""
+"""Header of requests and calls that need a newer reader than the oldest version."""
 
 
 def readable() -> tuple[int, int]:
@@ -28,12 +28,12 @@ def readable() -> tuple[int, int]:
 
 
 def range_words(reads: tuple[int, int] | None) -> str:
-    """Return the words for what a worker reads; it is None where that is not known."""
+    """Return the range of versions that a worker reads as text, `?` if it is unknown."""
     return "?" if reads is None else f"{reads[0]}-{reads[1]}"
 
 
 def since(version: int, *values: Any) -> Meta:
-    """Mark a field that needs `version` of a reader when it is set, or has one of `values`."""
+    """Mark a field that needs a reader of `version` when it is set, or has one of `values`."""
     return Meta(extra={"since": version, "values": values})
 
 
@@ -54,7 +54,7 @@ def version_header(version: int) -> dict[str, str]:
 def version_of(headers: Mapping[str, str] | None) -> int:
     """Return the version that a message with these headers needs.
 
-    Raises InvalidRequest for a header that is no number.
+    Raises InvalidRequest for a header that is not a number.
     """
     value = (headers or {}).get(VERSION_HEADER)
     if value is None:
@@ -72,13 +72,13 @@ class _Field(NamedTuple):
     default: Any
     version: int
     values: tuple[Any, ...]
-    """The values that need the version; empty for any but the default."""
+    """Values that need the version; empty for all values but the default."""
     is_walked: bool
-    """Whether it may hold Structs."""
+    """Whether the field may contain Structs."""
 
 
 def needed_version(message: Any) -> int:
-    """Return the version that a reader of `message` needs, a Struct or a container of Structs."""
+    """Return the version that a reader of a Struct, or of a container of Structs, needs."""
     if isinstance(message, Struct):
         needed: int = getattr(type(message), "since_version", OLDEST_VERSION)
         for field in _marked_fields(type(message)):
