@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from shared.protocol.names import TENANT_MARK
 from shared.protocol.permissions import (
     ACCOUNT,
-    DOORS,
     SERVER_SETTINGS,
-    Door,
+    TENANT_SUBJECTS,
     Permissions,
+    TenantSubject,
     permissions_of,
     permissions_of_tenant,
 )
@@ -46,7 +46,7 @@ def accounts_config(
     It has no secret: the server needs the public half of each key alone. The clients of one tenant
     may have `tenant_connections` at the same time.
     """
-    exports = [_export(door) for door in DOORS]
+    exports = [_export(subject) for subject in TENANT_SUBJECTS]
     limits = f"max_connections: {tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
     users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
     return "\n".join(
@@ -68,21 +68,21 @@ def _tenant(name: str, key: str, limits: str) -> Iterator[str]:
     account = f"{TENANT_MARK}{name}"
     yield f"  {_quoted(account)} {{"
     yield from _list("users", [_user(key, permissions_of_tenant(), "")])
-    yield from _list("imports", [_import(door, account) for door in DOORS])
+    yield from _list("imports", [_import(subject, account) for subject in TENANT_SUBJECTS])
     yield f"    limits: {{ {limits} }}"
     yield "  }"
 
 
-def _export(door: Door) -> str:
-    kind = "stream" if door.is_stream else "service"
-    position = door.tenant_position
-    return f"{{ {kind}: {_quoted(door.exported)}, account_token_position: {position} }}"
+def _export(subject: TenantSubject) -> str:
+    kind = "stream" if subject.is_stream else "service"
+    position = subject.tenant_position
+    return f"{{ {kind}: {_quoted(subject.exported)}, account_token_position: {position} }}"
 
 
-def _import(door: Door, account: str) -> str:
-    kind = "stream" if door.is_stream else "service"
-    source = f"{{ account: {ACCOUNT}, subject: {_quoted(door.mapped.format(account))} }}"
-    return f"{{ {kind}: {source}, to: {_quoted(door.own)} }}"
+def _import(subject: TenantSubject, account: str) -> str:
+    kind = "stream" if subject.is_stream else "service"
+    source = f"{{ account: {ACCOUNT}, subject: {_quoted(subject.mapped.format(account))} }}"
+    return f"{{ {kind}: {source}, to: {_quoted(subject.own)} }}"
 
 
 def _user(key: str, permissions: Permissions, name: str) -> str:

@@ -116,10 +116,10 @@ class Detokenizer:
     def _cut(self) -> str | None:
         """Cut the held text at a stop string, and drop the rest."""
         places = [(self._find(stop), stop) for stop in self._stop]
-        found = [(start, stop) for start, stop in places if start >= 0]
-        if not found:
+        matches = [(start, stop) for start, stop in places if start >= 0]
+        if not matches:
             return None
-        start, matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
+        start, matched = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
         self._held = self._held[: start + len(matched) if self._include_stop else start]
         self._window = EMPTY_WINDOW
         return matched

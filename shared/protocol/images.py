@@ -70,15 +70,15 @@ def parse_size(size: str) -> tuple[int, int]:
 
 
 def resolve_image(
-    given: ImageParams | None, defaults: Mapping[str, Any], sizes: Sequence[str]
+    requested: ImageParams | None, defaults: Mapping[str, Any], sizes: Sequence[str]
 ) -> PaintParams:
     """Return the parameters of a request for a stage with these defaults and sizes.
 
     Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt
     without effect.
     """
-    wanted = {} if given is None else msgspec.to_builtins(given)
-    params = msgspec.convert({"size": sizes[0], **defaults, **wanted}, PaintParams)
+    values = {} if requested is None else msgspec.to_builtins(requested)
+    params = msgspec.convert({"size": sizes[0], **defaults, **values}, PaintParams)
     if params.size not in sizes:
         raise InvalidRequest(
             f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",

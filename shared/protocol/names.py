@@ -45,7 +45,7 @@ def encode_model(name: str) -> str:
     Letters, digits, `-` and `_` stay. Any other character becomes `=` and two upper-case
     hexadecimal digits for each of its bytes in UTF-8. So different names have different tokens.
     """
-    return _ENCODED.sub(lambda found: "".join(f"={b:02X}" for b in found[0].encode()), name)
+    return _ENCODED.sub(lambda match: "".join(f"={b:02X}" for b in match[0].encode()), name)
 
 
 def decode_model(token: str) -> str:

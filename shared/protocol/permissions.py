@@ -58,8 +58,8 @@ class Permissions:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A subject of a tenant's account, and the subject of the other account that it stands for."""
+class TenantSubject:
+    """Subject of a tenant's account that is mapped to a subject of the workers' account."""
 
     own: str
     mapped: str
@@ -81,13 +81,13 @@ class Door:
 
 _DIRECT_GET = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
-DOORS = (
-    Door("pm.request.*", "pm.request.{}.*"),
-    Door("pm.cancel.*", "pm.cancel.{}.*"),
-    Door("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
-    # The last record of a log, which says how a request has ended.
-    Door(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
-    *(Door(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
+TENANT_SUBJECTS = (
+    TenantSubject("pm.request.*", "pm.request.{}.*"),
+    TenantSubject("pm.cancel.*", "pm.cancel.{}.*"),
+    TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
+    # For the last record of a log, which contains the end of a request.
+    TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
+    *(TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
 )
 
 
@@ -104,8 +104,8 @@ def may_create_streams(identity: str) -> bool:
 def permissions_of_tenant() -> Permissions:
     """Return the permissions of a tenant's clients within their account."""
     return Permissions(
-        (_USER_INFO, *(door.own for door in DOORS if not door.is_stream)),
-        ("_INBOX.>", *(door.own for door in DOORS if door.is_stream)),
+        (_USER_INFO, *(subject.own for subject in TENANT_SUBJECTS if not subject.is_stream)),
+        ("_INBOX.>", *(subject.own for subject in TENANT_SUBJECTS if subject.is_stream)),
     )
 
 

@@ -136,11 +136,11 @@ class Pipeline(Struct, frozen=True, dict=True):
         return [edge for edge in fan_outs if (edge.gathered_by or edge.source) == stage]
 
     def readers_of(self, stage: str) -> set[str]:
-        """The stages that read payloads of this one: those that follow, or that gather."""
-        given = {edge.target for edge in self.edges if edge.source == stage}
-        given |= {edge.target for edge in self.onward_edges(stage)}
+        """Return the stages that read payloads of this stage, directly or as gathered results."""
+        targets = {edge.target for edge in self.edges if edge.source == stage}
+        targets |= {edge.target for edge in self.onward_edges(stage)}
         fan_outs = (edge for edge in self.edges_into(stage) if edge.mode == "fan_out")
-        return given | {edge.gathered_by or edge.source for edge in fan_outs}
+        return targets | {edge.gathered_by or edge.source for edge in fan_outs}
 
     def detour_from(self, stage: str) -> Edge | None:
         """Return the detour edge of `stage`, if it has one."""
@@ -230,8 +230,8 @@ class Pipeline(Struct, frozen=True, dict=True):
                 for edge in self.edges
             ),
         )
-        made = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
-        return whole._only(whole._leading_to(made))
+        outputs = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
+        return whole._only(whole._leading_to(outputs))
 
     def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
         """Return the part of the pipeline that leads to `outputs`."""
@@ -241,22 +241,22 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     def _leading_to(self, outputs: Collection[str]) -> set[str]:
         """Return the names of the stages that these outputs need, and of their detours."""
-        wanted = {self.outputs[name].name for name in outputs}
-        todo = list(wanted)
+        stages = {self.outputs[name].name for name in outputs}
+        todo = list(stages)
         while todo:
             stage = todo.pop()
             needed = {e.source for e in self.edges_into(stage)} | {
                 e.target for e in self.gathered_by(stage)
             }
-            todo += needed - wanted - {REQUEST}
-            wanted |= needed - {REQUEST}
+            todo += needed - stages - {REQUEST}
+            stages |= needed - {REQUEST}
         detours = (edge for edge in self.edges if edge.mode == "detour")
-        return wanted | {edge.target for edge in detours if edge.source in wanted}
+        return stages | {edge.target for edge in detours if edge.source in stages}
 
-    def _only(self, wanted: set[str]) -> "Pipeline":
+    def _only(self, names: set[str]) -> "Pipeline":
         return Pipeline(
-            tuple(stage for stage in self.stages if stage.name in wanted),
-            tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
+            tuple(stage for stage in self.stages if stage.name in names),
+            tuple(edge for edge in self.edges if {edge.source, edge.target} <= names | {REQUEST}),
         )
 
     @cached_property
@@ -272,16 +272,16 @@ class Pipeline(Struct, frozen=True, dict=True):
         A payload is a cache: the stage that computed it does so again from its own input. So the
         work restarts where the request enters the pipeline on the way to `stage`.
         """
-        seen: set[str] = set()
-        todo, found = [stage], []
+        visited: set[str] = set()
+        todo, edges = [stage], []
         while todo:
             for edge in self.edges_into(todo.pop()):
                 if edge.source == REQUEST:
-                    found.append(edge)
-                elif edge.source not in seen:
-                    seen.add(edge.source)
+                    edges.append(edge)
+                elif edge.source not in visited:
+                    visited.add(edge.source)
                     todo.append(edge.source)
-        return found
+        return edges
 
 
 class EdgeFunction(NamedTuple):

@@ -59,8 +59,8 @@ def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
         key = f"stages.{edge.target}.inputs.{edge.carries}"
         source = pipeline.stage(edge.source)
         if edge.source != REQUEST and source is None:
-            known = [REQUEST, *(stage.name for stage in pipeline.stages)]
-            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(known)}")
+            sources = [REQUEST, *(stage.name for stage in pipeline.stages)]
+            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(sources)}")
         elif edge.mode == "stream" and (source is None or source.output is None):
             yield Fault(key, f"{edge.source!r} has no output that a stream edge could follow")
         if edge.source == REQUEST and edge.mode != "task":

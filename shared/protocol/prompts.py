@@ -73,10 +73,10 @@ def _shared_fields(request: GenerateRequest | TokenizeRequest) -> Prompt:
 
 
 def _check_one(forms: Mapping[str, object]) -> None:
-    given = [name for name, value in forms.items() if value is not None]
-    if len(given) != 1:
+    fields = [name for name, value in forms.items() if value is not None]
+    if len(fields) != 1:
         raise InvalidRequest(
-            f"give exactly one of {', '.join(forms)}", field=given[-1] if given else "messages"
+            f"give exactly one of {', '.join(forms)}", field=fields[-1] if fields else "messages"
         )
 
 

@@ -20,8 +20,8 @@ def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
     The ids of different tenants' clients never collide.
     """
     if header is None:
-        found = _decode_id(data)
-        header = None if found is None else found.request_id
+        body = _decode_id(data)
+        header = None if body is None else body.request_id
     if header is None or not names.is_request_id(header):
         return None
     return names.scoped_id(header, subjects.tenant_of(subject))

@@ -39,8 +39,8 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Grammar in llguidance's variant of Lark."""
 
     def __post_init__(self) -> None:
-        given = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
-        if sum(form is not None for form in given) != 1:
+        forms = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(form is not None for form in forms) != 1:
             raise ValueError(
                 "Expected exactly one of json_schema, json_object, regex, choice and grammar"
             )
@@ -48,7 +48,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
         max_values = MAX_GRAMMAR_BYTES // 2
         if message := json_limit_error(self.json_schema, MAX_SCHEMA_DEPTH, max_values):
             raise ValueError(message)
-        num_bytes = len(json.encode(given))
+        num_bytes = len(json.encode(forms))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValueError(
                 f"Expected at most {MAX_GRAMMAR_BYTES} bytes of JSON, got {num_bytes} bytes"

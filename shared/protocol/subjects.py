@@ -126,8 +126,8 @@ def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
 
 def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
     """Return the sequence of a task's request in its queue; None if the id is not a task's."""
-    found = _STAGE_MSG_ID.fullmatch(stage_msg_id)
-    return int(found["sequence"]) if found and found["request_id"] == request_id else None
+    match = _STAGE_MSG_ID.fullmatch(stage_msg_id)
+    return int(match["sequence"]) if match and match["request_id"] == request_id else None
 
 
 def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:

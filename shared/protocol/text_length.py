@@ -13,10 +13,10 @@ MAX_BYTES_PER_TOKEN = 16
 """Limit on the text of a prompt, in bytes for each token of the context."""
 
 
-def check_text_len(asked: Prompt | GenerateRequest, max_model_len: int) -> None:
+def check_text_len(request: Prompt | GenerateRequest, max_model_len: int) -> None:
     """Raise ContextTooLong for text that cannot fit, without tokenizing it."""
-    text = asked.text if isinstance(asked, Prompt) else asked.prompt
-    texts = client_texts(asked) if text is None else [text]
+    text = request.text if isinstance(request, Prompt) else request.prompt
+    texts = client_texts(request) if text is None else [text]
     num_bytes = sum(len(text.encode()) for text in texts)
     if num_bytes > MAX_BYTES_PER_TOKEN * max_model_len:
         raise ContextTooLong(
@@ -26,15 +26,15 @@ def check_text_len(asked: Prompt | GenerateRequest, max_model_len: int) -> None:
         )
 
 
-def client_texts(asked: Prompt | GenerateRequest) -> Iterator[str]:
+def client_texts(request: Prompt | GenerateRequest) -> Iterator[str]:
     """Yield all text of the client that a chat template may include."""
-    for message in asked.messages or []:
+    for message in request.messages or []:
         yield from texts_of(message)
         for call in message.tool_calls:
             yield from (call.id, call.function.name, call.function.arguments)
         yield from (message.tool_call_id or "", message.name or "")
-    if asked.tools or asked.template_kwargs:
-        yield msgspec.json.encode((asked.tools, asked.template_kwargs)).decode()
+    if request.tools or request.template_kwargs:
+        yield msgspec.json.encode((request.tools, request.template_kwargs)).decode()
 
 
 def texts_of(message: Message) -> list[str]:

@@ -67,18 +67,18 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
         walk_json(data, max_values)
 
 
-def count_bytes(data: bytes, wanted: bytes) -> list[int]:
-    """Return how often each wanted byte occurs.
+def count_bytes(data: bytes, values: bytes) -> list[int]:
+    """Return the number of occurrences of each of `values`.
 
-    A gateway's event loop counts large bodies, for which NumPy takes a fifth of the time.
+    NumPy takes a fifth of the time for large bodies, which block a gateway's event loop.
     """
     if len(data) < LARGE_BYTES:
-        return [data.count(byte) for byte in wanted]
+        return [data.count(byte) for byte in values]
     # Imported late, because workers first set the number of its threads.
     import numpy as np
 
     array = np.frombuffer(data, np.uint8)
-    return [int(np.count_nonzero(array == byte)) for byte in wanted]
+    return [int(np.count_nonzero(array == byte)) for byte in values]
 
 
 def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
@@ -104,10 +104,10 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
             if num_numbers > MAX_NUMBERS:
                 raise _too_many(MAX_NUMBERS, _packed_key(data, key))
             continue
-        start, found = offset, step(data, offset)
-        if found is None:
+        start, value = offset, step(data, offset)
+        if value is None:
             return False
-        offset, children, form = found
+        offset, children, form = value
         if len(pending) == 2 and left % 2 == 0:
             key = (start, offset)
         pending[-1] = left - 1

@@ -37,11 +37,14 @@ def since(version: int, *values: Any) -> Meta:
     return Meta(extra={"since": version, "values": values})
 
 
-def check_version(version: int, what: str) -> None:
-    """Raises UnsupportedVersion for a message that needs a newer reader than this code."""
+def check_version(version: int, message: str) -> None:
+    """Raise UnsupportedVersion for a version that this code does not read.
+
+    `message` is the name of the message in the error.
+    """
     if version > WIRE_VERSION:
         raise UnsupportedVersion(
-            f"{what} has version {version}, and this worker reads versions {OLDEST_VERSION} to"
+            f"{message} has version {version}, and this worker reads versions {OLDEST_VERSION} to"
             f" {WIRE_VERSION}"
         )
 
@@ -93,10 +96,10 @@ def needed_version(message: Any) -> int:
     return max(map(needed_version, message), default=OLDEST_VERSION)
 
 
-def needed_for(kind: type[Struct], given: Mapping[str, Any]) -> int:
-    """Return the version that a reader needs for these fields of a `kind`."""
+def needed_for(kind: type[Struct], values: Mapping[str, Any]) -> int:
+    """Return the version that a reader needs for these field values of a `kind`."""
     return max(
-        (_version_of_value(f, given[f.name]) for f in _marked_fields(kind) if f.name in given),
+        (_version_of_value(f, values[f.name]) for f in _marked_fields(kind) if f.name in values),
         default=OLDEST_VERSION,
     )
 
@@ -108,8 +111,8 @@ def _version_of_value(field: _Field, value: Any) -> int:
 
 @functools.cache
 def _marked_fields(kind: type[Struct]) -> tuple[_Field, ...]:
-    """Return the fields of a Struct by which its version is found."""
-    found = []
+    """Return the fields of a Struct that its version depends on."""
+    fields = []
     for field in msgspec.structs.fields(kind):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
@@ -117,8 +120,8 @@ def _marked_fields(kind: type[Struct]) -> tuple[_Field, ...]:
         version, values = mark_of(field.type) or (OLDEST_VERSION, ())
         is_walked = _holds_structs(field.type)
         if version > OLDEST_VERSION or is_walked:
-            found.append(_Field(field.name, default, version, values, is_walked))
-    return tuple(found)
+            fields.append(_Field(field.name, default, version, values, is_walked))
+    return tuple(fields)
 
 
 def mark_of(hint: Any) -> tuple[int, tuple[Any, ...]] | None:
