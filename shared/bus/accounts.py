@@ -1,4 +1,4 @@
-"""Accounts of a nats-server: its configuration of who may log in, and do what."""
+"""Accounts of a nats-server: the part of its configuration with logins and permissions."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,10 +15,10 @@ from shared.protocol.permissions import (
 )
 
 # Limit on the subscriptions of one connection of a tenant. Each takes about a kilobyte of the
-# server's memory, and the server closes a connection that exceeds the limit.
+# server's memory. The server closes a connection that exceeds the limit.
 MAX_SUBSCRIPTIONS = 4096
 
-# Workers may ask the server how it keeps its streams; it tells ordinary accounts nothing of that.
+# Exports a service with the server's storage settings, which ordinary accounts cannot read.
 _SYSTEM = f"""\
 system_account: SYS
 accounts {{
@@ -35,7 +35,7 @@ OPEN_ACCOUNTS = f"""\
 }}
 no_auth_user: anyone
 """
-"""For a server on the loopback address that tests and benchmarks use: whoever connects may all."""
+"""Accounts without keys, for servers of tests and benchmarks on the loopback address."""
 
 
 def accounts_config(
@@ -43,8 +43,8 @@ def accounts_config(
 ) -> str:
     """Return the configuration for the public keys of identities and of tenants.
 
-    It has no secret: the server needs the public half of each key alone. The clients of one tenant
-    may have `tenant_connections` at the same time.
+    It contains no secret, because the server needs only the public part of each key. The clients of
+    one tenant may have `tenant_connections` connections at the same time.
     """
     exports = [_export(subject) for subject in TENANT_SUBJECTS]
     limits = f"max_connections: {tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
@@ -64,7 +64,7 @@ def accounts_config(
 
 
 def _tenant(name: str, key: str, limits: str) -> Iterator[str]:
-    """The account of a tenant. The server accepts imports of subjects with its own name alone."""
+    """Yield the account of a tenant. It may import only subjects with its own name."""
     account = f"{TENANT_MARK}{name}"
     yield f"  {_quoted(account)} {{"
     yield from _list("users", [_user(key, permissions_of_tenant(), "")])

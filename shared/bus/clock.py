@@ -1,4 +1,4 @@
-"""The broker's clock, by which all deadlines are set: the clocks of workers may differ by hours."""
+"""Clock of the broker. All deadlines use it, because the clocks of workers may differ by hours."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from shared.errors import Unavailable
 
 
 class BrokerClock(BusPart):
-    """The part of `Bus` that knows the broker's time."""
+    """Part of `Bus` with the broker's time."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)

@@ -1,7 +1,7 @@
-"""Where the keys of a broker of this machine are, found by its port.
+"""Notes of the folders with the keys of brokers on this machine, by port.
 
-`pagemill up` notes the folder of its keys while it runs, so that commands of the same user need no
-setting, whatever folder they run in. The note has no secret.
+While it runs, `pagemill up` leaves a note with the folder of its keys. So commands of the same user
+find the keys without a setting, in any working directory. The note contains no secret.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def _notes() -> Path:
 
 
 def note_keys(port: int, keys: Path) -> None:
-    """Note the folder of the keys of the broker at `port`. Raises ConfigError."""
+    """Write a note with the folder of the keys of the broker at `port`. Raises ConfigError."""
     folder = _notes()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

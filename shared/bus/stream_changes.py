@@ -1,4 +1,4 @@
-"""Differences between the streams of a cluster and those of a configuration, and their effects."""
+"""Differences between a cluster's streams and the configuration, and the effects of changes."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
 MISSING = "missing"
-# Values that the server takes for settings that are left out.
+# Values of the server for omitted settings.
 _DEFAULTS: dict[str, Any] = {
     "subjects": [],
     "retention": api.RetentionPolicy.LIMITS,
@@ -34,8 +34,8 @@ _DEFAULTS: dict[str, Any] = {
     "allow_rollup_hdrs": False,
     "allow_msg_ttl": False,
 }
-# Without these, what is written is lost, stored twice or never seen. The others are sizes and
-# places, or subjects, whose publishers are refused.
+# Without these settings, messages would be lost, stored twice or never delivered. The others are
+# sizes and places, or subjects, and publishers to a missing subject get an error.
 ESSENTIAL = frozenset(
     {
         "retention",
@@ -54,7 +54,7 @@ _FIXED = frozenset({"storage", "retention"})
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting of a stream that differs from the configuration."""
+    """Setting of a stream that differs from the configuration."""
 
     stream: str
     setting: str
@@ -64,14 +64,14 @@ class Difference:
 
     @property
     def is_essential(self) -> bool:
-        """Whether workers need the setting as they want it."""
+        """Whether workers cannot run with the other value."""
         return self.setting in ESSENTIAL
 
     @property
     def is_fixed(self) -> bool:
-        """Whether only a new stream could have the setting.
+        """Whether only a new stream can have the setting.
 
-        Nobody may change the stream of the audit log, which would be a way to shorten it.
+        The stream of the audit log must not be changed at all, because that could shorten the log.
         """
         is_audit = self.stream == subjects.AUDIT_STREAM and bool(self.setting)
         return is_audit or self.setting in _FIXED
@@ -87,12 +87,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class StreamChange:
-    """What `pagemill migrate` would do about a difference."""
+    """Change that `pagemill migrate` would make because of a difference."""
 
     difference: Difference
     effect: str
     shrinks: bool = False
-    """Whether less fits than is stored."""
+    """Whether the new limit is below the size of the stored messages."""
 
 
 def differences(wanted: api.StreamConfig, found: api.StreamConfig) -> list[Difference]:
@@ -112,7 +112,7 @@ def _value(config: api.StreamConfig, setting: str) -> Any:
 
 
 def words_of(setting: str, value: Any) -> str:
-    """Return the words for a value of a setting."""
+    """Return a value of a setting in readable form."""
     match value:
         case None:
             return "none"
@@ -136,7 +136,7 @@ def words_of(setting: str, value: Any) -> str:
 
 
 async def find_differences(nc: NatsClient, configs: Iterable[api.StreamConfig]) -> list[Difference]:
-    """Return how the streams of the cluster differ from `configs`."""
+    """Return the differences between the streams of the cluster and `configs`."""
     return [
         difference
         for config in configs
@@ -147,7 +147,7 @@ async def find_differences(nc: NatsClient, configs: Iterable[api.StreamConfig]) 
 async def find_changes(
     nc: NatsClient, configs: Iterable[api.StreamConfig], now_ms: float
 ) -> list[StreamChange]:
-    """Return how the streams of the cluster differ from `configs`, and what changes would do."""
+    """Return the changes that make the streams of the cluster equal to `configs`."""
     changes, js = [], _manager(nc)
     for config in configs:
         info = await _find(js, config.name or "")
@@ -161,7 +161,7 @@ async def apply_changes(
 ) -> None:
     """Change streams that exist.
 
-    Settings that no stream can change stay. Raises ConfigError for one that the server refuses.
+    Fixed settings are not changed. Raises ConfigError for a change that the server refuses.
     """
     js = _manager(nc)
     by_name = {config.name: config for config in configs}
@@ -207,14 +207,14 @@ async def _effect_of(
     js: JetStreamContext, difference: Difference, info: api.StreamInfo | None, now_s: float
 ) -> StreamChange:
     if info is None:
-        return StreamChange(difference, "holds nothing yet")
+        return StreamChange(difference, "would create the stream")
     if difference.is_fixed:
         return StreamChange(difference, "none: only a new stream can have it")
     num_lost = await _count_beyond(js, difference, info, now_s)
     if num_lost <= 0:
         return StreamChange(difference, f"keeps all {info.state.messages:,} messages")
     if info.config.discard == api.DiscardPolicy.NEW and difference.setting != "max_age":
-        effect = f"would take nothing new until {num_lost:,} messages have left"
+        effect = f"would refuse new messages until {num_lost:,} messages have been removed"
     else:
         effect = f"would delete {num_lost:,} messages"
     return StreamChange(difference, effect, shrinks=True)
@@ -223,9 +223,9 @@ async def _effect_of(
 async def _count_beyond(
     js: JetStreamContext, difference: Difference, info: api.StreamInfo, now_s: float
 ) -> int:
-    """Return the number of stored messages for which a new limit has no room.
+    """Return the number of stored messages beyond a new limit.
 
-    For bytes it follows from the mean size of the messages.
+    For a limit on bytes, it is estimated from the mean size of the messages.
     """
     limit: float = difference.wanted if difference.setting.startswith("max_") else 0
     state, stream = info.state, difference.stream
@@ -245,7 +245,7 @@ async def _count_beyond(
 async def _count_older(
     js: JetStreamContext, stream: str, since_s: float, state: api.StreamState
 ) -> int:
-    """Return how many messages are older, by bisection; removed ones in between count along."""
+    """Return the number of older messages, by bisection. Removed messages among them count too."""
     first, last = state.first_seq, state.last_seq + 1
     while first < last:
         middle = (first + last) // 2
