@@ -54,15 +54,15 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         """
         bus: Bus | None = None
         login = server if isinstance(server, Login) else Login.of_operator(server)
-        shown = str(login)
+        url = str(login)
 
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
-                _log.warning("broker_disconnected", url=shown)
+                _log.warning("broker_disconnected", url=url)
 
         async def on_reconnect() -> None:
             if bus is not None:
-                _log.info("broker_reconnected", url=shown)
+                _log.info("broker_reconnected", url=url)
                 bus._restore()
 
         bus = cls(await connect(login, name, timeout_s, on_disconnect, on_reconnect))

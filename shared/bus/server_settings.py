@@ -36,9 +36,9 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
     connected = nc.connected_server_version
     version = connected.major, connected.minor, connected.patch
     if version < MIN_SERVER_VERSION:
-        found, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
+        current, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
         raise ConfigError(
-            f"nats-server {found} is too old: {required} is required", field="nats.url"
+            f"nats-server {current} is too old: {required} is required", field="nats.url"
         )
     if nc.max_payload < MIN_MAX_PAYLOAD:
         raise ConfigError(

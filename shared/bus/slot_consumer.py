@@ -66,18 +66,18 @@ class _Queue:
     acks: AckBatcher
     is_owned: bool
     backlog: int | None = None
-    """Messages that are known to be there; None if that is unknown."""
+    """Number of messages in the queue; None if it is unknown."""
     pull: int = 0
     """Number of the last pull."""
-    asked: int = 0
-    """Messages that it may still deliver."""
+    num_requested: int = 0
+    """Number of messages that the last pull may still deliver."""
     waits: bool = False
-    """Whether it is one that waits."""
+    """Whether the last pull waits for messages."""
     due_s: float = 0.0
     """Loop time of the next pull; 0 after the end of the last one."""
 
     def end_pull(self, backlog: int | None, due_s: float = 0.0) -> None:
-        self.asked, self.backlog, self.due_s = 0, backlog, due_s
+        self.num_requested, self.backlog, self.due_s = 0, backlog, due_s
 
 
 class SlotConsumer(Puller):
@@ -105,7 +105,7 @@ class SlotConsumer(Puller):
             )
             for queue in queues
         }
-        self._handing_back = TaskSet()
+        self._requeues = TaskSet()
 
     def set_owned(self, slots: Collection[int]) -> None:
         """Own these slots from the next pull on."""
@@ -143,13 +143,13 @@ class SlotConsumer(Puller):
         queue = self._by_durable[metadata.consumer]
         self.outages.add_answer(self.stream, queue.durable)
         queue.backlog = metadata.num_pending
-        queue.asked -= 1
-        if queue.asked <= 0:
+        queue.num_requested -= 1
+        if queue.num_requested <= 0:
             queue.end_pull(queue.backlog)
         self.num_in_flight += 1
         delivery = Delivery(msg, self, queue.acks)
         if self.num_in_flight > self.capacity:
-            self._handing_back.start(delivery.retry(0))
+            self._requeues.start(delivery.retry(0))
         else:
             self._ready.put_nowait(delivery)
 
@@ -171,8 +171,9 @@ class SlotConsumer(Puller):
                 # The queue may have messages by the time that there is room.
                 queue.end_pull(queue.backlog or None)
             return
-        asked = sum(queue.asked for queue in every if queue not in due and not queue.waits)
-        room = self.capacity - self.num_in_flight - asked
+        open_pulls = (queue for queue in every if queue not in due and not queue.waits)
+        num_requested = sum(queue.num_requested for queue in open_pulls)
+        room = self.capacity - self.num_in_flight - num_requested
         for queue in sorted(due, key=_rank):
             if queue.backlog == 0:
                 batch = OWNED_BATCH if queue.is_owned else 1
@@ -187,7 +188,7 @@ class SlotConsumer(Puller):
         self._next_pull += 1
         load = self._load()
         wait_s = WAIT_S if load <= BUSY else BUSY_WAIT_S
-        queue.pull, queue.asked, queue.waits = self._next_pull, batch, waits
+        queue.pull, queue.num_requested, queue.waits = self._next_pull, batch, waits
         queue.due_s = now_s + wait_s * (RENEWED_AT if queue.is_owned else LOST_AT)
         request: dict[str, object] = {"batch": batch}
         request |= {"expires": int(wait_s * 1e9)} if waits else {"no_wait": True}

@@ -40,8 +40,8 @@ class StreamSnapshots(BusPart):
     """Part of `Bus` that copies whole streams."""
 
     async def streams_among(self, names: Iterable[str]) -> list[str]:
-        """Return those of the streams that the broker has. Raises Unavailable."""
-        found = []
+        """Return the names of existing streams among `names`. Raises Unavailable."""
+        existing = []
         for name in names:
             try:
                 await self._js.stream_info(name)
@@ -49,8 +49,8 @@ class StreamSnapshots(BusPart):
                 continue
             except NatsError as error:
                 raise Unavailable(f"the broker did not report on stream {name}") from error
-            found.append(name)
-        return found
+            existing.append(name)
+        return existing
 
     @contextlib.asynccontextmanager
     async def open_snapshot(self, stream: str, *, with_consumers: bool) -> AsyncIterator[Snapshot]:
@@ -132,7 +132,7 @@ class StreamSnapshots(BusPart):
             )
         except NatsError as error:
             raise Unavailable(description) from error
-        found: dict[str, Any] = json.loads(reply.data) if reply.data else {}
-        if "error" in found:
-            raise Unavailable(f"stream {stream}: {found['error'].get('description', 'refused')}")
-        return found
+        answer: dict[str, Any] = json.loads(reply.data) if reply.data else {}
+        if "error" in answer:
+            raise Unavailable(f"stream {stream}: {answer['error'].get('description', 'refused')}")
+        return answer

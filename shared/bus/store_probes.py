@@ -51,7 +51,7 @@ class StoreProbes(StreamKeeper):
             if config.storage is not api.StorageType.MEMORY and not config.deny_purge
         ]
         refusals = await asyncio.gather(*map(self._probe, names))
-        return {name: found for name, found in zip(names, refusals, strict=True) if found}
+        return {name: refusal for name, refusal in zip(names, refusals, strict=True) if refusal}
 
     async def _probe(self, stream: str) -> Refusal | None:
         subject = f"$JS.API.STREAM.PURGE.{stream}"

@@ -59,8 +59,8 @@ class Difference:
     stream: str
     setting: str
     """Empty for a stream that does not exist."""
-    found: Any
-    wanted: Any
+    current: Any
+    target: Any
 
     @property
     def is_essential(self) -> bool:
@@ -77,12 +77,12 @@ class Difference:
         return is_audit or self.setting in _FIXED
 
     @property
-    def found_words(self) -> str:
-        return MISSING if not self.setting else words_of(self.setting, self.found)
+    def current_words(self) -> str:
+        return MISSING if not self.setting else words_of(self.setting, self.current)
 
     @property
-    def wanted_words(self) -> str:
-        return "created" if not self.setting else words_of(self.setting, self.wanted)
+    def target_words(self) -> str:
+        return "created" if not self.setting else words_of(self.setting, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ class StreamChange:
     """Whether the new limit is below the size of the stored messages."""
 
 
-def differences(wanted: api.StreamConfig, found: api.StreamConfig) -> list[Difference]:
-    """Return the settings of `found` that differ from `wanted`."""
-    both = [(name, _value(found, name), _value(wanted, name)) for name in _DEFAULTS]
-    stream = wanted.name or ""
+def differences(target: api.StreamConfig, current: api.StreamConfig) -> list[Difference]:
+    """Return the settings of `current` that differ from `target`."""
+    both = [(name, _value(current, name), _value(target, name)) for name in _DEFAULTS]
+    stream = target.name or ""
     return [Difference(stream, name, is_, to_be) for name, is_, to_be in both if is_ != to_be]
 
 
@@ -169,14 +169,14 @@ async def apply_changes(
     for change in changes:
         difference = change.difference
         if not difference.is_fixed:
-            wanted = getattr(by_name[difference.stream], difference.setting)
+            value = getattr(by_name[difference.stream], difference.setting)
             settings.setdefault(difference.stream, {})[difference.setting] = (
-                _DEFAULTS[difference.setting] if wanted is None else wanted
+                _DEFAULTS[difference.setting] if value is None else value
             )
     for stream, values in settings.items():
         try:
-            found = (await js.stream_info(stream)).config
-            await js.update_stream(found.evolve(**values))
+            current = (await js.stream_info(stream)).config
+            await js.update_stream(current.evolve(**values))
         except ServiceUnavailableError as error:
             raise Unavailable(f"stream {stream}: {error.description}") from error
         except APIError as error:
@@ -197,10 +197,10 @@ async def _find(js: JetStreamContext, stream: str) -> api.StreamInfo | None:
         return None
 
 
-def _compare(wanted: api.StreamConfig, info: api.StreamInfo | None) -> list[Difference]:
+def _compare(target: api.StreamConfig, info: api.StreamInfo | None) -> list[Difference]:
     if info is None:
-        return [Difference(wanted.name or "", "", None, None)]
-    return differences(wanted, info.config)
+        return [Difference(target.name or "", "", None, None)]
+    return differences(target, info.config)
 
 
 async def _effect_of(
@@ -227,7 +227,7 @@ async def _count_beyond(
 
     For a limit on bytes, it is estimated from the mean size of the messages.
     """
-    limit: float = difference.wanted if difference.setting.startswith("max_") else 0
+    limit: float = difference.target if difference.setting.startswith("max_") else 0
     state, stream = info.state, difference.stream
     if limit <= 0 or not state.messages:
         return 0
@@ -238,8 +238,8 @@ async def _count_beyond(
             return math.ceil((state.bytes - limit) * state.messages / max(state.bytes, 1))
         case "max_age":
             return await _count_older(js, stream, now_s - limit, state)
-    found = await js.stream_info(stream, subjects_filter=">")
-    return sum(max(0, count - int(limit)) for count in (found.state.subjects or {}).values())
+    detailed = await js.stream_info(stream, subjects_filter=">")
+    return sum(max(0, count - int(limit)) for count in (detailed.state.subjects or {}).values())
 
 
 async def _count_older(

@@ -64,22 +64,22 @@ class StreamKeeper(BrokerClock):
             await check_server(self._nc, self._replies, nats)
             if self.creates_streams:
                 await self._create_missing(self._configs)
-            found = await stream_changes.find_differences(self._nc, self._configs)
-            missing = [difference.stream for difference in found if not difference.setting]
+            differences = await stream_changes.find_differences(self._nc, self._configs)
+            missing = [difference.stream for difference in differences if not difference.setting]
             if missing:
                 raise Unavailable(f"no coordinator has created stream {missing[0]}")
             self.tasks = await self.find_tasks()
-            return found
+            return differences
 
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
-        found = await retry_until(
+        differences = await retry_until(
             PREPARE_DEADLINE_S,
             attempt,
             (NatsError, Unavailable),
             "the broker did not create the streams",
             FIRST_RETRY_S,
         )
-        _report(found)
+        _report(differences)
 
     def configure_streams(
         self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig
@@ -146,21 +146,21 @@ class StreamKeeper(BrokerClock):
         return self._durable + self._volatile
 
 
-def _report(found: Sequence[Difference]) -> None:
-    """Log each difference. Raises ConfigError for one that workers cannot go on with."""
-    for difference in found:
+def _report(differences: Sequence[Difference]) -> None:
+    """Log each difference. Raises ConfigError for an essential one."""
+    for difference in differences:
         _log.warning(
             "stream_differs",
             stream=difference.stream,
             setting=difference.setting,
-            value=difference.wanted_words,
-            cluster_value=difference.found_words,
+            value=difference.target_words,
+            cluster_value=difference.current_words,
             hint=NOT_CHANGED if difference.is_fixed else HOW_TO_CHANGE,
         )
-    for difference in found:
+    for difference in differences:
         if difference.is_essential:
             raise ConfigError(
-                f"stream {difference.stream} has {difference.setting} {difference.found_words}, and"
-                f" this version needs {difference.wanted_words}: run `pagemill migrate`",
+                f"stream {difference.stream} has {difference.setting} {difference.current_words},"
+                f" and this version needs {difference.target_words}: run `pagemill migrate`",
                 field="nats.url",
             )

@@ -440,7 +440,7 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
     for use in (lambda: find_local(NAME), lambda: pull_model(NAME)):
-        with pytest.raises(ConfigError, match="it is no URL") as raised:
+        with pytest.raises(ConfigError, match="it is not a URL") as raised:
             use()
         assert raised.value.field == "HF_ENDPOINT"
 
@@ -458,7 +458,7 @@ def test_no_worker_starts_with_such_an_endpoint(
     monkeypatch.setattr(settings, "load_config", go_on)
     monkeypatch.setattr(serve, "write_config", go_on)
     assert start() == EXIT_CONFIG
-    assert "it is no URL" in capsys.readouterr().err
+    assert "it is not a URL" in capsys.readouterr().err
 
 
 def test_a_revision_is_served_from_its_folder(hub: Hub, tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def _row(change: StreamChange) -> dict[str, str]:
     return {
         "stream": difference.stream,
         "setting": difference.setting,
-        "is": difference.found_words,
-        "will_be": difference.wanted_words,
+        "is": difference.current_words,
+        "will_be": difference.target_words,
         "effect": change.effect,
     }
 
