@@ -42,8 +42,8 @@ def test_users_without_a_password_get_that_of_the_file(tmp_path: Path) -> None:
     ("password", "reason"),
     [
         (None, "secrets/nats cannot be read: .*No such file"),
-        ("", "must have letters, digits, and . _ ~ - only, and one at least"),
-        ("a@b", "must have letters"),
+        ("", "must have only letters, digits, and . _ ~ -, and at least one of them"),
+        ("a@b", "must have only letters"),
         ("\udcff", "cannot be read"),
     ],
 )

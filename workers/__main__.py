@@ -54,7 +54,7 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         signals.end_at_once()
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
-        app.resolved_commands()  # The help has a line of each.
+        app.resolved_commands()  # The help has one line for each command.
     run_app(app)
 
 

@@ -1,8 +1,8 @@
-"""Interface of an actuator, and the loop that makes one follow the autoscaler's plan.
+"""Interface of an actuator, and the loop that applies the autoscaler's plan to it.
 
 An actuator starts and drains the workers of pools. It publishes reports of its workers and reads
-the plan in the bucket `pm_scale`, so it needs no connection to the autoscaler. Among several
-actuators with the same pool, one acts on it.
+the plan in the bucket `pm_scale`, so it needs no connection to the autoscaler. If several
+actuators have the same pool, one of them acts on it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Actuator(Protocol):
     """As in `PoolReport`."""
 
     def pools(self) -> Sequence[str]:
-        """Return the names of the pools that it scales, and whose workers it knows."""
+        """Return the names of the pools that it scales, if their workers are known."""
 
     def running(self, pool: str) -> list[WorkerSlot]:
         """Return the pool's workers, also those that start or drain."""
@@ -41,10 +41,10 @@ class Actuator(Protocol):
     def wanted(
         self, pool: str, count: int, drain: Sequence[int] = (), give_up: Sequence[int] = ()
     ) -> bool:
-        """Begin to have `count` workers besides those that drain; return whether that changes any.
+        """Set the target size, without workers that drain. Return whether any worker changes.
 
-        Those of `drain` are drained first, and only while there are too many; those of `give_up`
-        have not become ready, and are drained in any case.
+        If there are too many workers, the slots in `drain` are drained first. The slots in
+        `give_up` have not become ready, and are drained in any case.
         """
 
 
@@ -53,7 +53,8 @@ def choose_changes(
 ) -> tuple[list[int], int]:
     """Return the slots to drain and the number of workers to start, so that `count` stay.
 
-    `staying` are the slots that do not drain yet; the others are those of `Actuator.wanted`.
+    `staying` has the slots that do not drain yet. The other parameters are as in
+    `Actuator.wanted`.
     """
     victims = [slot for slot in give_up if slot in staying]
     num_extra = len(staying) - len(victims) - count
@@ -87,10 +88,10 @@ class _Follower:
         self._actuator = actuator
         self._name = f"actuator-{secrets.token_hex(4)}"
         self._others: dict[str, str] = {}
-        """The last actuator that was logged as acting on a pool."""
+        """The other actuator of a pool that was logged last, by pool."""
 
     async def follow(self) -> None:
-        """Report the pools, and change them as the plan wants."""
+        """Report the pools, and change them according to the plan."""
         pools = [pool for pool in self._actuator.pools() if await self._acts_on(pool)]
         for pool in pools:
             await self._report(pool)
@@ -106,7 +107,7 @@ class _Follower:
         last = await scale_state.read_report(self._bus, pool)
         if last is None or last.actuator == self._name:
             return True
-        # This actuator may have acted before, and was silent for too long.
+        # This actuator may have acted on the pool before, and reported too late.
         if last.actuator != self._others.get(pool):
             self._others[pool] = last.actuator
             _log.warning("another_actuator", pool=pool, actuator=last.actuator, host=last.host)

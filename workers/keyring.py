@@ -1,7 +1,7 @@
 """Keyring: the folder of `pagemill keys`, with a key for each identity and the server's accounts.
 
-A key's seed is a file of its own, which nobody but its owner can read. The server's configuration
-has the public halves alone.
+The seed of each key is in a separate file, which only its owner can read. The server's
+configuration contains the public keys alone.
 """
 
 import os
@@ -31,7 +31,7 @@ class Keyring:
     """The keys in a folder."""
 
     def __init__(self, folder: Path, tenant_connections: int = TENANT_CONNECTIONS) -> None:
-        """The accounts allow the clients of each tenant `tenant_connections`."""
+        """The accounts allow each tenant `tenant_connections` connections."""
         self.folder = folder
         self._tenant_connections = tenant_connections
         self.accounts_file = folder / ACCOUNTS_FILE
@@ -41,28 +41,28 @@ class Keyring:
         return sorted(file.stem for file in (self.folder / TENANTS).glob("*.nk"))
 
     def complete(self, tenants: Iterable[str] = ()) -> list[str]:
-        """Make the keys that are missing, and return whose they are. Raises ConfigError.
+        """Create the missing keys, and return their names. Raises ConfigError.
 
-        The accounts are written again, because this version may allow other subjects.
+        The accounts are written again, because this version may permit other subjects.
         """
         try:
             (self.folder / TENANTS).mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            wanted = {name: seed_file(self.folder, name) for name in _identities()}
-            wanted |= {name: self.file_of_tenant(name) for name in tenants}
-            made = [name for name, file in wanted.items() if not file.exists()]
-            for name in made:
-                _write_seed(wanted[name])
+            files = {name: seed_file(self.folder, name) for name in _identities()}
+            files |= {name: self.file_of_tenant(name) for name in tenants}
+            missing = [name for name, file in files.items() if not file.exists()]
+            for name in missing:
+                _write_seed(files[name])
             self._write_accounts()
         except OSError as error:
             raise ConfigError(
                 f"nats.keys: {error.filename} cannot be written: {error.strerror}",
                 field="nats.keys",
             ) from error
-        return made
+        return missing
 
     def add_tenant(self, name: str) -> Path:
-        """Make the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
+        """Create the key of a tenant, and return its file. Raises InvalidRequest or ConfigError."""
         if not is_name(name):
             raise InvalidRequest(f"tenant {NAME_RULE}", field="tenant")
         if name in self.tenants:
@@ -82,16 +82,16 @@ class Keyring:
 
         Raises NotFound for a name without a key.
         """
-        known = {name: seed_file(self.folder, name) for name in _identities()}
-        known |= {f"{TENANTS}/{name}": self.file_of_tenant(name) for name in self.tenants}
-        chosen = list(names) or list(known)
+        files = {name: seed_file(self.folder, name) for name in _identities()}
+        files |= {f"{TENANTS}/{name}": self.file_of_tenant(name) for name in self.tenants}
+        chosen = list(names) or list(files)
         for name in chosen:
-            if name not in known or not known[name].exists():
+            if name not in files or not files[name].exists():
                 raise NotFound(f"no key of {name} in {self.folder}", field="names")
         for name in chosen:
-            _write_seed(known[name])
+            _write_seed(files[name])
         self._write_accounts()
-        return [known[name] for name in chosen]
+        return [files[name] for name in chosen]
 
     def files(self) -> list[Path]:
         """Return the files of all keys."""
@@ -123,7 +123,7 @@ def _public(file: Path) -> str:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write a file that its owner alone can read; a reader sees the old one or the new one."""
+    """Replace a file atomically. Only its owner can read it."""
     new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
         output.write(data)

@@ -14,7 +14,7 @@ from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
 from shared.stage.pipelines import pipelines_of
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
 
-# Limit of Kubernetes for a label. Names of pods add up to 17 characters to that of a Deployment.
+# Limit of Kubernetes for a label. A pod's name has up to 17 characters more than its Deployment's.
 MAX_LABEL_LEN = 63
 MAX_NAME_LEN = MAX_LABEL_LEN - 17
 _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
@@ -22,7 +22,7 @@ _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Workers that are all alike, whose number the autoscaler decides."""
+    """Group of identical workers. The autoscaler decides their number."""
 
     name: str
     """Stage, and for a role of one model a slash and the model, such as `engine/demo`."""
@@ -50,18 +50,17 @@ class Pools:
 
         Raises ConfigError.
         """
-        found = [p for p in self.by_name.values() if name in (p.name, p.stage)]
-        if len(found) != 1:
+        pools = [p for p in self.by_name.values() if name in (p.name, p.stage)]
+        if len(pools) != 1:
             names = ", ".join(self.by_name) or "none; the configuration has no scale.pools"
             raise ConfigError(f"no pool {name!r}; there are: {names}", field="pool")
-        return found[0]
+        return pools[0]
 
 
 def deployment_name(worker: WorkerSpec) -> str:
     """Return the name of a worker's Deployment: lower-case letters, digits and hyphens.
 
-    Two kinds of workers never share a name: a name that had to be changed or shortened ends with a
-    digest.
+    Different workers never share a name: a name that is changed or shortened ends with a digest.
     """
     parts = [worker.role, *(part for part in (worker.model, worker.stage) if part is not None)]
     full = "-".join(parts)
@@ -73,17 +72,17 @@ def deployment_name(worker: WorkerSpec) -> str:
 
 
 def pools_of(config: Config, source: str = "scale") -> Pools:
-    """Return the pools of a configuration, whose file is `source`.
+    """Return the pools of a configuration.
 
-    Raises ConfigError, which names the file and the key, for the first thing that is wrong.
+    Raises ConfigError for the first fault, with `source`, the file's name, and the key.
     """
     pipelines, pools = pipelines_of(config), dict[str, Pool]()
     for number, entry in enumerate(config.scale.pools):
-        made = _make(entry, pipelines, pools)
-        if isinstance(made, Fault):
-            key = f"scale.pools[{number}].{made.key}"
-            raise ConfigError(f"{source}: {key}: {made.message}", field=key)
-        pools[made.name] = made
+        pool_or_fault = _make(entry, pipelines, pools)
+        if isinstance(pool_or_fault, Fault):
+            key = f"scale.pools[{number}].{pool_or_fault.key}"
+            raise ConfigError(f"{source}: {key}: {pool_or_fault.message}", field=key)
+        pools[pool_or_fault.name] = pool_or_fault
     settings = {name: pool.settings for name, pool in pools.items()}
     try:
         # A stage may have an edge for each modality.
@@ -98,7 +97,7 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
 def workers_of(config: Config, pools: Pools) -> list[WorkerSpec]:
     """Return the workers that `pagemill up` starts at once, without a gateway.
 
-    Pools begin with their `min`, and have an autoscaler.
+    Pools begin with their `min`. If there are any, an autoscaler is among the workers.
     """
     scaled = {pool.spec for pool in pools.by_name.values()}
     specs = [spec for spec in default_workers(config) if spec not in scaled]
@@ -141,16 +140,16 @@ def _make(
 
 def _stages(pipelines: Mapping[str, Pipeline], name: str, role: str) -> dict[str, StageSpec]:
     """Return the stage of this name and role, by the models that have it."""
-    found = {model: pipeline.stage(name) for model, pipeline in pipelines.items()}
-    return {m: stage for m, stage in found.items() if stage is not None and stage.role == role}
+    stages = {model: pipeline.stage(name) for model, pipeline in pipelines.items()}
+    return {m: stage for m, stage in stages.items() if stage is not None and stage.role == role}
 
 
 def _edges(
     pools: Mapping[str, Pool], pipelines: Mapping[str, Pipeline]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the edges between pools of one model each.
+    """Yield the edges between pools that serve one model each.
 
-    What waits for workers of all models wakes the pools of its own model alone, see `num_heard`.
+    Tasks that wait for workers of all models wake the pools of their own model, see `num_heard`.
     """
     names = {
         (model, pool.stage): pool.name

@@ -1,4 +1,4 @@
-"""The roles of workers: `pagemill up`, `worker`, `top`, readiness and the web page read them here.
+"""Registry of the roles of workers, for the command line, readiness and the web page.
 
 A module that adds a role calls `register` when it is imported, before the command line runs.
 """
@@ -19,27 +19,28 @@ class RoleSpec:
     module: str
     """The module whose `main(context)` runs a worker."""
     title: str
-    """For people, as on the web page."""
+    """Display name, as on the web page."""
     does: str
-    """What its workers do with a request, in a few words."""
+    """A few words on the work that its workers do for a request."""
     serves_stages: bool = True
     """Whether stages of a pipeline may name this role."""
     one_model: bool = True
     """Whether a worker serves one model, not all."""
     uses_torch: bool = True
-    """Whether every worker computes with torch; otherwise it starts without it."""
+    """Whether every worker computes with torch. Otherwise workers start without it."""
     may_load_torch: bool = False
     """Whether a worker that starts without torch loads it for some models."""
     min_workers: int = 0
     """Workers that a pool of this role always needs."""
     section: str = ""
-    """The section of the configuration that its workers read; by default that of its name."""
+    """Section of the configuration that its workers read, by default the one of the same name."""
 
     @property
     def can_be_forked(self) -> bool:
         """Whether its workers are forked from a process that has imported torch, if there is one.
 
-        Its memory is shared, and an import of their own would cost four seconds of processor time.
+        A fork shares that process's memory, and saves the four seconds of processor time that an
+        import of torch takes.
         """
         return self.uses_torch or self.may_load_torch
 
@@ -59,17 +60,17 @@ def register(spec: RoleSpec) -> None:
 
 
 def all_roles() -> list[RoleSpec]:
-    """Every role, in the order in which a request meets them."""
+    """Return all roles, in the order in which a request reaches them."""
     return list(_ROLES.values())
 
 
 def role_of(name: str) -> RoleSpec:
-    """Raises KeyError for a name that is not registered."""
+    """Return the role of this name. Raises KeyError if it is not registered."""
     return _ROLES[name]
 
 
 def stage_roles() -> list[str]:
-    """The names of the roles that serve stages."""
+    """Return the names of the roles that serve stages."""
     return [spec.name for spec in _ROLES.values() if spec.serves_stages]
 
 
@@ -90,7 +91,7 @@ for _spec in (
         "turns text and images into tokens",
         one_model=False,
         uses_torch=False,
-        # The gateway asks renderers directly, where no queue holds its question.
+        # The gateway calls renderers directly, without a queue that could hold the call.
         min_workers=1,
     ),
     RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
@@ -149,7 +150,7 @@ for _spec in (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker process to start: its role, and the model and stage that it serves."""
+    """Worker process to start: its role, and the model and stage that it serves."""
 
     role: str
     model: str | None = None
@@ -157,18 +158,18 @@ class WorkerSpec:
 
 
 def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
-    """The worker that serves a stage of a model's pipeline."""
+    """Return the worker that serves a stage of a model's pipeline."""
     name = None if stage.name == stage.role else stage.name
     return WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
 
 
 def default_workers(config: Config) -> list[WorkerSpec]:
-    """The workers of `pagemill up`: a coordinator, and those of each stage of each pipeline."""
+    """Return the workers of `pagemill up`: a coordinator, and the workers of all stages."""
     num_workers: dict[WorkerSpec, int] = {}
     for model, pipeline in pipelines_of(config).items():
         for stage in pipeline.stages:
             spec = worker_of(model, stage)
-            # Workers of all models are as many as the model that wants most has asked for.
+            # Models share workers of such a role, so the largest configured number counts.
             num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas)
     specs = [[spec] * num for spec, num in num_workers.items()]
     return [WorkerSpec("coordinator"), *chain.from_iterable(specs)]

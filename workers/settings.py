@@ -1,4 +1,4 @@
-"""Loading of the configuration: a given file, `pagemill.yaml` here, or the embedded default."""
+"""Loading of the configuration: the named file, `pagemill.yaml` here, or the embedded default."""
 
 import json
 import os
@@ -33,7 +33,7 @@ DEMO_MODEL = OPS / "demo_model"
 # A user without a password, in a URL or in a list of them.
 _PASSWORD_IN_URL = re.compile(r"(^|,|://)[^/,]*:[^/,]*@")
 _USER_ALONE = re.compile(r"(://[^:@/,]+)@")
-# The client of nats does not decode what a URL has encoded.
+# The client of nats does not decode percent-encoded characters of a URL.
 _PASSWORD = re.compile(r"[A-Za-z0-9._~-]+")
 EMBEDDED = f"""\
 models:
@@ -65,10 +65,10 @@ models:
 """
 
 
-def find_config_file(given: Path | None) -> Path | None:
+def find_config_file(named: Path | None) -> Path | None:
     """Return the file to read; None stands for the embedded default."""
-    if given is not None:
-        return given
+    if named is not None:
+        return named
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 
@@ -113,22 +113,22 @@ def _parse_file(file: Path | None) -> Config:
 
 
 def _graph_of_folder(folder: Path) -> Graph | None:
-    """The graph of a folder's model; None also for a folder that cannot be read here."""
+    """Return the graph of the model in a folder; None also if the folder cannot be read here."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return graph_of(found) if isinstance(found, dict) else None
+    return graph_of(config) if isinstance(config, dict) else None
 
 
 def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
-    """Return the settings with these paths, unless they are None, taken as relative to `folder`."""
+    """Return the settings with these paths resolved relative to `folder`, unless they are None."""
     paths = {name: path for name in names if (path := getattr(settings, name)) is not None}
     return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
 
 
 def check_paths(config: Config) -> None:
-    """Check that the folders of models and adapters are there, with weights that are not quantized.
+    """Check that the folders of models and adapters exist and their weights are not quantized.
 
     Raises ConfigError.
     """
@@ -169,9 +169,9 @@ def keys_folder(config: Config) -> Path:
 
 
 def login_of(config: Config, identity: str = OPERATOR, given_url: str | None = None) -> Login:
-    """Return how an identity logs in to the broker at `given_url`, by default the configured one.
+    """Return the login of an identity at the broker `given_url`, by default the configured one.
 
-    A server without keys, which is not ours, knows its clients by the URL. Raises ConfigError.
+    A separate server without keys authenticates its clients by the URL. Raises ConfigError.
     """
     if given_url is not None and _PASSWORD_IN_URL.search(given_url):
         raise ConfigError(
@@ -209,8 +209,8 @@ def nats_url(config: Config) -> str:
         ) from error
     if not _PASSWORD.fullmatch(password):
         raise ConfigError(
-            f"nats.password_file: the password in {file} must have letters, digits, and . _ ~ -"
-            " only, and one at least",
+            f"nats.password_file: the password in {file} must have only letters, digits, and"
+            " . _ ~ -, and at least one of them",
             field="nats.password_file",
         )
     return _USER_ALONE.sub(rf"\1:{password}@", url)

@@ -1,4 +1,4 @@
-"""Accounts of a nats-server: its configuration of who may log in, and do what."""
+"""Accounts of a nats-server: the part of its configuration with logins and permissions."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from shared.protocol.names import TENANT_MARK
 from shared.protocol.permissions import (
     ACCOUNT,
-    DOORS,
     SERVER_SETTINGS,
-    Door,
+    TENANT_SUBJECTS,
     Permissions,
+    TenantSubject,
     permissions_of,
     permissions_of_tenant,
 )
 
 # Limit on the subscriptions of one connection of a tenant. Each takes about a kilobyte of the
-# server's memory, and the server closes a connection that exceeds the limit.
+# server's memory. The server closes a connection that exceeds the limit.
 MAX_SUBSCRIPTIONS = 4096
 
-# Workers may ask the server how it keeps its streams; it tells ordinary accounts nothing of that.
+# Exports a service with the server's storage settings, which ordinary accounts cannot read.
 _SYSTEM = f"""\
 system_account: SYS
 accounts {{
@@ -35,7 +35,7 @@ OPEN_ACCOUNTS = f"""\
 }}
 no_auth_user: anyone
 """
-"""For a server on the loopback address that tests and benchmarks use: whoever connects may all."""
+"""Accounts without keys, for servers of tests and benchmarks on the loopback address."""
 
 
 def accounts_config(
@@ -43,10 +43,10 @@ def accounts_config(
 ) -> str:
     """Return the configuration for the public keys of identities and of tenants.
 
-    It has no secret: the server needs the public half of each key alone. The clients of one tenant
-    may have `tenant_connections` at the same time.
+    It contains no secret, because the server needs only the public part of each key. The clients of
+    one tenant may have `tenant_connections` connections at the same time.
     """
-    exports = [_export(door) for door in DOORS]
+    exports = [_export(subject) for subject in TENANT_SUBJECTS]
     limits = f"max_connections: {tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
     users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
     return "\n".join(
@@ -64,25 +64,25 @@ def accounts_config(
 
 
 def _tenant(name: str, key: str, limits: str) -> Iterator[str]:
-    """The account of a tenant. The server accepts imports of subjects with its own name alone."""
+    """Yield the account of a tenant. It may import only subjects with its own name."""
     account = f"{TENANT_MARK}{name}"
     yield f"  {_quoted(account)} {{"
     yield from _list("users", [_user(key, permissions_of_tenant(), "")])
-    yield from _list("imports", [_import(door, account) for door in DOORS])
+    yield from _list("imports", [_import(subject, account) for subject in TENANT_SUBJECTS])
     yield f"    limits: {{ {limits} }}"
     yield "  }"
 
 
-def _export(door: Door) -> str:
-    kind = "stream" if door.is_stream else "service"
-    position = door.tenant_position
-    return f"{{ {kind}: {_quoted(door.exported)}, account_token_position: {position} }}"
+def _export(subject: TenantSubject) -> str:
+    kind = "stream" if subject.is_stream else "service"
+    position = subject.tenant_position
+    return f"{{ {kind}: {_quoted(subject.exported)}, account_token_position: {position} }}"
 
 
-def _import(door: Door, account: str) -> str:
-    kind = "stream" if door.is_stream else "service"
-    source = f"{{ account: {ACCOUNT}, subject: {_quoted(door.mapped.format(account))} }}"
-    return f"{{ {kind}: {source}, to: {_quoted(door.own)} }}"
+def _import(subject: TenantSubject, account: str) -> str:
+    kind = "stream" if subject.is_stream else "service"
+    source = f"{{ account: {ACCOUNT}, subject: {_quoted(subject.mapped.format(account))} }}"
+    return f"{{ {kind}: {source}, to: {_quoted(subject.own)} }}"
 
 
 def _user(key: str, permissions: Permissions, name: str) -> str:

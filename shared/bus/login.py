@@ -1,7 +1,7 @@
-"""Login: the address of the broker, and how a connection proves who it is.
+"""Login: the address of the broker, and the credentials of a connection.
 
-Secrets stay in files. They are read when a connection is made, so that a key that was replaced is
-used by the next one, and no secret is in a command line, a log or an error.
+Secrets stay in files, which are read for each connection. So the next connection uses a replaced
+key, and no secret is in a command line, a log or an error.
 """
 
 import re
@@ -13,30 +13,33 @@ from shared.bus.local_keys import find_keys
 from shared.errors import ConfigError
 from shared.protocol.permissions import OPERATOR, inbox_of, may_create_streams
 
-# The scheme may be left out. A password may have an "@", which urllib takes for a part of it.
+# The scheme is optional. Unlike urllib, this does not end a password at an "@" in it.
 _CREDENTIALS = re.compile(r"(^|,|://)\s*[^/,]*@")
 
 
 def without_credentials(url: str) -> str:
-    """Return a URL, or a list of them, without users and passwords, for logs and messages."""
+    """Return a URL, or a list of URLs, without users and passwords, for logs and messages."""
     return _CREDENTIALS.sub(r"\1", url)
 
 
 def seed_file(folder: Path, identity: str) -> Path:
-    """The file of an identity's key in the folder of `pagemill keys`."""
+    """Return the file of an identity's key in the folder of `pagemill keys`."""
     return folder / f"{identity}.nk"
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Files in PEM format. A broker that wants to know its clients needs their certificates."""
+    """Files in PEM format. Some brokers require a certificate of the client."""
 
     ca: Path
     cert: Path | None = None
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return a context that accepts only servers of this authority. Raises ConfigError."""
+        """Return a context that accepts only servers with a certificate of this authority.
+
+        Raises ConfigError.
+        """
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -53,13 +56,13 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """Where the broker is, and the key with which an identity of `pagemill keys` logs in."""
+    """Address of the broker, and the key of an identity of `pagemill keys`."""
 
     url: str
-    """A URL, or several of one cluster separated by commas."""
+    """URL of the broker, or comma-separated URLs of a cluster's servers."""
     identity: str = ""
     seed_file: Path | None = None
-    """None for a broker that knows its clients by their URL, or does not ask."""
+    """None for a broker that authenticates clients by their URL, or not at all."""
     tls: TlsFiles | None = None
 
     def __str__(self) -> str:
@@ -69,8 +72,8 @@ class Login:
         return f"Login({self})"
 
     def check_seed(self) -> None:
-        """Raise ConfigError for a file without a seed. Its content is not shown."""
-        import nkeys  # It takes 50 ms of processor time, which a connection without a key saves.
+        """Raise ConfigError for a file without a seed. The error does not contain the content."""
+        import nkeys  # It takes 50 ms of processor time, and only keys need it.
 
         assert self.seed_file is not None
         try:
@@ -83,8 +86,10 @@ class Login:
 
     @classmethod
     def of_operator(cls, url: str) -> "Login":
-        """The operator's login to a broker that `pagemill up` of this user runs; to any other one,
-        a login without a key."""
+        """Return the operator's login at a broker of this user's `pagemill up`.
+
+        For any other broker, return a login without a key.
+        """
         keys = find_keys(url)
         return cls(url) if keys is None else cls(url, OPERATOR, seed_file(keys, OPERATOR))
 
@@ -94,5 +99,5 @@ class Login:
 
     @property
     def creates_streams(self) -> bool:
-        """Whether this identity creates the streams; otherwise it waits for them."""
+        """Whether this identity creates the streams. Otherwise it waits for them."""
         return self.seed_file is None or may_create_streams(self.identity)

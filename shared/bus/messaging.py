@@ -24,19 +24,19 @@ from shared.protocol.versions import (
     version_of,
 )
 
-# A lost connection loses the flush, too. nats-py accepts only whole seconds.
+# A flush is lost together with its connection. nats-py accepts only whole seconds.
 FLUSH_TIMEOUT_S = 1
-# Limit on live messages that wait for a slow reader; it finds the dropped ones in the stream.
+# Limit on live messages that wait for a slow reader. Dropped messages are in the stream.
 MAX_UNREAD_MESSAGES = 4096
 
 Responder = Callable[[bytes, str | None], Awaitable[bytes]]
-"""Maps a request and its tenant, if one is named, to the reply."""
+"""Function from a request and its tenant, or None, to the reply."""
 
 
 class LiveSubscription:
-    """A subscription to messages as they are published.
+    """Subscription to messages as they are published.
 
-    It drops messages when they are read slowly; the stream has all of them.
+    If the reader is slow, messages are dropped. The stream has all of them.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class LiveSubscription:
 
     async def receive(self, msg: Msg) -> None:
         if "Nats-Sequence" not in (msg.headers or {}):
-            # The message as it was published, which may not be stored yet.
+            # This is the published message, which may not be stored yet.
             self.wake()
             return
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(to_stored_message(msg))
 
     def wake(self) -> None:
-        """Make the reader read the stream, because messages may have been missed."""
+        """Wake the reader to read the stream, because messages may have been missed."""
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(None)
 
@@ -66,7 +66,7 @@ class LiveSubscription:
 
 
 class GroupResponder:
-    """One member of a queue group, which answers its share of the requests on a subject."""
+    """Member of a queue group, which answers its share of the requests on a subject."""
 
     def __init__(self, nc: NatsClient, respond: Responder) -> None:
         self.subscription: Subscription | None = None
@@ -80,7 +80,7 @@ class GroupResponder:
     async def stop(self, timeout_s: float) -> None:
         """Leave the group, and answer the requests that have already arrived.
 
-        Those without a reply after `timeout_s` are cancelled.
+        Requests without a reply after `timeout_s` are cancelled.
         """
         if self.subscription is not None:
             with contextlib.suppress(NatsError):
@@ -97,7 +97,7 @@ class GroupResponder:
                 headers = {VERSION_HEADER: str(WIRE_VERSION)}
                 await self._nc.publish(msg.reply, b"", headers=headers)
                 return
-            # A tenant's client may write any header, and no other subject.
+            # The subject comes first: a tenant's client can write any header, but no other subject.
             tenant = subjects.tenant_of(msg.subject) or (msg.headers or {}).get(TENANT_HEADER)
             # Not `msg.respond`, which repeats the headers of the request.
             await self._nc.publish(msg.reply, await self._respond(bytes(msg.data), tenant))
@@ -111,7 +111,7 @@ def _can_read(headers: Mapping[str, str] | None) -> bool:
 
 
 class Messenger(BusPart):
-    """The part of `Bus` for messages that are not stored."""
+    """Part of `Bus` for messages that are not stored."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
@@ -122,7 +122,7 @@ class Messenger(BusPart):
     async def subscribe(self, subject: str) -> LiveSubscription:
         """Subscribe to `subject`. Return once the server has registered the subscription.
 
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
         """
         live = LiveSubscription()
         live.subscription = await self._nc.subscribe(subject, cb=live.receive)
@@ -146,7 +146,7 @@ class Messenger(BusPart):
     ) -> Callable[[], Awaitable[None]]:
         """Call `callback` with the subject of every further message that `subject` matches.
 
-        Return a function that ends this.
+        Return a function that ends the watch.
         """
 
         async def receive(msg: Msg) -> None:
@@ -171,10 +171,10 @@ class Messenger(BusPart):
         tenant: str = "",
         version: int = OLDEST_VERSION,
     ) -> bytes:
-        """Return the reply of a responder on `subject`, which has to read `version`.
+        """Return the reply of a responder on `subject` that reads `version`.
 
-        Raises TimeoutError, Unavailable at once when there is no responder, and UnsupportedVersion
-        when an older one has got the request.
+        Raises TimeoutError, Unavailable at once if there is no responder, and UnsupportedVersion if
+        an older responder has received the request.
         """
         headers = (tenant_header(tenant) | version_header(version)) or None
         try:
@@ -183,7 +183,7 @@ class Messenger(BusPart):
             raise TimeoutError from error
         except NatsError as error:
             raise Unavailable(f"no responder on {subject}") from error
-        # A worker from before these versions repeats the header.
+        # A worker without support for versions repeats the header.
         if VERSION_HEADER in (msg.headers or {}):
             raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
         return bytes(msg.data)
@@ -191,10 +191,10 @@ class Messenger(BusPart):
     async def request_many(
         self, subject: str, accept: Callable[[bytes], bool], timeout_s: float
     ) -> None:
-        """Pass the replies of all responders on `subject` to `accept`, until it returns True or the
-        time is over.
+        """Pass the replies of all responders on `subject` to `accept`.
 
-        Raises Unavailable without a connection.
+        Return when `accept` returns True, or after the timeout. Raises Unavailable without a
+        connection.
         """
         try:
             async with (
@@ -223,7 +223,7 @@ class Messenger(BusPart):
     async def add_group_responder(
         self, subject: str, group: str, respond: Responder
     ) -> GroupResponder:
-        """Join the queue group `group`, whose members share the requests on `subject`.
+        """Join the queue group `group`. Its members share the requests on `subject`.
 
         Requests are answered concurrently. `respond` must not raise.
         """
@@ -233,17 +233,17 @@ class Messenger(BusPart):
         return responder
 
     async def _flush(self) -> None:
-        """Return once the server has received all that was sent. Raises Unavailable."""
+        """Return once the server has received all sent messages. Raises Unavailable."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BROKER_DEADLINE_S
         while True:
             try:
-                # The timeout is short, because a pong that is lost with the connection never comes,
-                # while the next connection restores the subscriptions by itself.
+                # The timeout is short, because a pong that is lost with the connection never
+                # arrives, while the next connection restores the subscriptions.
                 await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
                 return
             except (NatsError, OSError, RuntimeError) as error:
-                # nats-py also writes to a connection that it does not yet know to be lost.
+                # nats-py also writes to a lost connection until it notices the loss.
                 if loop.time() > deadline or self._nc.is_closed:
                     raise Unavailable(f"the broker does not answer: {error}") from error
             await asyncio.sleep(FIRST_RETRY_S)

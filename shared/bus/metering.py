@@ -1,4 +1,4 @@
-"""Measuring how much of a stream the logs under some subjects, or those of each tenant, take."""
+"""Measurement of logs in a stream, by subject or by tenant."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from shared.errors import Unavailable
 from shared.protocol.stored_size import SIZE_HEADER, tenant_and_bytes
 
 BATCH = 4096
-# A consumer that only measures is removed after so long if its deletion is lost.
+# The server removes an unused consumer after this time, in case its deletion is lost.
 UNUSED_S = 5.0
 FIRST_OF_LOG = {"Nats-Expected-Last-Subject-Sequence": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class LogUse:
-    """Logs that were begun, and bytes that were appended, before a sequence of the stream."""
+    """Numbers of begun logs and appended bytes, up to a sequence of the stream."""
 
     num_logs: int = 0
     num_bytes: int = 0
@@ -32,10 +32,10 @@ class LogUse:
 
 
 class StreamMeter(BusPart):
-    """The part of `Bus` that measures streams."""
+    """Part of `Bus` that measures streams."""
 
     async def measure_logs(self, stream: str, subject: str, before: LogUse) -> LogUse:
-        """Return `before` with what was appended to the logs since then, and is still stored.
+        """Return `before` plus the messages that were appended since, and are still stored.
 
         Raises Unavailable.
         """
@@ -53,7 +53,7 @@ class StreamMeter(BusPart):
         return before
 
     async def measure_tenants(self, stream: str) -> dict[str, int]:
-        """Return about how many bytes each tenant has stored, by the last message of each subject.
+        """Return the approximate bytes of each tenant, from the last message of each subject.
 
         Raises Unavailable.
         """
@@ -66,7 +66,7 @@ class StreamMeter(BusPart):
         return dict(use)
 
     async def _read_headers(self, stream: str, subject: str, **start: Any) -> AsyncIterator[Msg]:
-        """Yield messages of `subject`, of which the server sends the headers alone."""
+        """Yield the messages of `subject` with headers alone, without their content."""
         config = api.ConsumerConfig(
             filter_subject=subject,
             ack_policy=api.AckPolicy.NONE,
@@ -81,12 +81,12 @@ class StreamMeter(BusPart):
             num_left = info.num_pending or 0
             while num_left > 0:
                 query = json.dumps({"batch": min(num_left, BATCH), "no_wait": True}).encode()
-                asked = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}"
-                async with pull(self._nc, asked, query) as replies:
+                next_messages = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}"
+                async with pull(self._nc, next_messages, query) as replies:
                     for _ in range(min(num_left, BATCH)):
                         message = await next_message(replies, REPLY_TIMEOUT_S)
                         if "Status" in (message.headers or {}):
-                            num_left = 0  # Some have been removed meanwhile.
+                            num_left = 0  # The other messages were removed meanwhile.
                             break
                         num_left -= 1
                         yield message

@@ -1,4 +1,4 @@
-"""Queues whose pulls the broker refuses: their consumer is lost, or has no leader."""
+"""Outages of queues: the broker refuses pulls while a consumer is lost or has no leader."""
 
 import time
 from collections import Counter
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import structlog
 
-# An election begins with a few refusals, and most end before an operator could act.
+# An election causes a few refusals, and usually ends before an operator could act.
 MAX_SILENT_REFUSALS = 3
 
 _log = structlog.get_logger()
 
 
 class Outages:
-    """The queues of one worker whose pulls are refused, logged as one outage."""
+    """Queues of one worker that refuse pulls. They are logged as one outage."""
 
     def __init__(self, on_refused: Callable[[], None]) -> None:
         self._on_refused = on_refused
@@ -22,11 +22,11 @@ class Outages:
 
     @property
     def is_open(self) -> bool:
-        """Whether a queue has refused several pulls, and has answered none since."""
+        """Whether a queue has refused several pulls without an answer since."""
         return self._began_s is not None
 
     def is_refused(self, stream: str, durable: str) -> bool:
-        """Whether the last pull from a queue was refused."""
+        """Return whether the last pull from a queue was refused."""
         return (stream, durable) in self._refusals
 
     def add_refusal(self, stream: str, durable: str, status: str) -> None:
@@ -38,7 +38,7 @@ class Outages:
         self._on_refused()
 
     def add_answer(self, stream: str, durable: str) -> None:
-        """Note that the broker has answered a pull from a queue."""
+        """Record that the broker has answered a pull from a queue."""
         del self._refusals[stream, durable]
         if self._began_s is not None and not self._refusals:
             seconds = round(time.monotonic() - self._began_s, 1)

@@ -1,7 +1,7 @@
 """Priorities of the pulls of workers that share slots. Pure; `ops.simulate` uses it too."""
 
 NUM_PRIORITIES = 10
-"""Priorities of pulls; the broker serves the lowest first."""
+"""Number of priorities of pulls. The broker serves the lowest priority first."""
 FIRST_THIEF = 5
 """Priority of the pulls of an idle worker that is not the owner."""
 BUSY = 0.5
@@ -11,9 +11,10 @@ BUSY = 0.5
 def load_of(used: float, num_ahead: float, num_saved: float) -> float:
     """Return the load of a worker, from 0 to 1.
 
-    `used` is the part of its sequences in use, `num_ahead` the prompt tokens that it has to compute
-    before others, and `num_saved` those that its cache saves with a request. An owner with more
-    tokens ahead than it saves is busy: a wait would cost more than a hit is worth.
+    `used` is the used part of its sequences, `num_ahead` the number of prompt tokens that it has to
+    compute first, and `num_saved` the number of tokens that its cache saves for a request. An owner
+    with more tokens ahead than saved ones is busy, because waiting for it costs more than a cache
+    hit saves.
     """
     return max(used, num_ahead / max(1.0, num_ahead + num_saved))
 

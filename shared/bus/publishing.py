@@ -1,4 +1,4 @@
-"""Publishing: stored once by message id, appended with fencing, or as a transient notification."""
+"""Publishing: messages stored once by id, records appended with fencing, and notifications."""
 
 import contextlib
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ _STORE_FAILED = 10077
 
 
 class Publisher(BusPart):
-    """The publishing part of `Bus`."""
+    """Part of `Bus` that publishes."""
 
     @property
     def max_payload(self) -> int:
-        """The most bytes that one message may have."""
+        """Maximum number of bytes of one message."""
         return self._nc.max_payload
 
     def check_size(self, data: bytes, subject: str) -> None:
-        """Raises PayloadTooLarge if `data` does not fit into one message."""
+        """Raise PayloadTooLarge if `data` does not fit into one message."""
         limit = self.max_payload - HEADER_BYTES
         if len(data) > limit:
             raise PayloadTooLarge(
@@ -49,10 +49,10 @@ class Publisher(BusPart):
     ) -> bool:
         """Store `data` once. Return True if a message with this id was stored before.
 
-        `version` is what a reader needs, for a message that does not say so itself.
+        `version` is the version that a reader needs, for a message that does not contain it.
 
-        An attempt without an ack may have been stored all the same: it is repeated under the same
-        id until BROKER_DEADLINE_S, then Unavailable is raised.
+        A message without an ack may still be stored, so it is published again with the same id.
+        Unavailable is raised after BROKER_DEADLINE_S.
         """
         self.check_size(data, subject)
         headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant) | version_header(version)
@@ -62,7 +62,7 @@ class Publisher(BusPart):
     async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
     ) -> None:
-        """Store `data`. It may be stored twice if the broker fails meanwhile."""
+        """Store `data`, possibly twice if the broker fails meanwhile."""
         self.check_size(data, subject)
         await self._publish(subject, data, headers or {})
 
@@ -74,10 +74,10 @@ class Publisher(BusPart):
         ttl_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> int:
-        """Store `data` if `last_sequence` is still the last one of its subject.
+        """Store `data` if `last_sequence` is still the last sequence of its subject.
 
-        Return the sequence of `data`. It expires after `ttl_s`, or with its stream's maximal age.
-        Raises Fenced when another writer was faster.
+        Return the sequence of `data`. It expires after `ttl_s`, or at the maximum age of its
+        stream. Raises Fenced if another writer has appended before.
         """
         self.check_size(data, subject)
         fence = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)} | dict(headers or {})
@@ -99,7 +99,7 @@ class Publisher(BusPart):
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]
     ) -> api.PubAck | None:
-        """Return the ack, or None if the stream accepts no second message of this subject.
+        """Return the ack, or None if the stream has a message of this subject and accepts no other.
 
         Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
         """
@@ -123,8 +123,8 @@ class Publisher(BusPart):
                     ) from error
                 raise
 
-        # All other failures are transient: no reply, no leader, no room, or (in a cluster) the same
-        # message or its predecessor is just being stored.
+        # All other failures are temporary: no reply, no leader, no room, or, in a cluster, a store
+        # of the same message or its predecessor that has not ended.
         return await retry_until(
             BROKER_DEADLINE_S,
             attempt,

@@ -1,4 +1,4 @@
-"""Consumers of queues: created, joined, and created again when a broker has lost the tasks."""
+"""Consumers of queues: created, joined, and created again after a broker has lost the tasks."""
 
 import asyncio
 import json
@@ -20,14 +20,14 @@ from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import Unavailable
 from shared.protocol import subjects
 
-# Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
-# the server's default of 512, a few hundred workers would be refused.
+# Limit on the waiting pull requests of one consumer. Each worker has up to three of them, so the
+# server's default of 512 would refuse a few hundred workers.
 MAX_WAITING_PULLS = 20_000
 
 # In a cluster each consumer elects a leader first.
 CREATED_AT_ONCE = 16
 
-# In a consumer's metadata: the first sequence of the stream of tasks to which its messages went.
+# Key in a consumer's metadata: first sequence of the stream of tasks that it feeds.
 _FED = "pagemill.tasks"
 
 _log = structlog.get_logger()
@@ -36,7 +36,7 @@ AnyPuller = TypeVar("AnyPuller", bound=Puller)
 
 
 class _Queue(NamedTuple):
-    """A durable consumer that this worker has created or joined."""
+    """Durable consumer that this worker has created or joined."""
 
     stream: str
     durable: str
@@ -47,7 +47,7 @@ class _Queue(NamedTuple):
 
 
 class Queues(StreamKeeper):
-    """The part of `Bus` that creates consumers and pulls from them."""
+    """Part of `Bus` that creates consumers and pulls from them."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
@@ -56,9 +56,10 @@ class Queues(StreamKeeper):
         self._on_tasks_lost: list[Callable[[], None]] = []
         self.outages = Outages(self._on_refused)
         self._refilled_ms = 0.0
-        """When a consumer that feeds tasks was lost: it delivers older messages again as new."""
+        """Time when a lost consumer that feeds tasks was created again. Since then it redelivers
+        older messages as new ones."""
         self._has_queues = True
-        """False while consumers that were lost with their tasks have not been created again."""
+        """False until consumers that were lost with their tasks are created again."""
 
     async def create_consumer(
         self,
@@ -72,10 +73,10 @@ class Queues(StreamKeeper):
     ) -> None:
         """Create the durable consumer `durable`, or update it if it exists.
 
-        If it `is_prioritized`, its pulls have priorities. If it `feeds_tasks`, tasks are made of
-        its messages: when it has fed another stream of tasks than the present one, which is lost,
-        it is reset, so that all of its messages are delivered again, and the tasks are made anew.
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        If it `is_prioritized`, its pulls have priorities. If it `feeds_tasks`, its messages become
+        tasks. If the stream of tasks that it has fed is lost, the consumer is reset: all of its
+        messages are delivered again, and the tasks are published again. Raises Unavailable if the
+        broker does not answer within BROKER_DEADLINE_S.
         """
         queue = _Queue(stream, durable, subject, ack_wait_s, is_prioritized, feeds_tasks)
         self._queues[stream, durable] = queue
@@ -93,11 +94,11 @@ class Queues(StreamKeeper):
             filter_subject=queue.subject,
             ack_policy=api.AckPolicy.EXPLICIT,
             ack_wait=queue.ack_wait_s,
-            # Workers count attempts, because they can write a dead letter. The server would
-            # silently leave the message in the queue for ever.
+            # Workers count attempts, because they can write a dead letter. With a limit here, the
+            # message would silently stay in the queue forever.
             max_deliver=-1,
-            # Credit bounds the messages in flight of each worker. With a common bound, one worker
-            # with many of them would starve the others.
+            # Credit limits the messages in flight of each worker. With a common limit, one worker
+            # could starve the others.
             max_ack_pending=-1,
             max_waiting=MAX_WAITING_PULLS,
             metadata={_FED: str(self.tasks.first_sequence)} if queue.feeds_tasks else None,
@@ -114,15 +115,16 @@ class Queues(StreamKeeper):
         await self._js.add_consumer(queue.stream, config.evolve(max_waiting=max_waiting))
 
     async def _reset_if_fed_another(self, queue: _Queue, metadata: Mapping[str, str]) -> None:
-        """Have all messages delivered again if the tasks that were made of them are lost.
+        """Make the server deliver all messages again if their tasks are lost.
 
-        A consumer without the mark has fed the stream of an older version, which is on disk.
+        A consumer without the metadata key has fed the stream of an older version, which is on
+        disk.
         """
         if metadata.get(_FED, "0") == str(self.tasks.first_sequence):
             return
         _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
-        # As good as another consumer. One that is deleted and made anew at once may find that the
-        # server removes its files: nats-server 2.15.1 removes those of the old one in its own time.
+        # A reset has the same effect as a new consumer. If a consumer is deleted and recreated at
+        # once, nats-server 2.15.1 may later delete the files of the new one.
         subject = f"$JS.API.CONSUMER.RESET.{queue.stream}.{queue.durable}"
         reply = json.loads((await self._nc.request(subject, timeout=REPLY_TIMEOUT_S)).data)
         if "error" in reply:
@@ -138,9 +140,9 @@ class Queues(StreamKeeper):
         *,
         feeds_tasks: bool = False,
     ) -> Consumer:
-        """Join the durable consumer `durable`, which is created as by `create_consumer`.
+        """Create the durable consumer `durable` like `create_consumer`, and join it.
 
-        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
         """
         await self.create_consumer(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
         return await self._start(Consumer(self._nc, stream, durable, capacity, self.outages))
@@ -177,21 +179,21 @@ class Queues(StreamKeeper):
         return consumer
 
     def on_tasks_lost(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a broker that runs alone has lost all tasks in its memory."""
+        """Call `callback` whenever a single broker has lost all tasks in its memory."""
         self._on_tasks_lost.append(callback)
 
     async def restore_streams(self) -> None:
         """Create the streams and consumers that were deleted, or lost with a broker's memory.
 
-        Raises NotFoundError as long as no worker that may do so has created the stream of tasks.
+        Raises NotFoundError until a coordinator has created the stream of tasks.
         """
         await super().restore_streams()
-        before, found = self.tasks, await self.find_tasks()
-        self.tasks = found._replace(since_ms=math.inf)
-        if found.first_sequence != before.first_sequence:
+        before, tasks = self.tasks, await self.find_tasks()
+        self.tasks = tasks._replace(since_ms=math.inf)
+        if tasks.first_sequence != before.first_sequence:
             self._has_queues = False
             self._forget_tasks()
-        # First those that feed tasks: until they are reset, what they deliver may be old.
+        # Consumers that feed tasks come first: until they are reset, they may deliver old messages.
         for queue in sorted(self._queues.values(), key=lambda queue: not queue.feeds_tasks):
             if self.outages.is_refused(queue.stream, queue.durable):
                 await self._create_or_update(queue)
@@ -202,10 +204,10 @@ class Queues(StreamKeeper):
             ):
                 await self._create_or_update(queue)
         self._has_queues = True
-        self.tasks = found._replace(since_ms=max(found.since_ms, self._refilled_ms))
+        self.tasks = tasks._replace(since_ms=max(tasks.since_ms, self._refilled_ms))
 
     def _on_refused(self) -> None:
-        # A consumer may be lost; until that is known, no request counts as one that is new.
+        # A consumer may be lost. Until this is known, no request counts as new.
         self.tasks = self.tasks._replace(since_ms=math.inf)
         self.check_streams()
 

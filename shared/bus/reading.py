@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A message of a stream."""
+    """Message of a stream."""
 
     sequence: int
     subject: str
@@ -40,7 +40,7 @@ class StoredMessage:
     """Time of storage, in Unix milliseconds of the broker's clock."""
     msg_id: str | None = None
     log_headers: Mapping[str, str] = field(default_factory=dict)
-    """Those of `shared.protocol.stored_size`."""
+    """Headers of `shared.protocol.stored_size`."""
 
 
 class ReadFailed(Exception):
@@ -49,25 +49,25 @@ class ReadFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request as its client published it."""
+    """Request as published by its client."""
 
     data: bytes
     tenant: str
-    """That of its subject, or else the content of its header; "" without either."""
+    """Tenant in the subject, or else in the header; "" without either."""
     subject: str
     msg_id: str | None
     version: int
-    """The version that its reader needs."""
+    """Version that a reader needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Messages of one consumer's queue."""
+    """Numbers of messages in the queue of one consumer."""
 
     subject: str
-    """The consumer's filter."""
+    """Filter of the consumer."""
     last_delivered: int
-    """Sequence of the last message that was delivered to a worker."""
+    """Sequence of the last delivered message."""
     num_pending: int
     num_in_flight: int
 
@@ -82,15 +82,15 @@ class QueueDepth:
 
 
 class StreamReader(BusPart):
-    """The part of `Bus` that reads streams and manages their messages."""
+    """Part of `Bus` that reads streams and removes messages."""
 
     async def read(
         self, stream: str, subject: str, first: int = 1, max_bytes: int | None = None
     ) -> list[StoredMessage]:
         """Return the messages of `subject` from sequence `first` on, oldest first.
 
-        Raises PayloadTooLarge as soon as they have more than `max_bytes`, and Unavailable when the
-        broker does not answer until BROKER_DEADLINE_S.
+        Raises PayloadTooLarge as soon as they exceed `max_bytes`, and Unavailable if the broker
+        does not answer within BROKER_DEADLINE_S.
         """
         messages: list[StoredMessage] = []
         num_bytes, more = 0, True
@@ -114,9 +114,9 @@ class StreamReader(BusPart):
         return messages[0] if messages else None
 
     async def has_messages(self, stream: str, subject: str) -> bool:
-        """Return whether `subject` has messages, as the leader of the stream knows it.
+        """Return whether `subject` has messages, according to the leader of the stream.
 
-        Other replicas, which serve reads, may be behind. Raises Unavailable.
+        Other replicas, which serve reads, may lag. Raises Unavailable.
         """
         try:
             await self._js.get_last_msg(stream, subject)
@@ -129,7 +129,7 @@ class StreamReader(BusPart):
     async def read_next(
         self, stream: str, sequence: int, subject: str = ">"
     ) -> StoredMessage | None:
-        """Return the message at `sequence` or, if it was removed, the first one after it."""
+        """Return the message at `sequence`, or the next message if it was removed."""
         query: dict[str, object] = {"seq": sequence, "next_by_subj": subject}
         messages, _ = await self._direct_get(stream, query)
         return messages[0] if messages else None
@@ -152,18 +152,18 @@ class StreamReader(BusPart):
 
     async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
         """Return a client's request that has not ended; None if it is no longer queued."""
-        found = await self._get_request(sequence, is_next=False)
-        return None if found is None else _to_queued_request(found)
+        message = await self._get_request(sequence, is_next=False)
+        return None if message is None else _to_queued_request(message)
 
     async def queued_requests(self) -> AsyncIterator[QueuedRequest]:
         """Yield all clients' requests that have not ended. Raises Unavailable."""
         sequence = 1
-        while (found := await self._get_request(sequence, is_next=True)) is not None:
-            yield _to_queued_request(found)
-            sequence = (found.seq or 0) + 1
+        while (message := await self._get_request(sequence, is_next=True)) is not None:
+            yield _to_queued_request(message)
+            sequence = (message.seq or 0) + 1
 
     async def _get_request(self, sequence: int, *, is_next: bool) -> api.RawStreamMsg | None:
-        # Unlike a direct get, this is answered by the leader of the stream.
+        # Unlike a direct get, this reads from the leader of the stream.
         subject = subjects.REQUESTS_FILTER if is_next else None
         try:
             return await self._js.get_msg(
@@ -180,7 +180,7 @@ class StreamReader(BusPart):
         return state.first_seq, state.last_seq
 
     async def subjects_of(self, stream: str, subject: str) -> list[str]:
-        """Return the subjects of a stream's messages that match `subject`, which has wildcards.
+        """Return the subjects of a stream that match `subject`, which has wildcards.
 
         The server returns at most 100,000 of them.
         """
@@ -188,11 +188,11 @@ class StreamReader(BusPart):
         return sorted((await _answered(info, f"stream {stream}")).state.subjects or {})
 
     async def stream_bytes(self, stream: str) -> int:
-        """Return how many bytes a stream takes."""
+        """Return the number of bytes in a stream."""
         return (await _answered(self._js.stream_info(stream), f"stream {stream}")).state.bytes
 
     async def stream_fill(self, stream: str) -> tuple[int, int]:
-        """Return how many bytes a stream may take, and how many it takes."""
+        """Return the maximum and the current number of bytes in a stream."""
         info = await _answered(self._js.stream_info(stream), f"stream {stream}")
         return info.config.max_bytes or 0, info.state.bytes
 
@@ -216,9 +216,9 @@ class StreamReader(BusPart):
         return queues
 
     async def oldest_pending_ms(self, stream: str, depth: QueueDepth) -> float | None:
-        """Return when the oldest message was stored that no worker has had, in Unix milliseconds.
+        """Return the storage time of the oldest undelivered message, in Unix milliseconds.
 
-        None if there is none, or it has been delivered or removed in the meantime.
+        None if there is none, or if it has been delivered or removed meanwhile.
         """
         if not depth.num_pending:
             return None
@@ -226,7 +226,7 @@ class StreamReader(BusPart):
         return None if oldest is None else oldest.stored_ms
 
     async def stream_size(self, stream: str) -> tuple[int, float | None]:
-        """Return the number of messages, and the storage time of the oldest: Unix milliseconds."""
+        """Return the number of messages, and the oldest storage time in Unix milliseconds."""
         # nats-py's stream_info omits the time.
         reply = await _answered(
             self._nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=REPLY_TIMEOUT_S),
@@ -241,8 +241,9 @@ class StreamReader(BusPart):
     async def purge(self, stream: str, subject: str) -> None:
         """Remove all messages of `subject`.
 
-        Not for work queues, whose messages are removed by `delete`: nats-server 2.15.1 counts
-        messages of other subjects as acknowledged that were delivered before a purged one.
+        Messages of work queues must be removed with `delete` instead: after a purge, nats-server
+        2.15.1 counts messages of other subjects as acknowledged if they were delivered before a
+        purged message.
         """
         try:
             await self._js.purge_stream(stream, subject=subject)
@@ -250,11 +251,11 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message. Nothing happens if it has been removed already.
+        """Remove one message, if it exists.
 
         Raises Unavailable.
         """
-        # nats-py does not know `no_erase`, without which the server overwrites the bytes on disk.
+        # nats-py does not support `no_erase`. Without it, the server overwrites the bytes on disk.
         query = json.dumps({"seq": sequence, "no_erase": True}).encode()
         subject, failed = f"$JS.API.STREAM.MSG.DELETE.{stream}", f"a message of {stream}"
         removing = self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
@@ -263,11 +264,11 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not remove {failed}: {reply['error']}")
 
 
-def _to_queued_request(found: api.RawStreamMsg) -> QueuedRequest:
-    subject, headers = found.subject or "", found.headers or {}
+def _to_queued_request(message: api.RawStreamMsg) -> QueuedRequest:
+    subject, headers = message.subject or "", message.headers or {}
     tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
     return QueuedRequest(
-        found.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
+        message.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
     )
 
 
@@ -288,14 +289,14 @@ async def _collect_replies(replies: Replies, *, batched: bool) -> tuple[list[Sto
     while True:
         msg = await replies.next(REPLY_TIMEOUT_S)
         headers = msg.headers or {}
-        # A stored message may have any header; the broker adds that of the stream to it.
+        # A stored message may have any header. The broker adds `Nats-Stream` to stored messages.
         status = None if "Nats-Stream" in headers else headers.get("Status")
         if status == "404":
             return messages, False
         if status == "204":
             return messages, headers.get("Nats-Num-Pending", "0") != "0"
         if status is not None:
-            # A 503 means that no stream replies. It must not be mistaken for an empty log.
+            # A 503 means that no stream has replied. It must not be mistaken for an empty log.
             raise ReadFailed(f"status {status}")
         messages.append(to_stored_message(msg))
         if not batched:
@@ -303,7 +304,7 @@ async def _collect_replies(replies: Replies, *, batched: bool) -> tuple[list[Sto
 
 
 def to_stored_message(msg: Msg) -> StoredMessage:
-    """Convert a message that the server has read or republished from a stream."""
+    """Convert a message that the server has returned or republished from a stream."""
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
     return StoredMessage(

@@ -1,4 +1,4 @@
-"""Requests that have several replies. One subscription of a connection receives those of all."""
+"""Requests with several replies. One subscription of a connection receives all replies."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 
 class Replies:
-    """The replies to one request."""
+    """Replies to one request."""
 
     def __init__(self) -> None:
         self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
@@ -21,7 +21,7 @@ class Replies:
         self._arrived.put_nowait(msg)
 
     async def next(self, timeout_s: float) -> Msg:
-        """Return the next reply. Raises the TimeoutError of nats-py, which is a NatsError too."""
+        """Return the next reply. Raises the TimeoutError of nats-py, which is also a NatsError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._arrived.get()
@@ -30,10 +30,10 @@ class Replies:
 
 
 class ReplyInbox:
-    """The subscription for the replies to a connection's requests.
+    """Subscription for the replies to all requests of a connection.
 
-    A subscription for each request would be two more commands to the server, and nats-py starts a
-    task for each message that is read from it.
+    A separate subscription for each request would need two more commands to the server, and nats-py
+    would start a task for each message from it.
     """
 
     def __init__(self, nc: NatsClient) -> None:
@@ -56,8 +56,8 @@ class ReplyInbox:
             del self._waiting[inbox]
 
     async def _subscribe(self) -> None:
-        # nats-py queues the command before this task is suspended, so the first request of another
-        # task comes behind it.
+        # nats-py queues the command before this task is suspended, so requests of other tasks are
+        # sent after it.
         self._prefix = self._nc.new_inbox()
         try:
             await self._nc.subscribe(f"{self._prefix}.*", cb=self._receive)
@@ -66,6 +66,6 @@ class ReplyInbox:
             raise
 
     async def _receive(self, msg: Msg) -> None:
-        # Replies to a request that has been given up are dropped.
+        # Replies to a request that has ended are dropped.
         if (replies := self._waiting.get(msg.subject)) is not None:
             replies.add(msg)

@@ -1,4 +1,4 @@
-"""Check of the settings that a broker needs to give the delivery guarantees."""
+"""Check of the broker's settings that the delivery guarantees depend on."""
 
 import json
 from typing import Any
@@ -15,14 +15,14 @@ from shared.errors import ConfigError, Unavailable
 MIN_SERVER_VERSION = (2, 14, 3)
 MIN_MAX_PAYLOAD = 2**20
 
-# The servers of a cluster reply one by one. When most have replied, no further reply comes after a
-# pause of this length.
+# The servers of a cluster reply separately. When most of them have replied, further replies are
+# expected within this pause.
 NEXT_REPLY_TIMEOUT_S = 0.25
 
 _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
-# Server error code (nats-server's errors.json). All other errors of JetStream may pass: a server
-# starts, or a cluster elects a leader.
+# Server error code (nats-server's errors.json). All other errors of JetStream may be temporary: a
+# server starts, or a cluster elects a leader.
 _NOT_ENABLED_FOR_ACCOUNT = 10039
 
 
@@ -30,15 +30,15 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
     """Check that the server can give the delivery guarantees.
 
     An acknowledged publish must be on disk, which only the server's own settings show. Raises
-    ConfigError, which names the missing setting, and Unavailable or an error of nats-py for what
-    may pass, such as an election.
+    ConfigError with the missing setting, and Unavailable or an error of nats-py for a temporary
+    failure, such as an election.
     """
     connected = nc.connected_server_version
     version = connected.major, connected.minor, connected.patch
     if version < MIN_SERVER_VERSION:
-        found, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
+        current, required = (".".join(map(str, parts)) for parts in (version, MIN_SERVER_VERSION))
         raise ConfigError(
-            f"nats-server {found} is too old: {required} is required", field="nats.url"
+            f"nats-server {current} is too old: {required} is required", field="nats.url"
         )
     if nc.max_payload < MIN_MAX_PAYLOAD:
         raise ConfigError(
@@ -49,7 +49,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
     try:
         await nc.jetstream(timeout=REPLY_TIMEOUT_S).account_info()
     except APIError as error:
-        # Other servers of a cluster may have JetStream, but not answer at the moment.
+        # Other servers of a cluster may have JetStream, and only not answer at the moment.
         has_none = error.err_code is None and not is_clustered
         if error.err_code != _NOT_ENABLED_FOR_ACCOUNT and not has_none:
             raise
@@ -83,7 +83,7 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
                 " messages could be lost with its machine",
                 field="nats.url",
             )
-    # A minority of the replicas may be down at the moment. More servers may join a cluster.
+    # A minority of the replicas may be down at the moment, and further servers may join.
     storing = sum("config" in server.get("data", {}) for server in servers)
     if storing <= replicas // 2:
         error = Unavailable if is_clustered else ConfigError
@@ -94,7 +94,7 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
 
 
 async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
-    """Return the JetStream settings of each server of the cluster, of most of them at least.
+    """Return the JetStream settings of the servers of the cluster, at least of most of them.
 
     Empty if the broker has no such service. Raises an error of nats-py if no server answers.
     """

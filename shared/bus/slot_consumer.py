@@ -1,11 +1,11 @@
 """Consumer of the slots of a stage: one credit for the queues of all slots of a lane.
 
-Each worker pulls from every slot, and the broker serves pulls by their priority: mostly those of
-the slot's owner. What nobody else pulls is therefore taken at once by any worker that has room.
+Each worker pulls from every slot, and the broker serves pulls by priority, usually the pulls of the
+slot's owner first. A message that the owner does not pull goes at once to any worker with room.
 
-A queue that may have messages is asked within the credit, by a pull that the broker answers at
-once. An empty queue gets a pull for one message that waits, beyond the credit, because queues are
-many and most of them empty. What is delivered beyond the credit is handed back.
+A queue that may have messages gets a pull within the credit, which the broker answers at once. An
+empty queue gets a waiting pull for one message, beyond the credit, because there are many queues
+and most of them are empty. Messages that are delivered beyond the credit are requeued.
 """
 
 import asyncio
@@ -26,20 +26,21 @@ from shared.bus.priorities import BUSY, priority_of
 from shared.helpers.task_set import TaskSet
 
 GROUP = "slots"
-# The priority of a pull cannot be changed, so that pulls are short, most of all those of a busy
-# worker, which may be idle soon.
+# The priority of a pull cannot be changed. So pulls are short, especially for a busy worker, which
+# may be idle soon.
 WAIT_S, BUSY_WAIT_S = 1.0, 0.25
-# An owner's next pull is there before the broker ends the last one, so that nobody comes between.
+# An owner renews its pull before the broker ends the last one, so that no other worker is served
+# between them.
 RENEWED_AT = 0.5
-# By then a pull has been lost, with the leader of its consumer.
+# After this part of its time, a pull counts as lost together with the leader of its consumer.
 LOST_AT = 1.5
-# Messages that an owner asks for with a pull that waits: one that follows at once is its own too.
+# Number of messages in a waiting pull of an owner, so that it also gets one that follows at once.
 OWNED_BATCH = 2
 LEAST_PAUSE_S = 0.1
 
 
 class SlotQueue(NamedTuple):
-    """The queue of a slot of a lane."""
+    """Queue of a slot of a lane."""
 
     slot: int | None
     """None for the queue of tasks without a slot, which has no priorities."""
@@ -49,7 +50,7 @@ class SlotQueue(NamedTuple):
 
 @dataclass
 class PrioritizedConfig(api.ConsumerConfig):
-    """Configuration of a consumer whose pulls have priorities, which nats-py does not know."""
+    """Configuration of a consumer with priorities of pulls, which nats-py does not support."""
 
     priority_groups: list[str] = field(default_factory=lambda: [GROUP])
     priority_policy: str = "prioritized"
@@ -57,7 +58,7 @@ class PrioritizedConfig(api.ConsumerConfig):
 
 @dataclass(eq=False)
 class _Queue:
-    """What a worker knows of a queue, from which it has one pull at a time."""
+    """State of a queue, which has one pull of this worker at a time."""
 
     slot: int | None
     durable: str
@@ -65,22 +66,22 @@ class _Queue:
     acks: AckBatcher
     is_owned: bool
     backlog: int | None = None
-    """Messages that are known to be there; None if that is unknown."""
+    """Number of messages in the queue; None if it is unknown."""
     pull: int = 0
     """Number of the last pull."""
-    asked: int = 0
-    """Messages that it may still deliver."""
+    num_requested: int = 0
+    """Number of messages that the last pull may still deliver."""
     waits: bool = False
-    """Whether it is one that waits."""
+    """Whether the last pull waits for messages."""
     due_s: float = 0.0
     """Loop time of the next pull; 0 after the end of the last one."""
 
     def end_pull(self, backlog: int | None, due_s: float = 0.0) -> None:
-        self.asked, self.backlog, self.due_s = 0, backlog, due_s
+        self.num_requested, self.backlog, self.due_s = 0, backlog, due_s
 
 
 class SlotConsumer(Puller):
-    """Pulls from the queues of all slots, of which this worker owns some."""
+    """Pulls from the queues of all slots. This worker owns some of them."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class SlotConsumer(Puller):
         load: Callable[[], float],
         outages: Outages,
     ) -> None:
-        """`load` returns that of this worker, see `priorities`."""
+        """`load` returns the load of this worker, see `priorities`."""
         super().__init__(nc, stream, capacity, outages)
         self._load = load
         self._by_durable = {
@@ -104,7 +105,7 @@ class SlotConsumer(Puller):
             )
             for queue in queues
         }
-        self._handing_back = TaskSet()
+        self._requeues = TaskSet()
 
     def set_owned(self, slots: Collection[int]) -> None:
         """Own these slots from the next pull on."""
@@ -125,7 +126,7 @@ class SlotConsumer(Puller):
         self._changed.set()
 
     def _on_status(self, number: str, status: str) -> None:
-        """Note the end of a pull, unless another has followed it."""
+        """End a pull, unless it was followed by another one."""
         for queue in self._by_durable.values():
             if queue.pull != int(number):
                 continue
@@ -142,13 +143,13 @@ class SlotConsumer(Puller):
         queue = self._by_durable[metadata.consumer]
         self.outages.add_answer(self.stream, queue.durable)
         queue.backlog = metadata.num_pending
-        queue.asked -= 1
-        if queue.asked <= 0:
+        queue.num_requested -= 1
+        if queue.num_requested <= 0:
             queue.end_pull(queue.backlog)
         self.num_in_flight += 1
         delivery = Delivery(msg, self, queue.acks)
         if self.num_in_flight > self.capacity:
-            self._handing_back.start(delivery.retry(0))
+            self._requeues.start(delivery.retry(0))
         else:
             self._ready.put_nowait(delivery)
 
@@ -167,17 +168,18 @@ class SlotConsumer(Puller):
         due = [queue for queue in every if queue.due_s <= now_s]
         if self.num_in_flight >= self.capacity:
             for queue in due:
-                # It may have messages by the time that there is room.
+                # The queue may have messages by the time that there is room.
                 queue.end_pull(queue.backlog or None)
             return
-        asked = sum(queue.asked for queue in every if queue not in due and not queue.waits)
-        room = self.capacity - self.num_in_flight - asked
+        open_pulls = (queue for queue in every if queue not in due and not queue.waits)
+        num_requested = sum(queue.num_requested for queue in open_pulls)
+        room = self.capacity - self.num_in_flight - num_requested
         for queue in sorted(due, key=_rank):
             if queue.backlog == 0:
                 batch = OWNED_BATCH if queue.is_owned else 1
                 await self._pull(queue, batch, now_s, waits=True)
             elif room > 0:
-                # What others leave is taken one by one, so that an owner comes in between.
+                # Messages of other owners are pulled one by one, so that an owner can come between.
                 batch = min(room, queue.backlog or 1) if queue.is_owned else 1
                 room -= batch
                 await self._pull(queue, batch, now_s, waits=False)
@@ -186,7 +188,7 @@ class SlotConsumer(Puller):
         self._next_pull += 1
         load = self._load()
         wait_s = WAIT_S if load <= BUSY else BUSY_WAIT_S
-        queue.pull, queue.asked, queue.waits = self._next_pull, batch, waits
+        queue.pull, queue.num_requested, queue.waits = self._next_pull, batch, waits
         queue.due_s = now_s + wait_s * (RENEWED_AT if queue.is_owned else LOST_AT)
         request: dict[str, object] = {"batch": batch}
         request |= {"expires": int(wait_s * 1e9)} if waits else {"no_wait": True}
@@ -202,5 +204,5 @@ class SlotConsumer(Puller):
 
 
 def _rank(queue: _Queue) -> tuple[bool, bool, int]:
-    """Sort queues to ask: those with a backlog first, of these those owned, each in turns."""
+    """Sort key of queues: queues with a backlog first, then owned ones, then the oldest pull."""
     return not queue.backlog, not queue.is_owned, queue.pull

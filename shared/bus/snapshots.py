@@ -17,19 +17,19 @@ from shared.errors import Unavailable
 
 # Within the 1 MiB that every accepted server takes.
 SNAPSHOT_CHUNK_BYTES = 512 * 1024
-# A server that syncs each message answers a chunk when it has stored what is in it, and gives up a
-# restore of which it hears nothing for five seconds.
+# A server that syncs each message acknowledges a chunk when its messages are stored. It gives up a
+# restore after five seconds without a chunk.
 RESTORE_CHUNK_BYTES = 32 * 1024
 # The server creates the files of a stream before it answers, in a cluster on several machines.
 SNAPSHOT_REPLY_S = 60.0
-# One server of a cluster names the subject of a restore and listens on it, and the server of this
-# connection may learn of that a moment after the name has arrived here.
+# One server of a cluster returns the subject of a restore and subscribes to it. The server of this
+# connection may learn of the subscription a moment later.
 LISTENER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stream as of one moment: its configuration, its state, and its content in chunks."""
+    """State of a stream at one moment: configuration, numbers, and content in chunks."""
 
     config: dict[str, Any]
     state: dict[str, Any]
@@ -37,11 +37,11 @@ class Snapshot:
 
 
 class StreamSnapshots(BusPart):
-    """The part of `Bus` that copies whole streams."""
+    """Part of `Bus` that copies whole streams."""
 
     async def streams_among(self, names: Iterable[str]) -> list[str]:
-        """Return those of the streams that the broker has. Raises Unavailable."""
-        found = []
+        """Return the names of existing streams among `names`. Raises Unavailable."""
+        existing = []
         for name in names:
             try:
                 await self._js.stream_info(name)
@@ -49,12 +49,12 @@ class StreamSnapshots(BusPart):
                 continue
             except NatsError as error:
                 raise Unavailable(f"the broker did not report on stream {name}") from error
-            found.append(name)
-        return found
+            existing.append(name)
+        return existing
 
     @contextlib.asynccontextmanager
     async def open_snapshot(self, stream: str, *, with_consumers: bool) -> AsyncIterator[Snapshot]:
-        """Yield a snapshot of a stream, whose chunks are sent while they are read.
+        """Yield a snapshot of a stream. The server sends its chunks while they are read.
 
         Raises Unavailable, also while the chunks are read.
         """
@@ -84,13 +84,13 @@ class StreamSnapshots(BusPart):
                     raise Unavailable(f"the snapshot of stream {stream} failed: status {status}")
                 return
             yield bytes(message.data)
-            if message.reply:  # The server sends a window of chunks, and then waits for this.
+            if message.reply:  # The server waits for this after each window of chunks.
                 await self._nc.publish(message.reply, b"")
 
     async def restore_snapshot(
         self, stream: str, config: dict[str, Any], state: dict[str, Any], data: Iterable[bytes]
     ) -> int:
-        """Create a stream of a snapshot, and return how many messages it has.
+        """Create a stream from a snapshot, and return its number of messages.
 
         `data` has parts of any size. Raises Unavailable, also for a stream that exists.
         """
@@ -132,7 +132,7 @@ class StreamSnapshots(BusPart):
             )
         except NatsError as error:
             raise Unavailable(description) from error
-        found: dict[str, Any] = json.loads(reply.data) if reply.data else {}
-        if "error" in found:
-            raise Unavailable(f"stream {stream}: {found['error'].get('description', 'refused')}")
-        return found
+        answer: dict[str, Any] = json.loads(reply.data) if reply.data else {}
+        if "error" in answer:
+            raise Unavailable(f"stream {stream}: {answer['error'].get('description', 'refused')}")
+        return answer

@@ -1,4 +1,4 @@
-"""The lock of a broker's store: two brokers must never write to one folder."""
+"""Lock of a broker's store, so that two brokers never write to one folder."""
 
 import fcntl
 import os
@@ -10,15 +10,15 @@ LOCK_FILE = "lock"
 
 
 class StoreLock:
-    """An exclusive lock of a folder, held until no process has its descriptor any more.
+    """Exclusive lock of a folder, held until no process has its descriptor any more.
 
     A broker inherits the descriptor. So its store stays locked if the process that started it is
-    killed, and no lock is left when both have ended. The lock is one of the file and not of its
-    path, so a folder with two names has one lock.
+    killed, and is unlocked when both have ended. The lock belongs to the file and not to its path,
+    so a folder with two names has one lock.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises StoreInUse while another process holds the lock, ConfigError without a lock."""
+        """Raises StoreInUse if another process holds the lock, ConfigError if locking fails."""
         path = folder / LOCK_FILE
         try:
             path.touch(0o600)
@@ -41,13 +41,13 @@ class StoreLock:
         return self._file.fileno()
 
     def name_holders(self, *pids: int) -> None:
-        """Write the processes that hold the lock; an error names the first that is alive."""
+        """Write the ids of the processes with the lock. A StoreInUse error names a living one."""
         data = b" ".join(b"%d" % pid for pid in pids)
         os.pwrite(self.fileno(), data, 0)
         os.ftruncate(self.fileno(), len(data))
 
     def close(self) -> None:
-        """Give up the descriptor of this process."""
+        """Close the descriptor of this process."""
         self._file.close()
 
 
@@ -58,7 +58,7 @@ def _no_lock(path: Path, error: OSError) -> ConfigError:
 
 
 def _first_alive(pids: bytes) -> str:
-    """Return the first of the written processes that is alive, for people."""
+    """Return a description of the first living process of a list."""
     for pid in map(int, pids.split()):
         try:
             os.kill(pid, 0)

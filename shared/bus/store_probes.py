@@ -1,4 +1,4 @@
-"""Probes of the streams on disk: a broker may run, answer, and refuse to store."""
+"""Probes of the streams on disk, because a broker that answers may still refuse to store."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from shared.bus.stream_keeper import StreamKeeper
 from shared.protocol import subjects
 
 REFUSING_STREAMS = "refusing_streams"
-"""Key in the load of a coordinator's heartbeat: how many streams on disk refuse to store."""
+"""Key in the load of a coordinator's heartbeat: number of streams on disk that refuse to store."""
 
-# How often each stream is probed.
+# Interval between probes of a stream.
 PROBE_S = 2.0
 
 # Server error code (nats-server's errors.json).
@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 
 class Refusal(NamedTuple):
-    """The failure of a stream's probe."""
+    """Failure of a stream's probe."""
 
     reason: str
     needs_restart: bool
@@ -35,14 +35,15 @@ class Refusal(NamedTuple):
 
 
 class StoreProbes(StreamKeeper):
-    """The part of `Bus` that finds the streams on disk that store nothing."""
+    """Part of `Bus` that finds streams on disk that cannot store."""
 
     async def probe_streams(self) -> dict[str, Refusal]:
-        """Return the streams on disk whose probe has failed.
+        """Probe the streams on disk, and return the failures by stream.
 
-        When one write of a stream fails, as on a full disk, nats-server 2.15.1 does not answer any
-        further publish to this stream until it is restarted. It refuses purges as well, also one
-        that would remove nothing. The audit log is not probed, because nobody may purge it.
+        When one write of a stream fails, for example on a full disk, nats-server 2.15.1 does not
+        answer any further publish to this stream until it is restarted. It also refuses purges,
+        even one that would remove nothing. The audit log is not probed, because it cannot be
+        purged.
         """
         names = [
             config.name or ""
@@ -50,7 +51,7 @@ class StoreProbes(StreamKeeper):
             if config.storage is not api.StorageType.MEMORY and not config.deny_purge
         ]
         refusals = await asyncio.gather(*map(self._probe, names))
-        return {name: found for name, found in zip(names, refusals, strict=True) if found}
+        return {name: refusal for name, refusal in zip(names, refusals, strict=True) if refusal}
 
     async def _probe(self, stream: str) -> Refusal | None:
         subject = f"$JS.API.STREAM.PURGE.{stream}"

@@ -1,4 +1,4 @@
-"""Differences between the streams of a cluster and those of a configuration, and their effects."""
+"""Differences between a cluster's streams and the configuration, and the effects of changes."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from shared.protocol import subjects
 MISSING = "missing"
 # The server removes the messages beyond a smaller limit before it answers.
 CHANGE_TIMEOUT_S = 300.0
-# Values that the server takes for settings that are left out.
+# Values of the server for omitted settings.
 _DEFAULTS: dict[str, Any] = {
     "subjects": [],
     "retention": api.RetentionPolicy.LIMITS,
@@ -36,8 +36,8 @@ _DEFAULTS: dict[str, Any] = {
     "allow_rollup_hdrs": False,
     "allow_msg_ttl": False,
 }
-# Without these, what is written is lost, stored twice or never seen. The others are sizes and
-# places, or subjects, whose publishers are refused.
+# Without these settings, messages would be lost, stored twice or never delivered. The others are
+# sizes and places, or subjects, and publishers to a missing subject get an error.
 ESSENTIAL = frozenset(
     {
         "retention",
@@ -56,51 +56,51 @@ _FIXED = frozenset({"storage", "retention"})
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting of a stream that differs from the configuration."""
+    """Setting of a stream that differs from the configuration."""
 
     stream: str
     setting: str
     """Empty for a stream that does not exist."""
-    found: Any
-    wanted: Any
+    current: Any
+    target: Any
 
     @property
     def is_essential(self) -> bool:
-        """Whether workers need the setting as they want it."""
+        """Whether workers cannot run with the other value."""
         return self.setting in ESSENTIAL
 
     @property
     def is_fixed(self) -> bool:
-        """Whether only a new stream could have the setting.
+        """Whether only a new stream can have the setting.
 
-        Nobody may change the stream of the audit log, which would be a way to shorten it.
+        The stream of the audit log must not be changed at all, because that could shorten the log.
         """
         is_audit = self.stream == subjects.AUDIT_STREAM and bool(self.setting)
         return is_audit or self.setting in _FIXED
 
     @property
-    def found_words(self) -> str:
-        return MISSING if not self.setting else words_of(self.setting, self.found)
+    def current_words(self) -> str:
+        return MISSING if not self.setting else words_of(self.setting, self.current)
 
     @property
-    def wanted_words(self) -> str:
-        return "created" if not self.setting else words_of(self.setting, self.wanted)
+    def target_words(self) -> str:
+        return "created" if not self.setting else words_of(self.setting, self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChange:
-    """What `pagemill migrate` would do about a difference."""
+    """Change that `pagemill migrate` would make because of a difference."""
 
     difference: Difference
     effect: str
     shrinks: bool = False
-    """Whether less fits than is stored."""
+    """Whether the new limit is below the size of the stored messages."""
 
 
-def differences(wanted: api.StreamConfig, found: api.StreamConfig) -> list[Difference]:
-    """Return the settings of `found` that differ from `wanted`."""
-    both = [(name, _value(found, name), _value(wanted, name)) for name in _DEFAULTS]
-    stream = wanted.name or ""
+def differences(target: api.StreamConfig, current: api.StreamConfig) -> list[Difference]:
+    """Return the settings of `current` that differ from `target`."""
+    both = [(name, _value(current, name), _value(target, name)) for name in _DEFAULTS]
+    stream = target.name or ""
     return [Difference(stream, name, is_, to_be) for name, is_, to_be in both if is_ != to_be]
 
 
@@ -114,7 +114,7 @@ def _value(config: api.StreamConfig, setting: str) -> Any:
 
 
 def words_of(setting: str, value: Any) -> str:
-    """Return the words for a value of a setting."""
+    """Return a value of a setting in readable form."""
     match value:
         case None:
             return "none"
@@ -138,7 +138,7 @@ def words_of(setting: str, value: Any) -> str:
 
 
 async def find_differences(nc: NatsClient, configs: Iterable[api.StreamConfig]) -> list[Difference]:
-    """Return how the streams of the cluster differ from `configs`."""
+    """Return the differences between the streams of the cluster and `configs`."""
     return [
         difference
         for config in configs
@@ -149,7 +149,7 @@ async def find_differences(nc: NatsClient, configs: Iterable[api.StreamConfig]) 
 async def find_changes(
     nc: NatsClient, configs: Iterable[api.StreamConfig], now_ms: float
 ) -> list[StreamChange]:
-    """Return how the streams of the cluster differ from `configs`, and what changes would do."""
+    """Return the changes that make the streams of the cluster equal to `configs`."""
     changes, js = [], _manager(nc)
     for config in configs:
         info = await _find(js, config.name or "")
@@ -163,7 +163,7 @@ async def apply_changes(
 ) -> None:
     """Change streams that exist.
 
-    Settings that no stream can change stay. Raises ConfigError for one that the server refuses.
+    Fixed settings are not changed. Raises ConfigError for a change that the server refuses.
     """
     js = nc.jetstream(timeout=CHANGE_TIMEOUT_S)
     by_name = {config.name: config for config in configs}
@@ -171,14 +171,14 @@ async def apply_changes(
     for change in changes:
         difference = change.difference
         if not difference.is_fixed:
-            wanted = getattr(by_name[difference.stream], difference.setting)
+            value = getattr(by_name[difference.stream], difference.setting)
             settings.setdefault(difference.stream, {})[difference.setting] = (
-                _DEFAULTS[difference.setting] if wanted is None else wanted
+                _DEFAULTS[difference.setting] if value is None else value
             )
     for stream, values in settings.items():
         try:
-            found = (await js.stream_info(stream)).config
-            await js.update_stream(found.evolve(**values))
+            current = (await js.stream_info(stream)).config
+            await js.update_stream(current.evolve(**values))
         except ServiceUnavailableError as error:
             raise Unavailable(f"stream {stream}: {error.description}") from error
         except APIError as error:
@@ -199,24 +199,24 @@ async def _find(js: JetStreamContext, stream: str) -> api.StreamInfo | None:
         return None
 
 
-def _compare(wanted: api.StreamConfig, info: api.StreamInfo | None) -> list[Difference]:
+def _compare(target: api.StreamConfig, info: api.StreamInfo | None) -> list[Difference]:
     if info is None:
-        return [Difference(wanted.name or "", "", None, None)]
-    return differences(wanted, info.config)
+        return [Difference(target.name or "", "", None, None)]
+    return differences(target, info.config)
 
 
 async def _effect_of(
     js: JetStreamContext, difference: Difference, info: api.StreamInfo | None, now_s: float
 ) -> StreamChange:
     if info is None:
-        return StreamChange(difference, "holds nothing yet")
+        return StreamChange(difference, "would create the stream")
     if difference.is_fixed:
         return StreamChange(difference, "none: only a new stream can have it")
     num_lost = await _count_beyond(js, difference, info, now_s)
     if num_lost <= 0:
         return StreamChange(difference, f"keeps all {info.state.messages:,} messages")
     if info.config.discard == api.DiscardPolicy.NEW and difference.setting != "max_age":
-        effect = f"would take nothing new until {num_lost:,} messages have left"
+        effect = f"would refuse new messages until {num_lost:,} messages have been removed"
     else:
         effect = f"would delete {num_lost:,} messages"
     return StreamChange(difference, effect, shrinks=True)
@@ -225,11 +225,11 @@ async def _effect_of(
 async def _count_beyond(
     js: JetStreamContext, difference: Difference, info: api.StreamInfo, now_s: float
 ) -> int:
-    """Return the number of stored messages for which a new limit has no room.
+    """Return the number of stored messages beyond a new limit.
 
-    For bytes it follows from the mean size of the messages.
+    For a limit on bytes, it is estimated from the mean size of the messages.
     """
-    limit: float = difference.wanted if difference.setting.startswith("max_") else 0
+    limit: float = difference.target if difference.setting.startswith("max_") else 0
     state, stream = info.state, difference.stream
     if limit <= 0 or not state.messages:
         return 0
@@ -240,14 +240,14 @@ async def _count_beyond(
             return math.ceil((state.bytes - limit) * state.messages / max(state.bytes, 1))
         case "max_age":
             return await _count_older(js, stream, now_s - limit, state)
-    found = await js.stream_info(stream, subjects_filter=">")
-    return sum(max(0, count - int(limit)) for count in (found.state.subjects or {}).values())
+    detailed = await js.stream_info(stream, subjects_filter=">")
+    return sum(max(0, count - int(limit)) for count in (detailed.state.subjects or {}).values())
 
 
 async def _count_older(
     js: JetStreamContext, stream: str, since_s: float, state: api.StreamState
 ) -> int:
-    """Return how many messages are older, by bisection; removed ones in between count along."""
+    """Return the number of older messages, by bisection. Removed messages among them count too."""
     first, last = state.first_seq, state.last_seq + 1
     while first < last:
         middle = (first + last) // 2

@@ -1,4 +1,4 @@
-"""The streams of a cluster: created by the workers, and changed by `pagemill migrate` alone."""
+"""Streams of a cluster: workers create them, and only `pagemill migrate` changes them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
-# A disk under load was seen to take 11 seconds to create the files of one stream.
+# A disk under load can take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
 HOW_TO_CHANGE = "`pagemill migrate` changes streams"
 NOT_CHANGED = "only a new stream can have it"
@@ -26,21 +26,21 @@ _log = structlog.get_logger()
 
 
 class TaskStream(NamedTuple):
-    """The stream of tasks, of which a broker that runs alone makes another one when it restarts."""
+    """Identity of the stream of tasks. A single broker gets a new stream when it restarts."""
 
     since_ms: float = 0.0
     """Time of its creation, in Unix milliseconds of the broker's clock."""
     first_sequence: int = 0
-    """No message has a lower sequence, not even in the streams before it."""
+    """First sequence, which is higher than all sequences of earlier streams of tasks."""
 
 
 class StreamKeeper(BrokerClock):
-    """The part of `Bus` that creates streams and compares them with a configuration."""
+    """Part of `Bus` that creates streams and compares them with a configuration."""
 
     def __init__(self, nc: NatsClient) -> None:
         super().__init__(nc)
         self.creates_streams = True
-        """Whether this identity may create streams; otherwise it waits for them."""
+        """Whether this identity may create streams. Otherwise it waits for them."""
         self._durable: list[api.StreamConfig] = []
         self._volatile: list[api.StreamConfig] = []
         self.tasks = TaskStream()
@@ -52,12 +52,11 @@ class StreamKeeper(BrokerClock):
     async def prepare(
         self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig | None = None
     ) -> None:
-        """Check the server's settings, and create the streams that it lacks.
+        """Check the server's settings, and create the missing streams.
 
-        A stream that exists is never changed. Where it differs from the configuration, the log says
-        so, and the worker goes on with what there is. Raises ConfigError when this server cannot
-        give the delivery guarantees or a stream lacks what workers need, and Unavailable when it
-        does not answer until PREPARE_DEADLINE_S.
+        Existing streams are not changed. Their differences from the configuration are logged.
+        Raises ConfigError if the server cannot give the delivery guarantees or if a stream lacks an
+        essential setting, and Unavailable if it does not answer within PREPARE_DEADLINE_S.
         """
         self.configure_streams(nats, delivery, agent or AgentConfig())
 
@@ -65,27 +64,27 @@ class StreamKeeper(BrokerClock):
             await check_server(self._nc, self._replies, nats)
             if self.creates_streams:
                 await self._create_missing(self._configs)
-            found = await stream_changes.find_differences(self._nc, self._configs)
-            missing = [difference.stream for difference in found if not difference.setting]
+            differences = await stream_changes.find_differences(self._nc, self._configs)
+            missing = [difference.stream for difference in differences if not difference.setting]
             if missing:
                 raise Unavailable(f"no coordinator has created stream {missing[0]}")
             self.tasks = await self.find_tasks()
-            return found
+            return differences
 
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
-        found = await retry_until(
+        differences = await retry_until(
             PREPARE_DEADLINE_S,
             attempt,
             (NatsError, Unavailable),
             "the broker did not create the streams",
             FIRST_RETRY_S,
         )
-        _report(found)
+        _report(differences)
 
     def configure_streams(
         self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig
     ) -> None:
-        """Set which streams there are to be."""
+        """Set the configuration of the streams."""
         self._durable = streams.durable_streams(delivery, agent, nats.replicas)
         is_alone = not self._nc._server_info.get("cluster")
         self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
@@ -93,8 +92,8 @@ class StreamKeeper(BrokerClock):
     async def restore_streams(self) -> None:
         """Create the streams that a single broker has lost with its memory, and lost queues.
 
-        A lost log on disk is left to a person: work in flight would write another text in its place
-        than clients have read.
+        A lost log on disk is not created again, because requests in flight would write another text
+        than clients have read. An operator has to restore it.
         """
         if self.creates_streams:
             restored = [
@@ -107,18 +106,19 @@ class StreamKeeper(BrokerClock):
                 _log.warning("streams_restored", streams=created)
 
     async def _create_missing(self, configs: list[api.StreamConfig]) -> list[str]:
-        # Microseconds are more than the messages that any broker could have had before.
+        # A time in microseconds is higher than any earlier sequence: no broker stores a message in
+        # each microsecond.
         first_sequence = int(1000 * self.now_ms())
         return await streams.create_missing(self._nc, configs, first_sequence)
 
     async def find_tasks(self) -> TaskStream:
-        """Return the stream of tasks as it is now. Raises NotFoundError."""
+        """Return the current stream of tasks. Raises NotFoundError."""
         info = await self._js.stream_info(subjects.STAGES_STREAM)
         since_ms = 0.0 if info.created is None else 1000 * info.created.timestamp()
         return TaskStream(since_ms, info.config.first_seq or 0)
 
     async def find_stream_changes(self, now_ms: float) -> list[StreamChange]:
-        """Return what would make the streams as they are configured, and the effects.
+        """Return the changes that make the streams equal to the configuration, and their effects.
 
         Raises Unavailable.
         """
@@ -128,9 +128,9 @@ class StreamKeeper(BrokerClock):
             raise Unavailable(f"the broker did not describe its streams: {error}") from error
 
     async def change_streams(self, changes: Iterable[StreamChange]) -> None:
-        """Carry out changes that `find_stream_changes` has returned.
+        """Apply changes that `find_stream_changes` has returned.
 
-        Raises ConfigError for one that the broker refuses, and Unavailable.
+        Raises ConfigError for a change that the broker refuses, and Unavailable.
         """
         changes = list(changes)
         try:
@@ -146,21 +146,21 @@ class StreamKeeper(BrokerClock):
         return self._durable + self._volatile
 
 
-def _report(found: Sequence[Difference]) -> None:
-    """Log each difference. Raises ConfigError for one that workers cannot go on with."""
-    for difference in found:
+def _report(differences: Sequence[Difference]) -> None:
+    """Log each difference. Raises ConfigError for an essential one."""
+    for difference in differences:
         _log.warning(
             "stream_differs",
             stream=difference.stream,
             setting=difference.setting,
-            value=difference.wanted_words,
-            cluster_value=difference.found_words,
+            value=difference.target_words,
+            cluster_value=difference.current_words,
             hint=NOT_CHANGED if difference.is_fixed else HOW_TO_CHANGE,
         )
-    for difference in found:
+    for difference in differences:
         if difference.is_essential:
             raise ConfigError(
-                f"stream {difference.stream} has {difference.setting} {difference.found_words}, and"
-                f" this version needs {difference.wanted_words}: run `pagemill migrate`",
+                f"stream {difference.stream} has {difference.setting} {difference.current_words},"
+                f" and this version needs {difference.target_words}: run `pagemill migrate`",
                 field="nats.url",
             )

@@ -1,4 +1,4 @@
-"""The streams of Pagemill in the broker."""
+"""Configurations of Pagemill's streams in the broker."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from shared.config.schema import AgentConfig, DeliveryConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
-# A message that is published again within this window is recognised by its message id.
+# The server recognises a message that is published again within this window, by its id.
 DUPLICATE_WINDOW_S = 120.0
 # Clients of all tenants publish to these streams. A stream compares the message ids of all
 # publishers, so one tenant's id would make another tenant's message a duplicate. The server gives
@@ -21,18 +21,17 @@ DUPLICATE_WINDOW_S = 120.0
 _SOURCE_OF_NOTHING = api.StreamSource(
     name=subjects.AUDIT_STREAM, filter_subject=subjects.audit("none")
 )
-# The next request that needs an image stored longer ago stores it again, so that the image outlives
-# that request, too.
+# A request that uses an older stored image stores it again, so that the image outlives the request.
 MEDIA_REUSE_S = 600.0
-# A request that is claimed many times leaves at most this many records.
+# Limit on the attempt records of one request.
 MAX_ATTEMPT_RECORDS = 64
 
 MIB = 2**20
 
-# Longer than an election, in which no heartbeat is stored.
+# Longer than an election, because no heartbeat is stored during one.
 HEARTBEAT_TTL_S = 15.0
 
-# Within this time the server has created a stream, or refused to.
+# Time in which the server has created a stream, or has refused to.
 CREATING_S = 0.5
 
 # Server error codes (nats-server's errors.json).
@@ -109,11 +108,11 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
             [subjects.AUDIT_FILTER],
             max_age=delivery.audit_age_s,
             max_bytes=delivery.max_audit_mib * MIB,
-            # The server does not let these be taken back.
+            # The server does not allow later changes of these settings.
             deny_delete=True,
             deny_purge=True,
         ),
-        # A key-value bucket. What an operator has set outlives the broker's process.
+        # A key-value bucket on disk, so that orders of operators survive the broker's process.
         _stream(
             subjects.SCALE_STREAM,
             [subjects.SCALE_FILTER],
@@ -125,7 +124,7 @@ def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
 
 
 def _steps(agent: AgentConfig) -> api.StreamConfig:
-    """Return the configuration of the store of responses, which refuses what has no room."""
+    """Return the configuration of the stream of responses, which refuses messages when full."""
     return _stream(
         subjects.STEPS_STREAM,
         [subjects.STEP_FILTER],
@@ -136,7 +135,7 @@ def _steps(agent: AgentConfig) -> api.StreamConfig:
         discard=api.DiscardPolicy.NEW,
         max_age=agent.ttl_s,
         max_bytes=agent.store_mib * MIB,
-        # Steps of a response that is not to be stored expire soon.
+        # Steps of a response with `store: false` expire early.
         allow_msg_ttl=True,
     )
 
@@ -144,24 +143,24 @@ def _steps(agent: AgentConfig) -> api.StreamConfig:
 def volatile_streams(
     delivery: DeliveryConfig, replicas: int, *, is_alone: bool = True
 ) -> list[api.StreamConfig]:
-    """Return the configurations of the streams of current state, which can be made anew.
+    """Return the configurations of the streams of current state, which can be created again.
 
-    A broker that `is_alone` holds them in memory, and loses them and their definitions when it
-    ends, together with all connections. In a cluster they are on disk: a server may restart while
-    the connections to others stay, and a replica in memory would have to fetch all data, and was
-    seen not to catch up under load.
+    A single broker (`is_alone`) holds them in memory. When it ends, they are lost together with all
+    connections. In a cluster they are on disk: a server may restart while connections to other
+    servers stay, and a replica in memory would have to fetch all data, and may never catch up under
+    load.
     """
     is_alone = is_alone and replicas == 1
     storage = api.StorageType.MEMORY if is_alone else api.StorageType.FILE
     configs = (
-        # Tasks are made of the requests, which are on disk until they have ended.
+        # Tasks can be published again from the requests, which are on disk until they have ended.
         _work_queue(
             subjects.STAGES_STREAM,
             subjects.STAGES_FILTER,
             max_bytes=delivery.max_stage_mib * MIB,
-            # By then every request has ended, also one for a model without workers.
+            # After this time every request has ended, also for a model without workers.
             max_age=delivery.max_timeout_s,
-            # A task is stored once, however often it is forwarded.
+            # A task is stored once, even if it is forwarded several times.
             max_msgs_per_subject=1,
             discard_new_per_subject=True,
             allow_direct=True,
@@ -173,8 +172,8 @@ def volatile_streams(
             max_bytes=128 * MIB,
             max_msgs_per_subject=MAX_ATTEMPT_RECORDS,
         ),
-        # Results of item tasks, such as locations of embeddings. Without them items are processed
-        # again.
+        # Results of item tasks, such as locations of embeddings. If they are lost, items are
+        # processed again.
         _stream(
             subjects.RESULTS_STREAM,
             [subjects.RESULTS_FILTER],
@@ -221,7 +220,7 @@ def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
 
 
 def _with_window(config: api.StreamConfig) -> api.StreamConfig:
-    """Return the configuration with its duplicate window, which may not exceed the maximal age."""
+    """Return the configuration with its duplicate window, which is limited by the maximum age."""
     window_s = min(DUPLICATE_WINDOW_S, config.max_age or DUPLICATE_WINDOW_S)
     return config.evolve(duplicate_window=None if config.sources else window_s)
 
@@ -229,12 +228,12 @@ def _with_window(config: api.StreamConfig) -> api.StreamConfig:
 async def create_missing(
     nc: NatsClient, configs: list[api.StreamConfig], first_sequence: int
 ) -> list[str]:
-    """Create the streams that do not exist, and return their names. Other streams stay as they are.
+    """Create the missing streams, and return their names. Existing streams are not changed.
 
-    Queues, and token logs in memory, begin with `first_sequence`: an acknowledgement names a
-    sequence, and a late one must not settle a message of a later stream. Nor must a reader of a log
-    look for its continuation after the end of a later stream. Raises ConfigError when there is no
-    space for a stream.
+    Queues, and token logs in memory, begin with `first_sequence`, so that sequences of an earlier
+    stream are never used again: a late acknowledgement must not settle a message of the new stream,
+    and a reader of an old log must find the records of the new one. Raises ConfigError if there is
+    no space for a stream.
     """
     js, created = nc.jetstream(timeout=REPLY_TIMEOUT_S), []
     for config in configs:
@@ -264,7 +263,10 @@ async def create_missing(
 
 
 async def _is_there(js: JetStreamContext, config: api.StreamConfig) -> bool:
-    """Return whether another worker has created the stream, whose space counts twice meanwhile."""
+    """Return whether another worker has created the stream.
+
+    While two workers create it, its space counts twice.
+    """
     await asyncio.sleep(CREATING_S)
     try:
         await js.stream_info(config.name or "")

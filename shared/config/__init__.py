@@ -1,1 +1,1 @@
-"""The configuration: the schema of `pagemill.yaml`, and the reading of the file."""
+"""Configuration: the schema of `pagemill.yaml`, and the parsing of the file."""

@@ -31,7 +31,7 @@ T = TypeVar("T")
 def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     """Decode `text` (YAML) with overrides from `env`.
 
-    Raises ConfigError, which names `source` or the variable, the key and the expected type.
+    Raises ConfigError, with `source` or the variable, the key and the expected type.
     """
     try:
         tree = yaml.safe_load(text)
@@ -41,7 +41,7 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     overrides = _Overrides(env)
     overrides.apply(tree)
-    # Models and stages are converted alone first, because msgspec's path omits keys of mappings.
+    # Models and stages are first converted separately: msgspec's path omits keys of mappings.
     for name, model in _entries(tree, "models"):
         for stage, changes in _entries(model, "stages"):
             _convert(changes, StageConfig, f"models.{name}.stages.{stage}", overrides, source)
@@ -63,7 +63,7 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
 
 
 def _entries(tree: Any, key: str) -> Iterable[tuple[Any, Any]]:
-    """The entries of a mapping that `tree` may have under `key`."""
+    """Return the entries of the mapping under `key` in `tree`, if there is one."""
     section = tree.get(key) if isinstance(tree, dict) else None
     return section.items() if isinstance(section, dict) else ()
 
@@ -84,14 +84,14 @@ def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", sou
 
 
 class _Overrides:
-    """The settings in the environment, and the variables that they come from."""
+    """Settings from environment variables."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._values = {n: value for n, value in sorted(env.items()) if n.startswith(ENV_PREFIX)}
         self._models: list[str] = []
         self._added: set[str] = set()
         self.variables: dict[str, str] = {}
-        """The variable that has set each key, or has added each section."""
+        """Variables that have set a key or added a section, by key."""
 
     def apply(self, tree: dict[str, Any]) -> None:
         """Write the settings into `tree`. Raises ConfigError."""
@@ -118,11 +118,11 @@ class _Overrides:
             self.variables[path] = name
 
     def has_added(self, key: str) -> bool:
-        """Whether the file does not have `key`, and a variable does."""
+        """Return whether a variable has added `key`, which the file does not have."""
         return key in self._added
 
     def suggestion(self, variable: str) -> str:
-        """The end of an error: the variable that may have been meant."""
+        """Return the end of an error, with the variable that may have been meant."""
         names = [*_variables(Config, ENV_PREFIX)]
         for model in self._models:
             names += _variables(ModelConfig, f"{ENV_PREFIX}MODELS__{model.upper()}__")
@@ -148,7 +148,7 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
         if model.quantization is not None:
             key = f"models.{name}.quantization"
             if model.dtype not in ("float32", "bfloat16"):
-                yield Fault(key, f"int8 needs dtype bfloat16 or float32, and it is {model.dtype}")
+                yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
             if model.adapters:
                 yield Fault(key, "int8 and LoRA adapters exclude each other")
 
@@ -159,17 +159,17 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
     if config.nats.password_file is not None and config.nats.url is None:
         yield Fault(
             "nats.password_file",
-            "it is for the users in nats.url, and there is none: the embedded server has no"
-            " passwords",
+            "nats.url is missing, and the embedded server has no passwords: remove the setting, or"
+            " set nats.url",
         )
     nats = config.nats
     if (nats.tls_cert is None) != (nats.tls_key is None):
         yield Fault("nats.tls_key", "set both tls_cert and tls_key, or neither")
     if nats.tls_cert is not None and nats.tls_ca is None:
-        yield Fault("nats.tls_ca", "tls_cert is for a server whose own certificate tls_ca accepts")
+        yield Fault("nats.tls_ca", "tls_cert needs tls_ca, which verifies the server's certificate")
     for section, settings, name, limit_name in (
         ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
-        # A token log outlives its request, because only the log records the end.
+        # A token log must outlive its request, because it contains the only record of the end.
         ("delivery", config.delivery, "default_timeout_s", "max_timeout_s"),
         ("delivery", config.delivery, "max_timeout_s", "token_log_age_s"),
     ):

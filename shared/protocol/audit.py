@@ -1,4 +1,4 @@
-"""Records of the audit log: who did what to whose work, when, and how it ended."""
+"""Records of the audit log: actor, action, target, tenant, time and outcome."""
 
 from typing import Literal, get_args
 
@@ -24,15 +24,15 @@ DONE = "done"
 
 
 class AuditRecord(Struct, frozen=True, omit_defaults=True):
-    """One act. Its time is that of its storage, and its identity that of its subject."""
+    """Record of one action. Its subject contains the identity, and the broker adds the time."""
 
     action: Action
     by: str
     """User and host of a command, or the name of an API key."""
     target: str = ""
-    """What it was done to, such as a request id."""
+    """Target of the action, such as a request id."""
     tenant: str = ""
-    """Whose work that is; "" without a tenant."""
+    """Tenant of the target; "" without a tenant."""
     outcome: str = DONE
     """`done`, or the code of the error."""
 

@@ -1,4 +1,4 @@
-"""How a stage cuts the frames that it follows into chunks, which are computed one by one. Pure."""
+"""Chunks: the parts into which a stage cuts its input frames, computed one by one. Pure."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -12,32 +12,32 @@ Context = Annotated[int, Meta(ge=0, le=MAX_FRAMES)]
 
 
 class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of a stage's chunks, and the context that each is computed with, in frames. A chunk is
-    computed when its frames and its context are there, whenever that is."""
+    """Sizes of a stage's chunks and of the context that each is computed with, in frames. A chunk
+    is computed as soon as its frames and its context have arrived."""
 
     first: tuple[Frames, ...] = ()
     """Sizes of the first chunks. Small ones let the output begin early."""
     size: Frames = 25
-    """Size of all chunks behind them; the last chunk may be shorter."""
+    """Size of all later chunks; the last chunk may be shorter."""
     left: Context = 2
-    """Frames before a chunk, as far as there are any."""
+    """Context before a chunk; at the beginning there is less."""
     right: Context = 2
-    """Frames behind a chunk, as far as there are any."""
+    """Context after a chunk; at the end there is less."""
     max_ahead: Annotated[int, Meta(ge=1)] = 1000
-    """Limit on the frames that the stage before may be ahead of the chunks that are made. Beyond
-    it, the stage before gives up its memory and waits."""
+    """Limit on the frames that the previous stage may be ahead of the computed chunks. Beyond it,
+    the previous stage releases its memory and waits."""
 
     @property
     def min_ahead(self) -> int:
-        """Frames without which some chunk could never be computed."""
+        """Smallest `max_ahead` with which every chunk can be computed."""
         return max(self.size, *self.first, 0) + self.right
 
     def frames_of(self, num_chunks: int) -> int:
-        """Return the frames of the first chunks."""
+        """Return the number of frames in the first `num_chunks` chunks."""
         return sum(self.first[:num_chunks]) + self.size * max(0, num_chunks - len(self.first))
 
     def completes(self, num_frames: int) -> bool:
-        """Return whether a chunk can be computed with so many frames, but not with one fewer."""
+        """Return whether the last one of `num_frames` frames completes a chunk and its context."""
         behind = num_frames - self.right
         for size in self.first:
             if behind <= size:
@@ -47,13 +47,14 @@ class ChunkSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         sizes = [*map(str, self.first), f"{'then ' if self.first else ''}{self.size}"]
-        return f"{', '.join(sizes)} frames, with {self.left} before and {self.right} behind"
+        return f"{', '.join(sizes)} frames, with {self.left} before and {self.right} after"
 
 
 def interpolate(marks: Sequence[tuple[int, int]], place: float) -> int:
-    """Return the whole number at a place between marks, which are of ascending places and numbers.
+    """Return the number at a place, interpolated between marks and rounded down.
 
-    The number at place 0 is 0, and behind the last mark it is that of the last mark.
+    Marks are pairs of a place and a number, both in ascending order. The number at place 0 is 0,
+    and after the last mark it is the last mark's number.
     """
     before = 0, 0
     for mark in marks:

@@ -1,8 +1,7 @@
 """Incremental detokenization: the text that new tokens add to an answer, and its stop strings.
 
-Everything here is a function of the tokens alone. A worker that pushes the same tokens again
-reaches the same state, so a resumed answer continues with the very character that follows the last
-one published.
+The text depends on the tokens alone. A worker that pushes the same tokens again reaches the same
+state, so a resumed answer continues with the character after the last published one.
 """
 
 from collections.abc import Callable
@@ -11,23 +10,22 @@ from typing import NamedTuple
 # A tokenizer may write the first token of a text differently from a later one, so the tokens of the
 # last text stay as context.
 MAX_CONTEXT_TOKENS = 16
-# A character has at most 4 bytes, so at most 3 tokens wait for their fourth. With twice that many
-# and more the bytes are no character at all, and holding them would make every token more expensive
-# than the last.
+# A character has at most 4 bytes, so at most 3 tokens wait for its last byte. More tokens are not
+# a character, and holding them back would make every token more expensive than the previous one.
 MAX_HELD_TOKENS = 16
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenWindow(NamedTuple):
-    """The end of a text: all of it that the text of further tokens depends on."""
+    """End of a text: the tokens that the text of further tokens depends on."""
 
     token_ids: list[int]
-    """Context tokens, whose text is out, then held tokens."""
+    """Context tokens with returned text, followed by held tokens."""
     num_out: int
     """Characters in the text of the context tokens."""
     num_held: int = 0
-    """Tokens at the end whose text is not out, because it ends inside a character."""
+    """Number of held tokens. Their text is not returned yet, because it ends inside a character."""
 
 
 EMPTY_WINDOW = TokenWindow([], 0)
@@ -40,8 +38,8 @@ def read_text(
 ) -> tuple[str, TokenWindow]:
     """Return the text that `token_ids` add after `window`, and the next window.
 
-    Tokens at the end that are part of a character are held, unless no tokens follow (`is_last`) or
-    they are too many to be a character.
+    Tokens at the end are held if they are part of a character, unless no tokens follow (`is_last`)
+    or there are more than a character can have.
     """
     start = len(window.token_ids) - window.num_held
     whole = window.token_ids + token_ids
@@ -61,7 +59,7 @@ def read_text(
                 return "", TokenWindow(whole, window.num_out, len(whole) - start)
     new = text[window.num_out :]
     if not new:
-        # Special tokens write nothing, and would push the context out of the window.
+        # Special tokens have no text, and would push the context out of the window.
         return "", TokenWindow(whole[:start] + whole[end:], window.num_out, len(whole) - end)
     context = whole[start:end][-MAX_CONTEXT_TOKENS:]
     num_out = 0 if is_last else len(decode(context))
@@ -73,10 +71,10 @@ def _is_incomplete(text: str, window: TokenWindow) -> bool:
 
 
 class Detokenizer:
-    """Token ids one by one → pieces of text, which end before the first stop string.
+    """Converts token ids to pieces of text, up to the first stop string.
 
-    The stop string that is complete first ends the text; if several are, it is the longest. With
-    `include_stop` the stop string is part of the text.
+    The first complete stop string ends the text; if several are complete at once, the longest one
+    does. With `include_stop`, the text includes the stop string.
     """
 
     def __init__(self, decode: Decode, stop: list[str], include_stop: bool = False) -> None:
@@ -87,12 +85,12 @@ class Detokenizer:
         self._held = ""
         """Text that may yet become a stop string."""
         self._num_exempt = 0
-        """Characters at the beginning of the held text in which no stop string counts."""
+        """Number of characters at the beginning of the held text that are not searched."""
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text that is certain now, and the stop string that ends it, if any.
+        """Return the text that cannot become part of a stop string, and the stop string, if any.
 
-        A stop string that ends in the text of a token that may not stop does not count.
+        A stop string that ends in the text of a token without `may_stop` is ignored.
         """
         self._held += self._read([token_id])
         if not may_stop:
@@ -104,7 +102,7 @@ class Detokenizer:
         return text, matched
 
     def finish(self) -> str:
-        """Return the text that was held back: no more tokens follow."""
+        """Return the held text. No tokens may follow."""
         self._held += self._read([], is_last=True)
         self._cut()
         text, self._held = self._held, ""
@@ -116,12 +114,12 @@ class Detokenizer:
         return text
 
     def _cut(self) -> str | None:
-        """End the held text before a stop string in it, or after it, and drop all that follows."""
+        """Cut the held text at a stop string, and drop the rest."""
         places = [(self._find(stop), stop) for stop in self._stop]
-        found = [(start, stop) for start, stop in places if start >= 0]
-        if not found:
+        matches = [(start, stop) for start, stop in places if start >= 0]
+        if not matches:
             return None
-        start, matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
+        start, matched = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
         self._held = self._held[: start + len(matched) if self._include_stop else start]
         self._window = EMPTY_WINDOW
         return matched

@@ -1,4 +1,4 @@
-"""JSON for messages that clients write or read, msgpack for those of workers alone."""
+"""Encodings of messages: JSON for clients, msgpack between workers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,15 +30,15 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def is_packed(data: bytes) -> bool:
-    """JSON objects start with a brace, after white space at most; msgpack maps never do."""
+    """Return whether a message is msgpack. JSON objects start with a brace or white space."""
     return bool(data) and data[0] >= 0x80
 
 
 def json_or_msgpack(kind: type[T], *, checked: bool = False) -> Callable[[bytes], T]:
-    """Return a decoder of clients' messages, which may be either.
+    """Return a decoder of clients' messages, which may be JSON or msgpack.
 
-    Before it makes any object, it raises ValidationError for a limit of
-    `shared.protocol.value_limits` that the bytes exceed, unless they are `checked` already.
+    Unless the bytes are `checked` already, the decoder first raises ValidationError for an exceeded
+    limit of `shared.protocol.value_limits`, before it creates any object.
     """
     from_json, from_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
 
@@ -52,7 +52,7 @@ def json_or_msgpack(kind: type[T], *, checked: bool = False) -> Callable[[bytes]
 
 
 def or_none(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
-    """Return a decoder that returns None for undecodable bytes: anyone may publish on the bus."""
+    """Return a decoder that returns None for undecodable bytes, which any client may publish."""
 
     def decode_or_none(data: bytes) -> T | None:
         try:

@@ -1,4 +1,4 @@
-"""The message that tells all workers which tenants have stored too much. Pure."""
+"""Message that lists the tenants over their share of storage, for all workers. Pure."""
 
 import msgspec
 from msgspec import Struct
@@ -7,19 +7,19 @@ from shared.protocol.encoding import Versioned, or_none
 
 
 class ExceededShare(Struct, frozen=True):
-    """A tenant that has stored as much in a stream as it may have for now."""
+    """Tenant that is over its share of a stream."""
 
     stream: str
     tenant: str
-    """Empty for every tenant that has nothing stored."""
+    """Empty for every tenant without stored messages."""
     num_bytes: int
-    """What it has stored."""
+    """Bytes that the tenant has stored."""
     max_bytes: int
-    """Its share, which grows as messages of others expire."""
+    """Share of the tenant, which grows as messages of other tenants expire."""
 
 
 class ExceededShares(Versioned, frozen=True):
-    """The tenants that are refused while their messages take too much of the streams."""
+    """Tenants over their share. Their requests are refused until stored messages have expired."""
 
     exceeded: list[ExceededShare]
 

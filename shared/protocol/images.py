@@ -26,7 +26,7 @@ NumPreviews = Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)]
 
 
 class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the images of a request are painted. Fields that are left out have the stage's values."""
+    """Parameters of a request's images. Omitted fields have the defaults of the stage."""
 
     size: ImageSize | None = None
     """Width and height in pixels; by default the first size of the stage."""
@@ -35,19 +35,19 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     steps: NumSteps | None = None
     """Denoising steps of each image; by default 24."""
     guidance: Guidance | None = None
-    """Scale of the classifier-free guidance; by default 2.5. With 1 there is none, which takes half
-    of the work."""
+    """Scale of the classifier-free guidance; by default 2.5. 1 disables it, which halves the
+    work."""
     negative_prompt: NegativePrompt | None = None
-    """What the images are guided away from; only with a guidance other than 1."""
+    """Description of what the images must not show; only with a guidance other than 1."""
     seed: Seed | None = None
-    """The noise of an image is a function of the seed and its number in the request. Without a
-    seed, the request id is used, so that a resumed request continues as it began."""
+    """Seed of the noise, together with the number of the image. By default the seed is derived from
+    the request id, so that a resumed request continues as it began."""
     partial_images: NumPreviews | None = None
-    """Previews of each image that are written on the way, at equal distances; by default none."""
+    """Number of previews of each image, at equal distances of steps; by default none."""
 
 
 class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The parameters of a request's images, all resolved."""
+    """Parameters of a request's images, with all defaults resolved."""
 
     size: ImageSize
     n: NumImages = 1
@@ -58,7 +58,7 @@ class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     partial_images: NumPreviews = 0
 
     def preview_steps(self) -> set[int]:
-        """The numbers of done steps after which there is a preview."""
+        """Numbers of steps after which there is a preview."""
         parts = self.partial_images + 1
         return {self.steps * part // parts for part in range(1, parts)} - {0, self.steps}
 
@@ -70,15 +70,15 @@ def parse_size(size: str) -> tuple[int, int]:
 
 
 def resolve_image(
-    given: ImageParams | None, defaults: Mapping[str, Any], sizes: Sequence[str]
+    requested: ImageParams | None, defaults: Mapping[str, Any], sizes: Sequence[str]
 ) -> PaintParams:
     """Return the parameters of a request for a stage with these defaults and sizes.
 
-    Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt that
-    would have no effect.
+    Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt
+    without effect.
     """
-    wanted = {} if given is None else msgspec.to_builtins(given)
-    params = msgspec.convert({"size": sizes[0], **defaults, **wanted}, PaintParams)
+    values = {} if requested is None else msgspec.to_builtins(requested)
+    params = msgspec.convert({"size": sizes[0], **defaults, **values}, PaintParams)
     if params.size not in sizes:
         raise InvalidRequest(
             f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",
@@ -86,7 +86,7 @@ def resolve_image(
         )
     if params.negative_prompt and params.guidance == 1.0:
         raise InvalidRequest(
-            "image.negative_prompt: it has no effect with a guidance of 1",
+            "image.negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
             field="image.negative_prompt",
         )
     return params

@@ -1,7 +1,7 @@
 """Items of responses: the input of a response and its output, as clients write and read them.
 
-An output item may be sent back as an input item unchanged, so all have one type each. Fields of
-official clients that have no effect here accept null alone, and are left out of answers.
+A client may send an output item back as an input item without changes, so each kind of item has one
+type. Fields of official clients that are not supported accept only null, and are not in answers.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ class InputImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input
     image_url: str | None = None
     detail: Literal["auto", "low", "high"] = "auto"
     file_id: FileId | None = None
-    """In the place of a URL."""
+    """Id of a stored file, instead of a URL."""
     prompt_cache_breakpoint: Ignored = UNSET
 
 
 class InputAudio(Struct, frozen=True, forbid_unknown_fields=True):
-    """A sound in the message itself."""
+    """Sound that is part of the message."""
 
     data: str
-    """Base64 of the file, or the `media:` URL of one that is stored."""
+    """Base64 of the file, or the `media:` URL of a stored file."""
     format: str
-    """No effect: the file itself says what it is."""
+    """No effect: the format is detected from the file."""
     overflow: Overflow = "refuse"
     """As in `audio_url`."""
 
@@ -56,11 +56,11 @@ class InputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input
 
 
 class InputFilePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_file"):
-    """A file of `/v1/files` that is an image, a video or a sound by the ending of its name."""
+    """File of `/v1/files` with an image, a video or a sound, according to its name's ending."""
 
     file_id: FileId | None = None
     filename: str | None = None
-    """The name with which the file was stored, whatever the client gives here."""
+    """Name of the stored file, which replaces a name from the client."""
     detail: Literal["auto", "low", "high"] | None = None
     """No effect."""
     file_data: str | None = None
@@ -107,7 +107,7 @@ class FunctionCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="fun
 class FunctionOutputItem(
     Struct, frozen=True, forbid_unknown_fields=True, tag="function_call_output"
 ):
-    """The result of a function that the client has called."""
+    """Result of a function that the client has called."""
 
     call_id: str
     output: str | list[InputTextPart | InputImagePart | InputFilePart]
@@ -117,7 +117,7 @@ class FunctionOutputItem(
 
 
 class ListedTool(Struct, frozen=True):
-    """A tool as its MCP server describes it."""
+    """Description of a tool by its MCP server."""
 
     name: str
     input_schema: dict[str, Any]
@@ -144,14 +144,14 @@ class McpCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp_call
 
 
 class ImageCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="image_generation_call"):
-    """An image that was painted for a response."""
+    """Image that was painted for a response."""
 
     id: str
     status: Literal["in_progress", "generating", "completed", "failed"] | None = None
     result: str | None = None
     """Base64 of the file."""
     revised_prompt: str | None = None
-    """The text that was painted."""
+    """Prompt of the image."""
     size: str | None = None
     output_format: Literal["png"] | None = None
     action: Literal["generate"] | None = None
@@ -180,7 +180,7 @@ class ApprovalResponseItem(
 
 
 CallItem = McpCallItem | ImageCallItem
-"""Calls that are made here, and not by the client."""
+"""Calls made by an agent, not by the client."""
 OutputItem = MessageItem | FunctionCallItem | ListToolsItem | CallItem | ApprovalRequestItem
 Item = OutputItem | FunctionOutputItem | ApprovalResponseItem
 
@@ -197,16 +197,16 @@ ID_PREFIXES = {
 
 
 def item_id(kind: str, response_id: str, step: str, index: int = 0) -> str:
-    """Return the id of an item, which every process makes alike.
+    """Return the id of an item, which is the same in every process.
 
-    `step` names the step of the response that makes the item, and `index` counts the step's items
-    of this kind.
+    `step` is the name of the response's step that creates the item, and `index` counts the items of
+    this kind in the step.
     """
     return f"{ID_PREFIXES[kind]}_{_digest(response_id, step, index)}"
 
 
 def new_call_id(form: str | None, response_id: str, turn: int, index: int) -> str:
-    """Return the id of a function call. Mistral's chat templates accept nine digits alone."""
+    """Return the id of a function call. Mistral's chat templates accept only nine digits."""
     digest = _digest(response_id, f"call:{turn}", index)
     return f"{int(digest, 16) % 10**9:09d}" if form == "mistral" else f"call_{digest}"
 

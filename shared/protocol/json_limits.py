@@ -1,13 +1,12 @@
 """Limits on JSON values that clients choose freely, such as schemas. Pure.
 
-The values travel in messages whose decoders recurse and whose integers have 64 bits.
+The limits hold because the values are part of messages with recursive decoders and 64-bit integers.
 """
 
 import sys
 from typing import Any
 
-# Together with the message to an engine around it, a schema stays within
-# `shared.codec.envelope.MAX_DEPTH`.
+# A schema and the levels of the message around it stay within `shared.codec.envelope.MAX_DEPTH`.
 MAX_SCHEMA_DEPTH = 28
 # The schema of a tool becomes part of the schema of a call.
 MAX_DEPTH = 22
@@ -16,9 +15,9 @@ _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 
 def json_limit_error(value: Any, max_depth: int = MAX_DEPTH, max_values: int = sys.maxsize) -> str:
-    """Return a message about the limit that a value exceeds, or "" if it exceeds none.
+    """Return a message about the exceeded limit, or "" if the value is within all limits.
 
-    `max_values` is the limit on the values of each level.
+    `max_values` is the limit on the values in each level.
     """
     level = [value]
     for _ in range(max_depth + 1):

@@ -1,4 +1,4 @@
-"""Messages that are no request, task or log record. This table lists all messages, by direction.
+"""Messages other than requests, tasks and log records. This table lists all messages, by direction.
 
 client → coordinator          GenerateRequest              pm.request.<model>       JSON or msgpack
 coordinator → renderer        Task[RenderBody]             pm.stage.renderer.…      envelope
@@ -26,10 +26,10 @@ worker ⇄ one other worker     (empty) → CommonSettings     pm.settings      
 any client → coordinator      (empty)                      pm.cancel.<id>
 coordinator → workers         (empty)                      pm.ended.<id>
 
-Messages that clients write and read are JSON, so that any language can take part with its own JSON
-library. Messages of workers alone are msgpack. Unknown fields in a client's message are refused,
+Messages for clients are JSON, so that clients in any language can write and read them with a JSON
+library. Messages between workers are msgpack. Unknown fields in a client's message are refused,
 because a misspelt parameter must not be ignored silently. Between workers unknown fields are
-ignored: an older reader misses what a newer writer has added, and nothing else.
+ignored, so that an older reader can still read the other fields of a newer writer's message.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,14 +40,14 @@ from msgspec import Meta, Struct
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
-# A leading autoscaler writes its plan every second. An older plan belongs to no leader any more.
+# A leading autoscaler writes its plan every second. An older plan has no leader any more.
 PLAN_AGE_S = 10.0
 MAX_PARTS = 64
-"""Limit on the prompts of a request, which are requests of their own on the bus."""
+"""Limit on the prompts of a request. Each prompt is a separate request on the bus."""
 
 
 class RequestRecord(Struct, frozen=True):
-    """What a gateway must know of a request, besides its log, to answer for it."""
+    """Data that a gateway needs to answer for a request, in addition to its log."""
 
     kind: Literal[
         "chat",
@@ -68,11 +68,11 @@ class RequestRecord(Struct, frozen=True):
     durable: bool
     """Whether the request continues when the client's connection closes."""
     options: dict[str, Any] = {}
-    """Options of the response's shape. `parts` is the number of prompts, from 1 to 64."""
+    """Options of the answer's form. `parts` is the number of prompts, from 1 to 64."""
     timeout_s: float = 0.0
-    """The request has ended after this time, if it was accepted at all."""
+    """Time after which an accepted request has ended."""
     holders: list[str] = []
-    """Client connections whose closing ends the request: worker name, colon, connection."""
+    """Client connections that end the request when they close: worker name, colon, connection."""
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
     version: int = 1
@@ -89,12 +89,12 @@ class RequestRecord(Struct, frozen=True):
 
     @property
     def num_logs(self) -> int:
-        """Number of logs that the answer is made of: one for each part, and that of an output."""
+        """Number of logs that the answer is made from: one for each part, and one for an output."""
         return self.num_parts + (self.output is not None)
 
     @property
     def output(self) -> str | None:
-        """The output beside the text that is part of the answer: that of a speech, or of images."""
+        """Output other than the text that is part of the answer: the speech or the images."""
         beside = self.options.get("speech") or self.options.get("images")
         return None if beside is None else str(beside["output"])
 
@@ -111,18 +111,18 @@ class DeadLetter(Struct, frozen=True):
     history: list["AttemptRecord"]
     """Records of earlier attempts."""
     request: bytes
-    """The client's request; empty if it is not stored any more."""
+    """Request of the client; empty if it is not stored any more."""
     input: bytes
-    """The stage's message, cut to the size of a dead letter."""
+    """Message of the stage, cut to the size of a dead letter."""
     input_len: int
     failed_ms: float
     tenant: str = ""
 
 
 class AttemptRecord(Versioned, frozen=True):
-    """A worker's attempt at a request. A second record of the same attempt says how it ended.
+    """Attempt of a worker at a request. A second record of the same attempt contains its outcome.
 
-    An attempt that ended well leaves no second record, because nothing is left to decide.
+    A successful attempt has no second record, because no later attempt depends on it.
     """
 
     stage: str
@@ -131,20 +131,20 @@ class AttemptRecord(Versioned, frozen=True):
     """Number of the delivery, from 1."""
     began_ms: float
     log_len: int
-    """Records in the token log at its beginning. More records at a later attempt mean progress."""
+    """Records in the token log at the beginning. More records at a later attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
     model: str = ""
-    """Empty in records of coordinators, and of workers before this field."""
+    """Empty in records of coordinators, and of workers without this field."""
     unread: str = ""
-    """Why the worker could not read the task, which it has left to a newer one; this is no attempt
-    then."""
+    """Reason why the worker could not read the task and left it to a newer worker. Such a record
+    does not count as an attempt."""
 
 
 class CachedImages(Struct, frozen=True):
-    """The images of equal requests with a seed, or the claim of the request that paints them."""
+    """Images of equal requests with a seed, or the claim of the request that paints them."""
 
     owner: str
-    """The request that paints them, or has."""
+    """Id of the request that has painted the images, or is painting them."""
     images: list[str]
     """`media:` URLs in the order of the images; empty for a claim."""
 
@@ -158,23 +158,23 @@ class MediaHead(Versioned, frozen=True):
     num_bytes: Annotated[int, Meta(ge=0)]
     num_chunks: Annotated[int, Meta(ge=0, le=1024)]
     chunks: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
-    """Name in the chunks' subjects; by default that of the file. A file that is stored while it
-    arrives has no name before its end."""
+    """Name in the subjects of the chunks; by default the file's SHA-256. A file that is stored
+    while it arrives needs another name, because its hash is unknown before its end."""
     filename: Annotated[str, Meta(max_length=255)] | None = None
-    """What its sender calls the file."""
+    """File name from the client."""
     purpose: Annotated[str, Meta(max_length=64)] | None = None
-    """What its sender wants it for; no effect."""
+    """Purpose from the client; no effect."""
 
 
 class PinnedPart(Struct, frozen=True, array_like=True):
     url_hash: str
-    """SHA-256 of the URL, which may hold a secret."""
+    """SHA-256 of the URL. The URL itself may contain a secret."""
     media: str
-    """SHA-256 of the bytes that were fetched from it."""
+    """SHA-256 of the bytes that were fetched from the URL."""
 
 
 class MediaPin(Versioned, frozen=True):
-    """The files that were fetched for a request, in the order of its parts, for later attempts."""
+    """Files that were fetched for a request, in the order of its parts, for later attempts."""
 
     parts: list[PinnedPart]
 
@@ -201,14 +201,14 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     metrics: tuple[str, int] | None = None
     """Address and port of its HTTP endpoint, if it has one."""
     url: str | None = None
-    """Where a gateway serves."""
+    """URL of a gateway."""
     stage: str = ""
-    """The stage that it serves, where that is not named like its role."""
+    """Stage that the worker serves, if its name is not the name of the role."""
     reads: tuple[int, int] | None = None
-    """The oldest and the newest version of messages that it reads; None for a worker before this
+    """Oldest and newest version of messages that the worker reads; None for workers without this
     field."""
     host: str = ""
-    """Machine and network namespace of the process; empty for a worker before this field."""
+    """Machine and network namespace of the process; empty for workers without this field."""
 
     def may_run_on(self, host: str) -> bool:
         """Return whether the worker runs on this host, also if its host is unknown."""
@@ -217,50 +217,50 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
 
 class StartReport(Struct, frozen=True, omit_defaults=True):
-    """What a worker that is not ready does, every second until its first heartbeat."""
+    """Progress of a starting worker, published every second until its first heartbeat."""
 
     role: str
     worker: str
     version: str
     pid: int
     step: str
-    """For people, such as `reading weights`."""
+    """Display name of the current step, such as `reading weights`."""
     model: str = ""
-    """The model that it is going to serve, for a role whose workers serve one model each."""
+    """Model that the worker is going to serve, for roles with one model per worker."""
     stage: str = ""
-    """The stage that it is going to serve, where that is not named like its role."""
+    """Stage that the worker is going to serve, if its name is not the name of the role."""
     done_bytes: int = 0
-    """Bytes of weights that it has read."""
+    """Bytes of weights that were read."""
     total_bytes: int = 0
-    """Bytes of weights in its folder; 0 in a step that reads none."""
+    """Bytes of weights in the model's folder; 0 in a step that reads no weights."""
 
 
 class PoolPlan(Struct, frozen=True, omit_defaults=True):
-    """What the leading autoscaler wants of one pool, and the figures that it has decided by."""
+    """Plan of the leading autoscaler for one pool, and the figures that it is based on."""
 
     wanted: int
-    """Workers that the actuator is to have, without those that it drains."""
+    """Target number of the actuator's workers, without draining ones."""
     drain: list[int] = []
-    """Slots of the workers to drain, as far as there are more than `wanted`."""
+    """Slots of the workers to drain if there are more than `wanted`."""
     give_up: list[int] = []
-    """Slots of starting workers that are not waited for any longer."""
+    """Slots of starting workers to end, because their start takes too long."""
     reason: str = ""
-    """The rule that has set `wanted`."""
+    """Rule that has decided `wanted`."""
     running: int = 0
     starting: int = 0
     starting_s: float = 0.0
-    """Age of the oldest worker that starts."""
+    """Time since the start of the oldest starting worker."""
     draining: int = 0
     pending: int = 0
     in_flight: int = 0
     oldest_s: float = 0.0
     pinned: int = 0
     actuator: str = ""
-    """Name of the actuator whose slots it names, and which obeys it."""
+    """Name of the actuator that the slots belong to, and that follows this plan."""
 
     @property
     def state(self) -> str:
-        """What the pool does, in a few words."""
+        """State of the pool in a few words, such as `draining`."""
         if self.running:
             return "running"
         if self.starting:
@@ -271,7 +271,7 @@ class PoolPlan(Struct, frozen=True, omit_defaults=True):
 
 
 class ScalePlan(Struct, frozen=True):
-    """The plan of the leading autoscaler. To write it again is to hold the lead."""
+    """Plan of the leading autoscaler. Each write of the plan also renews the lead."""
 
     leader: str
     """Worker id; empty after a leader that has stopped."""
@@ -280,48 +280,48 @@ class ScalePlan(Struct, frozen=True):
 
 
 class WorkerSlot(Struct, frozen=True, omit_defaults=True):
-    """One worker that an actuator keeps running."""
+    """Worker that an actuator keeps running."""
 
     slot: int
-    """Number that the worker keeps when its process is replaced."""
+    """Number of the worker, which stays the same when its process is replaced."""
     pid: int = 0
     """0 while there is no process."""
     draining: bool = False
 
 
 class PoolReport(Struct, frozen=True):
-    """The workers that an actuator has of one pool, every second and after each change."""
+    """Workers of an actuator in one pool, published every second and after each change."""
 
     pool: str
     actuator: str
-    """Name of this actuator; only one acts on a pool at a time."""
+    """Name of this actuator. Only one actuator acts on a pool at a time."""
     host: str
-    """Machine and network namespace of the processes, as in `Heartbeat`; empty if they are on
-    several. Then the slots are no more than a number of workers."""
+    """Machine and network namespace of the processes, as in `Heartbeat`; empty if they run on
+    several hosts. Then the slots only count the workers."""
     slots: list[WorkerSlot]
 
 
 class ScaleOrders(Struct, frozen=True):
-    """What an operator has set, until it is released."""
+    """Settings of an operator, until they are released."""
 
     workers: dict[str, int] = {}
-    """Workers by pool."""
+    """Fixed number of workers, by pool."""
     paused: bool = False
-    """Whether all pools stay as they are."""
+    """Whether all pools keep their size."""
 
 
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
-    """A value of a metric of docs/reference/metrics.md, or a histogram."""
+    """Value or histogram of a metric of docs/reference/metrics.md."""
 
     name: str
     """Without the prefix `pagemill_`."""
     labels: dict[str, str]
     value: float
-    """The number; for a histogram the sum of its observations."""
+    """Value; for a histogram the sum of its observations."""
     bounds: list[float] = []
     """Upper bounds of a histogram's buckets, ascending and inclusive."""
     counts: list[int] = []
-    """Observations by bucket; the last bucket has those above all bounds."""
+    """Number of observations by bucket. The last bucket counts values above all bounds."""
 
 
 class WorkerMetrics(Versioned, frozen=True):
@@ -331,11 +331,11 @@ class WorkerMetrics(Versioned, frozen=True):
 
 
 class CommonSettings(Versioned, frozen=True):
-    """The settings of a worker that all workers need to have in common."""
+    """Settings of a worker that must be the same in all workers."""
 
     worker: str
     settings: dict[str, Any]
-    """By key, such as `delivery.ack_wait_s`."""
+    """Values by key, such as `delivery.ack_wait_s`."""
 
 
 decode_job_record = msgspec.json.Decoder(RequestRecord).decode

@@ -1,11 +1,11 @@
-"""Formats of msgpack's values, for walks over the bytes that make no objects. Pure."""
+"""Formats of msgpack values, to walk over bytes without creating objects. Pure."""
 
 import re
 from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """The length of one msgpack value, and the number of its children."""
+    """Length of one msgpack value, and number of its children."""
 
     size: int
     """Bytes of the value without its length field."""
@@ -19,7 +19,7 @@ class Format(NamedTuple):
 
 
 def _make_formats() -> dict[int, Format]:
-    """Return the formats by first byte. 0xC1 is none."""
+    """Return the formats by first byte. 0xC1 is not a format."""
     formats = {op: Format(1) for op in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3)}
     formats |= {0x80 + n: Format(1, children=2 * n, is_map=True) for n in range(16)}
     formats |= {0x90 + n: Format(1, children=n) for n in range(16)}
@@ -59,8 +59,8 @@ RUN_OF_SCALARS = re.compile(
 def step(data: bytes, offset: int) -> tuple[int, int, Format] | None:
     """Step over the value at `offset`, without its children.
 
-    Return the next offset, the number of children and the format; None for bytes that are no value
-    or end within it.
+    Return the next offset, the number of children and the format; None for bytes that are not a
+    value, or not a complete one.
     """
     if offset >= len(data) or (form := FORMATS.get(data[offset])) is None:
         return None

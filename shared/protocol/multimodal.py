@@ -1,4 +1,4 @@
-"""Multimodal items as they are after rendering, and the hash that names their content."""
+"""Multimodal items after rendering, and the hash of their content."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ from msgspec import Meta
 from shared.protocol.versions import since
 
 Modality = Literal["image", "video", "audio"]
-"""Kinds of media that a request may hold."""
+"""Kinds of media in requests."""
 IMAGE: Modality = "image"
 VIDEO: Modality = "video"
 AUDIO: Modality = "audio"
@@ -24,33 +24,33 @@ Overflow = Literal["refuse", "cut"]
 
 
 class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request wants of a video or a sound; what is not set is up to the model's family."""
+    """Options of a request for a video or a sound. The model's family decides unset options."""
 
     fps: float | None = None
     """Frames per second of the video."""
     num_frames: int | None = None
-    """Frames of the whole video, in place of `fps`."""
+    """Number of frames of the whole video, instead of `fps`."""
     max_frames: int | None = None
-    """The most frames, whatever else is set."""
+    """Maximum number of frames, also with `fps`."""
     overflow: Overflow = "refuse"
-    """What becomes of a sound that is longer than the model hears at once."""
+    """Treatment of a sound that is longer than the model's limit."""
     use_audio: bool = False
-    """Whether the sound of the video is heard with it."""
+    """Whether the model also gets the sound of the video."""
 
 
 DEFAULT_SAMPLING = FrameSampling()
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
-    """The run of tokens in the expanded prompt that belongs to one item."""
+    """Range of tokens in the expanded prompt that belongs to one item."""
 
     offset: int
     length: int
     is_embed: bytes | None = None
-    """A bit for each token, set where an embedding replaces the token; None for all tokens.
+    """Bit mask of the tokens that embeddings replace; None for all tokens.
 
-    The first token is the lowest bit of the first byte. Tokens that are not replaced are text, such
-    as the ends of rows.
+    The first token is the lowest bit of the first byte. The other tokens are text, such as the ends
+    of rows.
     """
 
     @property
@@ -64,18 +64,18 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The tokens that take the place of an item's placeholder token, where they are no plain run.
+    """Tokens that replace an item's placeholder token, if some of them are text.
 
-    Embeddings replace those in `embed_ids`. The others are text, such as the times of frames.
+    Embeddings replace the tokens in `embed_ids`. The others are text, such as the times of frames.
     """
 
     token_ids: list[int]
     embed_ids: tuple[int, ...]
     marks: tuple[int, int] | None = None
-    """Tokens before and behind the placeholder token that are replaced together with it."""
+    """Tokens before and after the placeholder token that are replaced together with it."""
 
     def is_embed(self) -> bytes:
-        """Return the mask of `PlaceholderRange` for these tokens."""
+        """Return `PlaceholderRange.is_embed` for these tokens."""
         mask = bytearray(-(-len(self.token_ids) // 8))
         for i, token_id in enumerate(self.token_ids):
             if token_id in self.embed_ids:
@@ -84,7 +84,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
-    """A large payload in a worker's memory; the key is the permission to read it."""
+    """Large payload in a worker's memory. The key is the permission to read it."""
 
     worker: str
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -92,11 +92,11 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One image, video or sound as the model takes it.
+    """Processed image, video or sound, as input of the model.
 
     Small tensors are in the same message: `fields` maps a field name to the index of its tensor in
-    the envelope's tensor table. Large tensors are in a blob, itself an envelope whose head has the
-    map.
+    the envelope's tensor table. Large tensors are in a blob, which is an envelope with this map in
+    its head.
     """
 
     modality: Annotated[str, since(3, VIDEO, AUDIO)]
@@ -105,7 +105,7 @@ class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
     fields: dict[str, int] = {}
     blob: BlobRef | None = None
     embedding: str | None = None
-    """Key of the embeddings that an encoder computes; `fields` are then only the metadata."""
+    """Key of the embeddings that an encoder computes; then `fields` contain only metadata."""
 
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -122,8 +122,8 @@ HashPart = str | bytes | memoryview | int | Sequence["HashPart"]
 def content_hash(*parts: HashPart) -> str:
     """Return the SHA-256 over typed, length-framed parts as 64 hex digits.
 
-    Every part carries its kind and its length, so no two different part lists have the same
-    preimage: `("ab", "c")` and `("a", "bc")`, or `1` and `"1"`, differ.
+    Each part is hashed with its type and its length, so different lists of parts never have the
+    same preimage: `("ab", "c")` and `("a", "bc")`, or `1` and `"1"`, differ.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -152,5 +152,5 @@ def _frame(digest: "hashlib._Hash", tag: bytes, data: bytes | memoryview) -> Non
 
 
 def embedding_key(model: str, mm_hash: str) -> str:
-    """Return the name of the embeddings that this model's tower makes of an item."""
+    """Return the name of an item's embeddings by this model's tower."""
     return content_hash("embedding", model, mm_hash)

@@ -1,8 +1,7 @@
-"""Names that become part of a subject: what a model, a request or a tenant may be called.
+"""Names of models, requests and tenants, which become part of subjects.
 
-A token of a subject with a dot, a wildcard or white space would address something else. Models have
-the names that people know them by, such as `org/qwen2.5`, and are encoded. Elsewhere a model's name
-is shown as it is.
+A token with a dot, a wildcard or white space would change the meaning of a subject. Models have
+public names, such as `org/qwen2.5`, so their names are encoded in subjects, and only there.
 """
 
 import re
@@ -14,24 +13,24 @@ MAX_MODEL_LEN = 128
 MAX_MODEL_TOKEN_LEN = 200
 MODEL_NAME_RULE = (
     f"must be 1 to {MAX_MODEL_LEN} printable characters without spaces at the ends, and at most"
-    f" {MAX_MODEL_TOKEN_LEN} in a subject, where each byte of UTF-8 that is no letter, digit, '-'"
-    " or '_' counts as 3"
+    f" {MAX_MODEL_TOKEN_LEN} in a subject, where each byte of UTF-8 other than letters, digits, '-'"
+    " and '_' counts as 3"
 )
 _ENCODED = re.compile(r"[^A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 TENANT_MARK = "@"
-"""First character of a tenant's token, which no model and no client's request id may have."""
+"""First character of a tenant's token, which model names and request ids of clients cannot have."""
 RESERVED_PREFIX = "item_"
-"""Prefix of the names of item tasks, which request ids may not have."""
+"""Prefix of the names of item tasks, which request ids must not have."""
 
 
 def is_name(value: str) -> bool:
-    """Return whether `value` can be one token of a subject."""
+    """Return whether `value` is valid as one token of a subject."""
     return _NAME.fullmatch(value) is not None
 
 
 def is_model_name(value: str) -> bool:
-    """Return whether a model or an adapter may have this name, see MODEL_NAME_RULE."""
+    """Return whether `value` is valid as the name of a model or an adapter, see MODEL_NAME_RULE."""
     return (
         0 < len(value) <= MAX_MODEL_LEN
         and value.isprintable()
@@ -41,16 +40,16 @@ def is_model_name(value: str) -> bool:
 
 
 def encode_model(name: str) -> str:
-    """Encode a model's name as one token, which subjects, consumers and files may have as a name.
+    """Encode a model's name as one token, which is valid in names of subjects, consumers and files.
 
     Letters, digits, `-` and `_` stay. Any other character becomes `=` and two upper-case
-    hexadecimal digits for each of its bytes in UTF-8. So no two names have the same token.
+    hexadecimal digits for each of its bytes in UTF-8. So different names have different tokens.
     """
-    return _ENCODED.sub(lambda found: "".join(f"={b:02X}" for b in found[0].encode()), name)
+    return _ENCODED.sub(lambda match: "".join(f"={b:02X}" for b in match[0].encode()), name)
 
 
 def decode_model(token: str) -> str:
-    """Return the name that `encode_model` has encoded. A token that it cannot have made stays."""
+    """Decode a token of `encode_model`. Other tokens are returned unchanged."""
     if _TOKEN.fullmatch(token) is None:
         return token
     data = token.encode()
@@ -66,20 +65,23 @@ def decode_model(token: str) -> str:
 def is_request_id(value: str) -> bool:
     """Return whether a client may use `value` as a request id.
 
-    Item tasks have logs and attempts like requests, under names that anyone can compute from the
-    item's content. A client that could end such a task would have the item refused to every tenant.
+    Item tasks have logs and attempts like requests, under names that can be computed from the
+    item's content. If clients could use these names, one client could end an item task, and so
+    make it fail for every tenant.
     """
     return is_name(value) and not value.startswith(RESERVED_PREFIX)
 
 
 def scoped_id(name: str, tenant: str) -> str:
-    """The request id of a request that a tenant's client has named, so that no two tenants share
-    one; for requests without a tenant in their subject this is the name itself."""
+    """Return the request id for a client's name of a request, which is different for each tenant.
+
+    Without a tenant it is the name itself.
+    """
     return f"{name}{TENANT_MARK}{tenant}" if tenant else name
 
 
 def split_id(request_id: str) -> tuple[str, str]:
-    """The name and the tenant of which `scoped_id` has made a request id."""
+    """Return the name and the tenant of a request id of `scoped_id`."""
     name, _, tenant = request_id.partition(TENANT_MARK)
     return name, tenant
 

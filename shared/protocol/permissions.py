@@ -1,12 +1,12 @@
-"""Who may publish and subscribe to which subjects: the lists by which the broker decides.
+"""Permissions of identities to publish and subscribe, which the broker enforces.
 
-Each role of workers has an identity of its own, and so have operators, whose commands read and
-repair everything. All of these share one account. A tenant's clients have an account that is named
-after the tenant: the broker maps their subjects to those of this tenant alone. `pagemill keys`
-writes all this as configuration of a nats-server.
+Each role of workers has a separate identity. Operators have one more, whose commands can read and
+repair everything. All of them share one account. The clients of a tenant have an account with the
+tenant's name, and the broker maps their subjects to the subjects of this tenant. `pagemill keys`
+writes the permissions as configuration of a nats-server.
 
-Only the broker itself publishes below `pm.tokens` and `pm.steps`, from what a stream has stored. So
-a live record cannot be forged.
+Only the broker publishes below `pm.tokens` and `pm.steps`, when a stream has stored a message. So a
+live record cannot be forged.
 """
 
 from collections.abc import Iterable
@@ -18,20 +18,20 @@ OPERATOR = "operator"
 """Identity of commands, and of the supervisor of `pagemill up`."""
 ACCOUNT = "PAGEMILL"
 SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
-"""Service of the system account that tells whether acknowledged messages are synced."""
+"""Service of the system account that reports whether acknowledged messages are synced."""
 
 # The broker answers this to every identity, with its clock.
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
 
-# Nobody changes what has been recorded, nor records anything in the name of another.
+# No identity may change the audit log, or write to it in the name of another identity.
 _AUDIT_CHANGES = tuple(
     f"$JS.API.STREAM.{change}.{subjects.AUDIT_STREAM}"
     for change in ("DELETE", "PURGE", "MSG.DELETE", "UPDATE")
 )
 _GATEWAY = "gateway"
 
-# The streams that may be on disk, except for the audit log, which nobody may purge.
+# The streams that may be on disk, without the audit log, which must not be purged.
 _PROBED_STREAMS = (
     *(subjects.REQUESTS_STREAM, subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM),
     *(subjects.STAGES_STREAM, subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM),
@@ -40,36 +40,37 @@ _PROBED_STREAMS = (
     *(subjects.KV_STREAM, subjects.WORKERS_STREAM),
 )
 
-# Who may create streams. Only the operator may change them, by `pagemill migrate`.
+# Identities that may create streams. Only the operator may change them, with `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """What one identity may do; subjects may have wildcards."""
+    """Permissions of one identity. Subjects may have wildcards."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     never_publish: tuple[str, ...] = ()
-    """Subjects that are refused although `publish` has them."""
+    """Exceptions from `publish`, which are refused."""
 
     def with_(self, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> "Permissions":
         return Permissions((*self.publish, *publish), (*self.subscribe, *subscribe))
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A subject of a tenant's account, and the subject of the other account that it stands for."""
+class TenantSubject:
+    """Subject of a tenant's account that is mapped to a subject of the workers' account."""
 
     own: str
     mapped: str
-    """With the token of the tenant, which is the name of its account, in place of `{}`."""
+    """Subject of the workers' account, with `{}` in place of the token of the tenant, which is the
+    name of its account."""
     is_stream: bool = False
-    """Whether messages come from the other account, and do not go there."""
+    """Whether messages come from the workers' account, instead of going to it."""
 
     @property
     def exported(self) -> str:
-        """The mapped subject of every tenant."""
+        """Mapped subject with a wildcard for the tenant."""
         return self.mapped.format("*")
 
     @property
@@ -80,38 +81,38 @@ class Door:
 
 _DIRECT_GET = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
-DOORS = (
-    Door("pm.request.*", "pm.request.{}.*"),
-    Door("pm.cancel.*", "pm.cancel.{}.*"),
-    Door("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
-    # The last record of a log, which says how a request has ended.
-    Door(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
-    *(Door(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
+TENANT_SUBJECTS = (
+    TenantSubject("pm.request.*", "pm.request.{}.*"),
+    TenantSubject("pm.cancel.*", "pm.cancel.{}.*"),
+    TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
+    # For the last record of a log, which contains the end of a request.
+    TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
+    *(TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
 )
 
 
 def inbox_of(identity: str) -> str:
-    """Prefix of the subjects on which an identity receives replies."""
+    """Return the prefix of the subjects on which an identity receives replies."""
     return f"_INBOX.{identity}"
 
 
 def may_create_streams(identity: str) -> bool:
-    """Whether an identity creates the streams; the others wait for them."""
+    """Return whether an identity creates the streams. The others wait for them."""
     return identity in _CREATORS
 
 
 def permissions_of_tenant() -> Permissions:
-    """What clients of a tenant may do within their account."""
+    """Return the permissions of a tenant's clients within their account."""
     return Permissions(
-        (_USER_INFO, *(door.own for door in DOORS if not door.is_stream)),
-        ("_INBOX.>", *(door.own for door in DOORS if door.is_stream)),
+        (_USER_INFO, *(subject.own for subject in TENANT_SUBJECTS if not subject.is_stream)),
+        ("_INBOX.>", *(subject.own for subject in TENANT_SUBJECTS if subject.is_stream)),
     )
 
 
 def permissions_of(identity: str) -> Permissions:
-    """What the operator, or a worker of a role, may do.
+    """Return the permissions of the operator, or of the workers of a role.
 
-    A role that is not named here is one that serves stages, and may do no more than these need.
+    All roles that are not listed here serve stages, and have the permissions of a stage's worker.
     """
     if identity == OPERATOR:
         never = (*_LOGS, *_AUDIT_CHANGES, subjects.audit(_GATEWAY))
@@ -125,10 +126,10 @@ def permissions_of(identity: str) -> Permissions:
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
                     # The probe of a stream is a purge of a subject that no message has.
                     *_purges(*_PROBED_STREAMS),
-                    # All requests are to be delivered again when their tasks are lost.
+                    # All requests must be delivered again when their tasks are lost.
                     f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
-                    # What each tenant has stored is measured by consumers that are removed again.
+                    # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
                     *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
                 ]
@@ -147,7 +148,7 @@ def permissions_of(identity: str) -> Permissions:
                 [subjects.REQUESTS_FILTER, subjects.SCALE_FILTER],
             )
         case "pool":
-            # One token cannot be matched in part: a report is what else this bucket has.
+            # Subjects cannot match part of a token, so this includes the plan next to the reports.
             writes = [subjects.SCALE_FILTER, *_reads(subjects.SCALE_STREAM)]
             pool = base.with_(writes, [subjects.SCALE_PLAN])
             return replace(pool, never_publish=(subjects.SCALE_PLAN, subjects.SCALE_ORDERS))
@@ -161,9 +162,9 @@ def permissions_of(identity: str) -> Permissions:
 
 
 def _worker(identity: str) -> Permissions:
-    """What every worker does: it reports, answers questions, and reads the other workers' reports.
+    """Return the permissions that all workers need: to report, to reply, and to read reports.
 
-    Replies go to inboxes whose names nobody can guess, and which only their owners may subscribe.
+    Replies go to inboxes with random names, and only the owner of an inbox may subscribe to it.
     """
     return Permissions(
         (
@@ -177,7 +178,7 @@ def _worker(identity: str) -> Permissions:
 
 
 def _stage_worker(base: Permissions) -> Permissions:
-    """What workers of stages do besides: take tasks, write logs, hand over, and settle requests."""
+    """Add the permissions of stages: to claim tasks, write logs, forward, and settle requests."""
     requests, results = subjects.REQUESTS_STREAM, subjects.RESULTS_STREAM
     logs, attempts = subjects.TOKENS_STREAM, subjects.ATTEMPTS_STREAM
     return base.with_(
@@ -213,7 +214,7 @@ def _gateway(base: Permissions) -> Permissions:
             *(f"$JS.API.CONSUMER.LIST.{stream}" for stream in (stages, requests)),
             *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in (stages, requests)),
             f"$JS.API.CONSUMER.INFO.{subjects.RESPONSES_STREAM}.*",
-            # Responses and media of tenants are measured by consumers that are removed again.
+            # The responses and media of tenants are measured by temporary consumers.
             *_measures(steps, media),
         ],
         _LOGS,
@@ -233,7 +234,7 @@ def _agent(base: Permissions) -> Permissions:
 
 
 def _asks() -> list[str]:
-    """Publish requests and cancellations of every tenant, and ask renderers."""
+    """Return the subjects for requests and cancellations of all tenants, and calls of renderers."""
     calls = [f"pm.{call}.*" for call in subjects.RENDERER_CALLS]
     return [subjects.TRUSTED_REQUESTS_FILTER, subjects.TRUSTED_CANCELS_FILTER, *calls]
 
@@ -243,7 +244,7 @@ def _reads(*streams: str) -> list[str]:
 
 
 def _measures(*streams: str) -> list[str]:
-    """Create consumers that read headers, pull from them, and remove them."""
+    """Return the subjects to create, use and delete consumers that read headers."""
     return [
         subject
         for stream in streams
@@ -264,7 +265,7 @@ def _deletes(*streams: str) -> list[str]:
 
 
 def _consumes(*streams: str) -> list[str]:
-    """Create the consumers of queues, pull from them, and settle what they deliver."""
+    """Return the subjects to create and use the consumers of queues, and to settle messages."""
     return [
         subject
         for stream in streams

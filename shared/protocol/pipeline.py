@@ -1,20 +1,21 @@
 """A model's pipeline: its stages and the edges between them, as data.
 
-A stage is a queue that the workers of one role serve. An edge says how the target of the edge gets
-its input:
+A stage is a queue that the workers of one role serve. The mode of an edge defines how its target
+gets its input:
 
-task      The source hands its result over, and the edge's function makes the target's task of it.
+task      The source forwards its result. The edge's function turns the result into the target's
+          task.
 stream    The target gets its task when the source writes its first record, and follows the
           source's output while it grows.
 fan_out   The source publishes any number of item tasks, each under the hash of its content, so
           that requests which need the same result share one task. Another stage, `gathered_by`,
           waits for the results.
-detour    The source may hand its result to this stage instead of over its task edge. The stage adds
-          to it what saves work, and hands it over that same task edge. No request needs it.
+detour    The source may forward its result to this stage first. The stage adds data that saves
+          work, and forwards the result over the source's task edge. No request needs it.
 
 Outputs have names and kinds, and one stage writes each. The output `text` is the request's own
-token log; every other output has a log beside it. This module is pure: it names roles and edge
-functions, and knows neither workers nor the bus.
+token log; every other output has a separate log. This module is pure: it contains the names of
+roles and edge functions, and imports neither workers nor the bus.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,82 +32,82 @@ REQUEST = "request"
 TEXT = "text"
 """The name of the output that is the request's own token log."""
 ANY = "*"
-"""What an edge function carries that does not look at what it carries."""
+"""For edge functions that accept results of any kind."""
 ENDS = "ends"
-"""In the place of an output's name: the list of the outputs that have ended."""
+"""Stands for the list of ended outputs, in place of an output's name."""
 RESERVED_OUTPUTS = frozenset({ENDS})
-"""Names under which a request has other records than those of an output."""
+"""Names of records that are not an output."""
 
 OutputKind = Literal["text", "codes", "audio", "image", "video"]
 CODES: OutputKind = "codes"
-"""Frames of a codec, of which a later stage makes sound."""
+"""Frames of a codec, which a later stage turns into sound."""
 AUDIO: OutputKind = "audio"
 """Sound."""
 IMAGE_KIND: OutputKind = "image"
 """Painted images."""
 ANSWER = "answer"
-"""The edge function for a stage that speaks a text, and reads the prompt that it answers."""
+"""Edge function for a stage that speaks a text and also reads the prompt of the text."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
 
 
 class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """An output of a stage, which requests may ask for by its name."""
+    """Output of a stage, which requests select by its name."""
 
     name: str
-    """The output's name; `text` is the request's own token log."""
+    """Name of the output; `text` is the request's own token log."""
     kind: OutputKind
-    """What its records hold."""
+    """Kind of its records."""
     timed: bool = False
-    """Whether each record of sound says in `end_token` how much of the text has been spoken."""
+    """Whether records of sound have an `end_token`, the position in the text at their end."""
 
 
 class StageSpec(Struct, frozen=True):
-    """A stage: the queue's name, and the role whose workers serve it."""
+    """Stage: the name of a queue, and the role of the workers that serve it."""
 
     name: str
     role: str
     path: str | None = None
-    """Folder of the model part that the stage runs; None for the model's own folder."""
+    """Folder with the stage's part of the model; None for the model's own folder."""
     sampling_defaults: dict[str, Any] = {}
     replicas: int = 1
-    """Workers that `pagemill up` starts for it."""
+    """Number of workers that `pagemill up` starts for the stage."""
     output: OutputSpec | None = None
     chunks: ChunkSpec | None = None
-    """How the stage cuts the codes that it follows; None for a stage that follows none."""
+    """Sizes of the chunks into which the stage cuts its input of codes; None without codes."""
     voices: list[str] = []
-    """The voices that the stage speaks with; the first one is the default."""
+    """Voices of a stage that speaks; the first one is the default."""
     frames_per_character: float | None = None
-    """Mean length of a character of the text that the stage speaks, if that is known."""
+    """Mean number of frames for a character of spoken text, if it is known."""
     sizes: list[str] = []
-    """The sizes of image that the stage paints; the first one is the default."""
+    """Sizes of the images that the stage paints; the first one is the default."""
     slots: int = 1
-    """Queues of a lane; see `shared.stage.slots`."""
+    """Number of queues in each lane; see `shared.stage.slots`."""
     max_wait_s: float = 300.0
-    """Age of the oldest task that waits, beyond which requests for the stage's output are refused;
-    without effect on the stage that writes the request's text."""
+    """Limit on the age of the oldest waiting task. Beyond it, requests for the stage's output are
+    refused. The stage that writes the request's text has no such limit."""
 
     @property
     def queue_slots(self) -> list[int | None]:
-        """The slots that tasks may have: None first, for tasks without a slot."""
+        """Slots of the stage's queues. The first one is None, for tasks without a slot."""
         return [None, *(range(self.slots) if self.slots > 1 else ())]
 
 
 class Edge(Struct, frozen=True):
-    """How the stage `target` gets its input from `source`, which is a stage or REQUEST."""
+    """Input of the stage `target` from `source`, which is a stage or REQUEST."""
 
     source: str
     target: str
     carries: str
-    """The kind of what goes over the edge, such as `prompt`, `tokens` or `image`."""
+    """Kind of the transferred data, such as `prompt`, `tokens` or `image`."""
     function: str
-    """Name of the registered function that makes the target's input."""
+    """Name of the registered function that creates the target's input."""
     mode: EdgeMode = "task"
     gathered_by: str | None = None
-    """The stage that waits for the results of a fan-out edge; None for the source itself."""
+    """Stage that waits for the results of a fan-out edge; None for the source itself."""
 
 
 class Pipeline(Struct, frozen=True, dict=True):
-    """The stages of a model and the edges between them."""
+    """Stages of a model, and the edges between them."""
 
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
@@ -130,29 +131,29 @@ class Pipeline(Struct, frozen=True, dict=True):
         return [edge for edge in self.edges if edge.target == target]
 
     def gathered_by(self, stage: str) -> list[Edge]:
-        """Fan-out edges whose results this stage waits for."""
+        """Return the fan-out edges with results that this stage waits for."""
         fan_outs = (edge for edge in self.edges if edge.mode == "fan_out")
         return [edge for edge in fan_outs if (edge.gathered_by or edge.source) == stage]
 
     def readers_of(self, stage: str) -> set[str]:
-        """The stages that read payloads of this one: those that follow, or that gather."""
-        given = {edge.target for edge in self.edges if edge.source == stage}
-        given |= {edge.target for edge in self.onward_edges(stage)}
+        """Return the stages that read payloads of this stage, directly or as gathered results."""
+        targets = {edge.target for edge in self.edges if edge.source == stage}
+        targets |= {edge.target for edge in self.onward_edges(stage)}
         fan_outs = (edge for edge in self.edges_into(stage) if edge.mode == "fan_out")
-        return given | {edge.gathered_by or edge.source for edge in fan_outs}
+        return targets | {edge.gathered_by or edge.source for edge in fan_outs}
 
     def detour_from(self, stage: str) -> Edge | None:
-        """The edge to the stage that a result of `stage` may go to first."""
+        """Return the detour edge of `stage`, if it has one."""
         return next(iter(self.edges_from(stage, "detour")), None)
 
     def onward_edges(self, stage: str) -> list[Edge]:
-        """The task edges over which a stage forwards: on a detour, those of its source."""
+        """Return the task edges over which a stage forwards. A detour uses those of its source."""
         detours = (edge for edge in self.edges_into(stage) if edge.mode == "detour")
         sources = {stage} | {edge.source for edge in detours}
         return [edge for edge in self.edges if edge.source in sources and edge.mode == "task"]
 
     def inputs_of(self, stage: str) -> dict[str, str]:
-        """The stream inputs of a stage: what each carries → the output to follow."""
+        """Return the stream inputs of a stage: the output to follow, by the carried kind."""
         edges = (edge for edge in self.edges_into(stage) if edge.mode == "stream")
         followed = {edge.carries: self.stage(edge.source) for edge in edges}
         return {
@@ -162,12 +163,12 @@ class Pipeline(Struct, frozen=True, dict=True):
         }
 
     def followers_of(self, stage: str) -> list[Edge]:
-        """Stream edges whose target gets its task from this stage, not over a task edge."""
+        """Return the stream edges from this stage to targets without a task edge."""
         edges = self.edges_from(stage, "stream")
         return [e for e in edges if all(i.mode != "task" for i in self.edges_into(e.target))]
 
     def chunks_behind(self, stage: str) -> dict[str, ChunkSpec]:
-        """How the stages that follow this one cut its output, by the names of their outputs."""
+        """Return the chunks of the stages that follow this one, by the names of their outputs."""
         targets = (self.stage(edge.target) for edge in self.edges_from(stage, "stream"))
         return {
             spec.output.name: spec.chunks
@@ -177,45 +178,45 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     @cached_property
     def outputs(self) -> dict[str, StageSpec]:
-        """Output name → the stage that writes it."""
+        """Stages that write an output, by the name of the output."""
         return {stage.output.name: stage for stage in self.stages if stage.output is not None}
 
     def output_of(self, kind: OutputKind) -> OutputSpec | None:
-        """The first output of a kind, if there is any."""
+        """Return the first output of a kind, if there is any."""
         specs = (stage.output for stage in self.stages if stage.output is not None)
         return next((spec for spec in specs if spec.kind == kind), None)
 
     @cached_property
     def default_outputs(self) -> list[str]:
-        """The outputs of a request that names none: its text, or all outputs without one."""
+        """Outputs of a request that names none: the text, or without a text all outputs."""
         return [TEXT] if TEXT in self.outputs else list(self.outputs)
 
     @property
     def voices(self) -> list[str]:
-        """The voices of the stage that speaks; none without such a stage."""
+        """Voices of the stage that speaks; empty without such a stage."""
         return next((stage.voices for stage in self.stages if stage.voices), [])
 
     @property
     def painter(self) -> StageSpec | None:
-        """The stage that paints images."""
+        """Stage that paints images, if there is one."""
         outputs = self.outputs.values()
         return next((s for s in outputs if s.output and s.output.kind == IMAGE_KIND), None)
 
     def part_for(self, outputs: Collection[str], *, text_given: bool = False) -> "Pipeline":
-        """The part that runs for a request with these outputs.
+        """Return the part that runs for a request with these outputs.
 
-        A request that names none wants its text, or, where it gives the text itself, all outputs
-        that are made of it.
+        A request without named outputs gets its text. If it gives the text itself, it gets all
+        outputs that are made from the text.
         """
         whole = self.with_text_given if text_given else self
         return whole.restricted_to(outputs or whole.default_outputs)
 
     @cached_property
     def with_text_given(self) -> "Pipeline":
-        """The pipeline of requests that give their text themselves, so that no stage writes it.
+        """Pipeline of requests that give their text themselves, so that no stage writes it.
 
-        The stages that follow the text, with an edge function for it, take it from the request. The
-        outputs that cannot be made so are missing.
+        Stages that follow the text take it from the request, if their edge function can. Outputs
+        that need other stages are missing.
         """
         writer = self.outputs.get(TEXT)
         if writer is None:
@@ -229,72 +230,69 @@ class Pipeline(Struct, frozen=True, dict=True):
                 for edge in self.edges
             ),
         )
-        made = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
-        return whole._only(whole._leading_to(made))
+        outputs = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
+        return whole._only(whole._leading_to(outputs))
 
     def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
-        """The part of the pipeline that leads to `outputs`."""
+        """Return the part of the pipeline that leads to `outputs`."""
         if self.outputs.keys() <= set(outputs):
             return self
         return self._only(self._leading_to(outputs))
 
     def _leading_to(self, outputs: Collection[str]) -> set[str]:
-        """The names of the stages without which these outputs are not written, and of detours."""
-        wanted = {self.outputs[name].name for name in outputs}
-        todo = list(wanted)
+        """Return the names of the stages that these outputs need, and of their detours."""
+        stages = {self.outputs[name].name for name in outputs}
+        todo = list(stages)
         while todo:
             stage = todo.pop()
             needed = {e.source for e in self.edges_into(stage)} | {
                 e.target for e in self.gathered_by(stage)
             }
-            todo += needed - wanted - {REQUEST}
-            wanted |= needed - {REQUEST}
+            todo += needed - stages - {REQUEST}
+            stages |= needed - {REQUEST}
         detours = (edge for edge in self.edges if edge.mode == "detour")
-        return wanted | {edge.target for edge in detours if edge.source in wanted}
+        return stages | {edge.target for edge in detours if edge.source in stages}
 
-    def _only(self, wanted: set[str]) -> "Pipeline":
+    def _only(self, names: set[str]) -> "Pipeline":
         return Pipeline(
-            tuple(stage for stage in self.stages if stage.name in wanted),
-            tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
+            tuple(stage for stage in self.stages if stage.name in names),
+            tuple(edge for edge in self.edges if {edge.source, edge.target} <= names | {REQUEST}),
         )
 
     @cached_property
     def required_stages(self) -> list[str]:
-        """Stages without which no request of this model is answered.
-
-        These are all but the targets of fan-outs and detours.
-        """
+        """Stages that every request needs: all except the targets of fan-outs and detours."""
         part = self.restricted_to(self.default_outputs)
         beside = {edge.target for edge in part.edges if edge.mode in ("fan_out", "detour")}
         return [stage.name for stage in part.stages if stage.name not in beside]
 
     def restart_edges(self, stage: str) -> list[Edge]:
-        """The edges from the request by which what `stage` was given is made again.
+        """Return the edges from the request that lead to `stage`, to recompute lost payloads.
 
-        A payload is a cache: the stage that made it makes it again from its own input, so the work
-        restarts where the request enters the pipeline on the way to `stage`.
+        A payload is a cache: the stage that computed it does so again from its own input. So the
+        work restarts where the request enters the pipeline on the way to `stage`.
         """
-        seen: set[str] = set()
-        todo, found = [stage], []
+        visited: set[str] = set()
+        todo, edges = [stage], []
         while todo:
             for edge in self.edges_into(todo.pop()):
                 if edge.source == REQUEST:
-                    found.append(edge)
-                elif edge.source not in seen:
-                    seen.add(edge.source)
+                    edges.append(edge)
+                elif edge.source not in visited:
+                    visited.add(edge.source)
                     todo.append(edge.source)
-        return found
+        return edges
 
 
 class EdgeFunction(NamedTuple):
-    """A registered edge function. `make(source)` returns the target's task body, a Struct."""
+    """Registered edge function. `make(source)` returns the target's task body, a Struct."""
 
     carries: str
     make: Callable[[Any], Struct]
     takes_text: bool
-    """Whether it also makes the task of the text that a request gives."""
+    """Whether the function also accepts the given text of a request."""
     takes_body: bool
-    """Whether it makes the task of a FollowedTask, and not of the inputs alone."""
+    """Whether its argument is a FollowedTask, instead of the inputs alone."""
 
 
 EDGE_FUNCTIONS: dict[str, EdgeFunction] = {}
@@ -312,8 +310,8 @@ def edge_function(
     Its argument is the Prompt of the request for an edge from REQUEST, the result of the source for
     a task edge, the input names and outputs to follow for a stream edge, and an item for a fan-out
     edge. It returns the body of the target's task. With `takes_text`, the function of a stream edge
-    takes a Prompt as well: that of a request that gives the text itself. With `takes_body`, its
-    argument is a FollowedTask of `shared.stage.edge_functions`.
+    also accepts the Prompt of a request that gives the text itself. With `takes_body`, its argument
+    is a FollowedTask of `shared.stage.edge_functions`.
     """
 
     def register(make: Make) -> Make:
@@ -324,7 +322,7 @@ def edge_function(
 
 
 def function_of(edge: Edge) -> Make:
-    """The registered function of an edge. Raises KeyError for a name that nobody registered."""
+    """Return the function of an edge. Raises KeyError if its name is not registered."""
     return EDGE_FUNCTIONS[edge.function].make
 
 
@@ -333,17 +331,17 @@ def _takes_text(edge: Edge) -> bool:
 
 
 class Fault(NamedTuple):
-    """Something that is wrong with a pipeline, and the key of its part of the configuration."""
+    """Fault of a pipeline, and the key of the configuration that causes it."""
 
     key: str
     message: str
 
 
 def has_embeddings(pipeline: Pipeline) -> bool:
-    """Return whether the model embeds prompts: the stage that writes its text runs its decoder."""
+    """Return whether the model embeds prompts, with the decoder of the stage that writes text."""
     return pipeline.default_outputs == [TEXT]
 
 
 def models_of(pipelines: Mapping[str, Pipeline], stage: str) -> list[str]:
-    """The models that have a stage of this name."""
+    """Return the models that have a stage of this name."""
     return [model for model, pipeline in pipelines.items() if pipeline.stage(stage) is not None]

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a pipeline. Pure."""
+"""Checks of a pipeline. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -16,7 +16,7 @@ from shared.protocol.pipeline import (
 
 
 def faults(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
-    """Everything that is wrong with a pipeline, in words for an operator.
+    """Yield all faults of a pipeline, with messages for an operator.
 
     `roles` are the names of roles that serve stages.
     """
@@ -59,8 +59,8 @@ def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
         key = f"stages.{edge.target}.inputs.{edge.carries}"
         source = pipeline.stage(edge.source)
         if edge.source != REQUEST and source is None:
-            known = [REQUEST, *(stage.name for stage in pipeline.stages)]
-            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(known)}")
+            sources = [REQUEST, *(stage.name for stage in pipeline.stages)]
+            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(sources)}")
         elif edge.mode == "stream" and (source is None or source.output is None):
             yield Fault(key, f"{edge.source!r} has no output that a stream edge could follow")
         if edge.source == REQUEST and edge.mode != "task":
@@ -90,14 +90,14 @@ def _faults_of_detour(pipeline: Pipeline, edge: Edge) -> Iterator[Fault]:
         yield Fault(key, message)
     has_more = len(pipeline.edges_into(edge.target)) > 1
     if has_more or any(other.source == edge.target for other in pipeline.edges):
-        yield Fault(key, "a stage on a detour has no other input and no edge of its own")
+        yield Fault(key, "a stage on a detour must have no other input and no outgoing edge")
     if target is not None and target.output is not None:
         yield Fault(f"stages.{edge.target}.output", "a stage on a detour writes no output")
 
 
 def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
     names = {stage.name for stage in pipeline.stages}
-    # A source that is no stage is another fault, and no cycle.
+    # A source that is not a stage is reported as another fault.
     sources = {name: {e.source for e in pipeline.edges_into(name)} & names for name in names}
     try:
         TopologicalSorter(sources).prepare()

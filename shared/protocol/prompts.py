@@ -1,4 +1,4 @@
-"""Prompt of a request, validated, from the three forms in which clients may send it. Pure."""
+"""Validation of a request's prompt, which has one of three forms. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,9 +12,9 @@ from shared.protocol.requests import GenerateRequest, Message, Prompt
 
 
 def prompt_of(request: GenerateRequest) -> Prompt:
-    """Return the request's prompt, or the text that it gives.
+    """Return the prompt or the given text of a request.
 
-    Raises InvalidRequest if there is not exactly one, or for a field that does not go with it.
+    Raises InvalidRequest if there is not exactly one, or for a field that is incompatible with it.
     """
     if request.given_text is not None:
         return _given_text(request, request.given_text)
@@ -41,7 +41,7 @@ _OF_A_PROMPT = (
     *("messages", "prompt", "prompt_token_ids", "features", "tools", "template_kwargs"),
     *("add_special_tokens", "sampling_params", "adapter", "embedding"),
 )
-"""Fields about how a text is written."""
+"""Fields that apply only to a request with a prompt."""
 
 
 def _given_text(request: GenerateRequest, text: str) -> Prompt:
@@ -73,10 +73,10 @@ def _shared_fields(request: GenerateRequest | TokenizeRequest) -> Prompt:
 
 
 def _check_one(forms: Mapping[str, object]) -> None:
-    given = [name for name, value in forms.items() if value is not None]
-    if len(given) != 1:
+    fields = [name for name, value in forms.items() if value is not None]
+    if len(fields) != 1:
         raise InvalidRequest(
-            f"give exactly one of {', '.join(forms)}", field=given[-1] if given else "messages"
+            f"give exactly one of {', '.join(forms)}", field=fields[-1] if fields else "messages"
         )
 
 

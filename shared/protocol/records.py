@@ -12,8 +12,8 @@ from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND
 class StageSpan(Struct, frozen=True, array_like=True):
     """One stage of a request's path. Times are Unix milliseconds of the broker's clock.
 
-    The span of a fan-out stage is written by the stage that gathers its results: from when that
-    stage began to wait until it had all of them.
+    The span of a fan-out stage is written by the stage that gathers its results, and covers the
+    time in which that stage waited for them.
     """
 
     stage: str
@@ -32,44 +32,44 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     rank: int
     """1 for the most probable token."""
     top_token_ids: list[int]
-    """As many of the most probable tokens as were asked for, best first."""
+    """The requested number of most probable tokens, best first."""
     top_logprobs: list[float]
 
 
 class ChoiceDelta(Struct, frozen=True, omit_defaults=True):
-    """New tokens of one choice. `position` is the index of the first of them in the answer."""
+    """New tokens of one choice. `position` is the index of the first one in the answer."""
 
     index: int
     position: int
     token_ids: list[int]
     text: str
-    """May lag behind the tokens: text that may yet turn out to be a stop string is held back."""
+    """Text of these and earlier tokens. Text that may become a stop string is held back."""
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended the choice; null for the model's own end."""
+    """Stop string or stop token that ended the choice; null for the model's end token."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`, if the request asks for them."""
+    """One for each of `token_ids`, if the request has `logprobs`."""
 
 
 class TokenChunk(Struct, frozen=True, omit_defaults=True, tag="tokens"):
-    """`index` counts the records of one log from 0 without a gap."""
+    """Tokens of an answer. `index` counts the records of one log from 0 without a gap."""
 
     index: int
     attempt: int
     choices: list[ChoiceDelta]
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """In the first record, if the request asks for them: one for each token of the prompt but the
-    first, which nothing comes before."""
+    """One for each token of the prompt except the first, if the request has `prompt_logprobs`; only
+    in the first record."""
     embedding: str | None = None
-    """The prompt's embedding, in the only record of a request for one, which has no choices: base64
-    of 32-bit floats, least significant byte first."""
+    """Embedding of the prompt, as base64 of 32-bit floats, least significant byte first. It is in
+    the only record of a request for an embedding, which has no choices."""
 
 
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache and not computed."""
+    """Number of prompt tokens from the prefix cache, which were not computed."""
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -78,42 +78,42 @@ class ErrorInfo(Struct, frozen=True):
     field: str | None
     fault: Literal["client", "server"]
     retryable: bool
-    """Whether the same request may succeed if it is sent again, under another id."""
+    """Whether the same request may succeed when it is sent again, with another id."""
     retry_after_s: float | None = None
 
 
 class OutputSummary(Struct, frozen=True, omit_defaults=True):
-    """What is known of an output at its end."""
+    """Summary of an output at its end."""
 
     usage: Usage | None = None
-    """Tokens, for the output of an engine: those of text, or frames of codes."""
+    """Tokens of the output of an engine. For codes these are frames."""
     kv_blocks: int = 0
-    """The most KV blocks that the stage held for the request at one time."""
+    """Maximum number of KV blocks that the stage held for the request at one time."""
     units: dict[str, float] = {}
     """Amounts by name, such as `samples` or `steps`."""
     path: list[StageSpan] = []
-    """The stages that led to the output, its own last."""
+    """Stages that led to the output, its own stage last."""
     finish_reason: Literal["stop", "length"] | None = None
-    """Why an output of codes has ended; `length` for a speech that is cut at its stage's limit."""
+    """Reason for the end of codes; `length` for a speech that is cut at its stage's limit."""
     error: ErrorInfo | None = None
-    """Why the output was cut, if the request ended without it; see `on_late`."""
+    """Reason why the output was cut, if the request ended without it; see `on_late`."""
 
 
 class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):
-    """Last record of a request that ended well; each choice's reason came with its last tokens."""
+    """Last record of a successful request. Each choice has its reason in its last token record."""
 
     index: int
     attempt: int
     usage: Usage
     kv_blocks: int
-    """The most KV blocks that the request held at one time."""
+    """Maximum number of KV blocks that the request held at one time."""
     path: list[StageSpan]
     outputs: dict[str, OutputSummary] = {}
-    """By name, where the request has other outputs than its text."""
+    """Summaries by name, if the request has outputs other than its text."""
 
 
 class Failure(Struct, frozen=True, tag="error"):
-    """Last record of a log that did not end well."""
+    """Last record of a log that ended with an error."""
 
     index: int
     attempt: int
@@ -126,30 +126,30 @@ LogRecord = TokenChunk | Finish | Failure
 
 
 class MediaChunk(Struct, frozen=True, tag="media", omit_defaults=True):
-    """A piece of an output that is not text."""
+    """Piece of an output that is not text."""
 
     index: int
     attempt: int
     mime: str
     offset: int
-    """Where the piece begins, in the output's own unit: bytes, samples, or images."""
+    """Position of the piece, in the unit of the output: bytes, samples, or images."""
     data: str = ""
-    """Base64, for small pieces."""
+    """Base64 of a small piece."""
     media: str = ""
-    """`media:<sha256>` of a stored file, for large ones."""
+    """`media:<sha256>` of a stored file with a large piece."""
 
 
 class CodeChunk(Struct, frozen=True, tag=CODES, omit_defaults=True):
-    """Codec frames of speech, of which a later stage makes sound."""
+    """Codec frames of speech, which a later stage turns into sound."""
 
     index: int
     attempt: int
     position: int
-    """Index of the first frame in the speech. The next record continues behind the last one."""
+    """Index of the first frame in the speech. The next record continues after the last frame."""
     frames: list[list[int]]
-    """The codes of each frame, one for each codebook of the codec."""
+    """Codes of each frame, one for each codebook of the codec."""
     end_token: int | None = None
-    """Tokens of the text that are spoken by the end of these frames, where the stage knows it."""
+    """Number of tokens of the text that are spoken at the end of these frames, if it is known."""
 
 
 class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):
@@ -158,34 +158,34 @@ class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):
     index: int
     attempt: int
     first_sample: int
-    """Index of the first sample in the sound. The next record continues behind the last one."""
+    """Index of the first sample in the sound. The next record continues after the last sample."""
     num_samples: int
     sample_rate: int
-    """Samples a second, the same in all records of a log."""
+    """Samples per second, the same in all records of a log."""
     pcm: str
     """Base64 of 16-bit signed integers, least significant byte first."""
     end_token: int | None = None
-    """Tokens of the text that are spoken by the end of these samples, where the stage knows it."""
+    """Number of tokens of the text that are spoken at the end of these samples, if it is known."""
 
 
 class StepState(Struct, frozen=True, tag="step", omit_defaults=True):
-    """How far an image is. For each image, only the last record with `state` counts."""
+    """Progress of an image. For each image, only the last record with `state` counts."""
 
     index: int
     attempt: int
     number: int
     """Number of the image in the request, from 0."""
     step: int
-    """Steps that are done."""
+    """Number of completed steps."""
     steps: int
     state: str = ""
-    """`media:<sha256>` of the latents after this step, from which another worker goes on."""
+    """`media:<sha256>` of the latents after this step, so that another worker can continue."""
     preview: str = ""
-    """`media:<sha256>` of a PNG of what the image will be, as far as that is known."""
+    """`media:<sha256>` of a PNG with a preview of the image."""
 
 
 class ImageRecord(Struct, frozen=True, tag=IMAGE_KIND):
-    """An image that is finished."""
+    """Finished image."""
 
     index: int
     attempt: int
@@ -196,17 +196,17 @@ class ImageRecord(Struct, frozen=True, tag=IMAGE_KIND):
     width: int
     height: int
     seed: int
-    """The seed that the noise is made of, with the number."""
+    """Seed of the noise, together with the number."""
 
 
 class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
-    """Last record of an output that has a log of its own."""
+    """Last record in the separate log of an output."""
 
     index: int
     attempt: int
     summary: OutputSummary
     cut: bool = False
-    """The request was ended before the output was complete."""
+    """Whether the request ended before the output was complete."""
 
 
 OutputRecord = MediaChunk | CodeChunk | AudioChunk | StepState | ImageRecord | OutputEnd
@@ -217,7 +217,7 @@ AnyRecord = LogRecord | OutputRecord
 
 
 class OutputEnds(Struct, frozen=True, tag="ends"):
-    """Which outputs of a request have ended. The stage that completes the list ends the request."""
+    """Ended outputs of a request. The stage that completes the list ends the request."""
 
     expected: list[str]
     ended: dict[str, OutputSummary]

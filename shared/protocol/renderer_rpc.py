@@ -7,8 +7,8 @@ DetokenizeRequest  → Detokenized | ErrorReply         pm.detokenize.<model>   
 SplitRequest       → SoundPieces | ErrorReply         pm.split.<model>         JSON
 (empty)            → ModelCard | ErrorReply           pm.card.<model>          JSON
 
-Every request may be JSON or msgpack. The replies that clients in other languages are likely to read
-are JSON, and so is every ErrorReply.
+Every request may be JSON or msgpack. Replies that are useful for clients in other languages are
+JSON, and so is every ErrorReply.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from shared.protocol.sampling import TokenId
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Either `messages`, which go through the model's chat template, or `prompt`, taken as it is.
+    """Request to tokenize `messages`, with the model's chat template, or `prompt`, unchanged.
 
-    The fields have the same meaning as those of GenerateRequest.
+    The fields have the same meaning as in GenerateRequest.
     """
 
     messages: Messages | None = None
@@ -40,7 +40,7 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
-    """Tokens of a prompt. A medium counts with all the tokens of its placeholder range."""
+    """Tokens of a prompt, including all tokens in the placeholder range of a medium."""
 
     count: int
     max_model_len: int
@@ -54,7 +54,7 @@ class Tokenized(Struct, frozen=True, tag="tokens"):
 class DetokenizeRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     skip_special_tokens: bool = False
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
 
 
 class Detokenized(Versioned, frozen=True, tag="text"):
@@ -83,7 +83,7 @@ class ModelCard(Versioned, frozen=True, tag="card"):
 
 
 class FeaturesRequest(Versioned, frozen=True, forbid_unknown_fields=True):
-    """A request to render for another server, in the form of vLLM's render protocol."""
+    """Request to render for another server, in the form of vLLM's render protocol."""
 
     request: GenerateRequest
     payload: Literal["tensors", "none"] = "tensors"
@@ -97,38 +97,38 @@ class RenderedFeature(Struct, frozen=True):
     kwargs_data: bytes | None = None
     """The item as msgpack, see `shared.codec.vllm_kwargs`."""
     mm_metadata: bytes | None = None
-    """The same without the pixels: only what the language model needs to know about the item."""
+    """The same without the pixels: only the metadata that the language model needs."""
 
 
 class RenderedFeatures(Versioned, frozen=True):
-    """A rendered prompt, with its features in the order of the prompt."""
+    """Rendered prompt, with its features in the order of the prompt."""
 
     prompt_token_ids: list[int]
     features: list[RenderedFeature]
 
 
 class SplitRequest(Versioned, frozen=True, forbid_unknown_fields=True):
-    """A recording to cut into pieces that the model can hear."""
+    """Request to cut a recording into pieces within the model's limit."""
 
     url: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")]
 
 
 class SoundPieces(Versioned, frozen=True, tag="pieces"):
-    """The pieces of a recording, in order; a short one is its only piece."""
+    """Pieces of a recording, in order. A short recording is one piece."""
 
     urls: list[str]
     """`media:` URLs, equal for equal recordings."""
 
 
 class RenderedPrompt(Versioned, frozen=True):
-    """The input that an engine would get. The items' tensors are in the envelope."""
+    """Input that an engine would get. The tensors of the items are in the envelope."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
 
 
 class ErrorReply(Versioned, frozen=True, tag="error"):
-    """The reply to a request that failed."""
+    """Reply to a request that failed."""
 
     error: ErrorInfo
 
@@ -154,5 +154,5 @@ _decode_error_reply = msgspec.json.Decoder(ErrorReply).decode
 
 
 def decode_error_reply(data: bytes) -> ErrorReply | None:
-    """Return None for a reply that is an envelope or msgpack, which never begins with a brace."""
+    """Decode an ErrorReply; None for an envelope or msgpack, which never begin with a brace."""
     return _decode_error_reply(data) if data[:1] == b"{" else None

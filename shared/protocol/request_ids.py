@@ -1,4 +1,4 @@
-"""The id of a request, from the message that its client has published."""
+"""Id of a request, from the message that its client has published."""
 
 from msgspec import Struct
 
@@ -10,18 +10,18 @@ class _OnlyId(Struct, frozen=True):
     request_id: str | None = None
 
 
-# Decodes a part of a request, whose other fields are not looked at.
+# Decodes a single field of a request, and skips the other fields.
 _decode_id = or_none(json_or_msgpack(_OnlyId, checked=True))
 
 
 def request_id_of(header: str | None, data: bytes, subject: str) -> str | None:
-    """The id under which a request can be answered, even if the rest of it is of no use.
+    """Return the id of a request, even if its other fields are invalid; None without a valid id.
 
-    The ids of each tenant's clients are apart from those of all others.
+    The ids of different tenants' clients never collide.
     """
     if header is None:
-        found = _decode_id(data)
-        header = None if found is None else found.request_id
+        body = _decode_id(data)
+        header = None if body is None else body.request_id
     if header is None or not names.is_request_id(header):
         return None
     return names.scoped_id(header, subjects.tenant_of(subject))

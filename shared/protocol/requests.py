@@ -1,4 +1,4 @@
-"""Requests: the messages that clients publish, and the prompt that is made of one."""
+"""Requests: the messages that clients publish, and the prompt in them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,17 +17,17 @@ from shared.protocol.versions import needed_for, needed_version, since
 TENANT_HEADER = "Pagemill-Tenant"
 """Header with the tenant of a request, a name like a request id; without it there is no tenant.
 
-Nothing that is cached for one tenant is found for another. Publishers of requests are trusted to
-name the tenant: the component that has authenticated the client sets the header, and never copies
-it from the client's message. A body that names a tenant is refused like any unknown field.
+Tenants share no cache entries. Publishers of requests are trusted to name the tenant: the component
+that has authenticated the client sets the header, and never copies it from the client's message. A
+body that names a tenant is refused like any unknown field.
 """
 
 
 def tenant_of(header: str | None) -> str:
-    """Return the tenant that a request's TENANT_HEADER names; "" without the header.
+    """Return the tenant in a request's TENANT_HEADER; "" without the header.
 
-    Raises InvalidRequest for a header that is no name. If it counted as no tenant, a mistake in one
-    gateway would let its tenants share caches with all others.
+    Raises InvalidRequest for an invalid name. If such a request were accepted without a tenant, a
+    mistake in one gateway would make its tenants share caches with all others.
     """
     if header is None:
         return ""
@@ -46,10 +46,10 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
 
 
 class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
-    """The place of an image.
+    """URL of an image.
 
     `url` is a `data:` URL with base64, `media:` and the SHA-256 of an image that was stored before,
-    or http(s) where the operator allows it.
+    or http(s) if the operator allows it.
     """
 
     url: str
@@ -66,28 +66,28 @@ class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"
         return self.image_url.url
 
 
-# The file of a sequence of JPEG files is its data: URL, in which commas tell the files apart.
+# The file of a sequence of JPEG files is its data: URL, with commas between the files.
 SEQUENCE_HEAD = b"data:video/jpeg;base64,"
-# From a frame in a quarter of an hour to the rates of fast cameras.
+# From one frame in a quarter of an hour to the rates of fast cameras.
 MIN_FPS, MAX_FPS = 0.001, 240.0
 
 
 class VideoURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The place of a video, as that of an image, and the frames that the model is given of it.
+    """URL of a video, as for an image, and the selection of its frames.
 
     `data:video/jpeg;base64,` with the JPEG files of all frames, each in base64 with commas between
-    them, is a video too; all of its frames are taken, and its rate is `fps`, by default 1.
+    them, is a video too; all of its frames are used, and its rate is `fps`, by default 1.
     """
 
     url: str
     fps: Annotated[float, Meta(ge=MIN_FPS, le=MAX_FPS)] | None = None
-    """Frames per second that are taken; by default the model family's own number."""
+    """Frames per second to use; by default the rate of the model family."""
     num_frames: Annotated[int, Meta(ge=1)] | None = None
-    """Number of frames that are taken; not with `fps`."""
+    """Number of frames to use; not with `fps`."""
     max_frames: Annotated[int, Meta(ge=1)] | None = None
-    """Limit on the frames that are taken, below the model's own."""
+    """Limit on the number of frames, below the limit of the model."""
     use_audio: bool = False
-    """Whether the model hears the sound of the video, if that has any, together with its frames."""
+    """Whether the model also gets the sound of the video, if there is any."""
 
 
 class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"):
@@ -109,12 +109,12 @@ class VideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_url"
 
 
 class AudioURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The place of a sound, as that of an image."""
+    """URL of a sound, as for an image."""
 
     url: str
     overflow: Overflow = "refuse"
-    """What becomes of a sound that is longer than the model hears at once: it is refused, or `cut`
-    to its beginning."""
+    """Treatment of a sound that is longer than the model's limit: `refuse`, or `cut` to its
+    beginning."""
 
 
 class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"):
@@ -140,7 +140,7 @@ ContentPart = TextPart | MediaContent
 class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """JSON text, as the model wrote it."""
+    """JSON text written by the model."""
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,11 +165,11 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
-    """None only beside `tool_calls`."""
+    """Content; None is allowed only together with `tool_calls`."""
     tool_calls: list[ToolCall] = []
     """Tool calls made by the assistant."""
     tool_call_id: str | None = None
-    """The call whose result a tool's message holds."""
+    """Id of the call that a tool's message has the result of."""
     name: str | None = None
 
 
@@ -183,86 +183,86 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 
 
 class Feature(Struct, frozen=True, forbid_unknown_fields=True):
-    """A medium that another server has processed, and the range of its tokens in the prompt."""
+    """Medium that another server has processed, and the range of its tokens in the prompt."""
 
     modality: Annotated[Modality, since(3, VIDEO, AUDIO)]
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
-    """The client's own hash of the item; caches of the server do not trust it."""
+    """Hash of the item, chosen by the client. Caches use their own content hash instead."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     length: Annotated[int, Meta(gt=0, le=2**31 - 1)]
     data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
     """Name of the item's bytes, which are stored like a file; None for an item that the same
-    tenant has sent before under the same `mm_hash`."""
+    tenant has sent before with the same `mm_hash`."""
 
 
 class EmbeddingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the pooled final hidden state of the prompt becomes an embedding."""
+    """Parameters of an embedding, which is the pooled final hidden state of the prompt."""
 
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Number of leading values that are kept; by default all."""
+    """Number of leading values to return; by default all."""
     normalize: bool | None = None
-    """Scale the kept values to a Euclidean length of 1; by default as the model's folder says in
-    `modules.json`, and true without that file."""
+    """Scale the returned values to a Euclidean length of 1; by default as in `modules.json` of the
+    model's folder, and true without that file."""
 
 
 OnLate = Literal["fail", "text"]
 
 
 class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A request for an answer; its prompt is in `messages`, `prompt` or `prompt_token_ids`."""
+    """Request for an answer. The prompt is in `messages`, `prompt` or `prompt_token_ids`."""
 
     model: str
-    """The name as configured, not encoded as in the subject."""
+    """Configured name of the model, not encoded as in the subject."""
     messages: Messages | None = None
     sampling_params: SamplingParams | UnsetType = UNSET
-    """Parameters that are left out have the model's configured defaults."""
+    """Sampling parameters. Omitted parameters have the model's configured defaults."""
     request_id: str | None = None
-    """Id of the request, here or in the `Nats-Msg-Id` header; if in both, they must agree."""
+    """Id of the request, here or in the header `Nats-Msg-Id`. If it is in both, they must agree."""
     lane: Literal["interactive", "batch"] = "interactive"
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Most seconds from acceptance to the last record; the configuration has the default and the
-    maximum."""
+    """Maximum seconds from acceptance to the last record. The configuration has the default and the
+    limit."""
     adapter: str | None = None
     """Name of one of the model's configured LoRA adapters; None for the model without adapters."""
     prompt: str | None = None
-    """Text without a template, in which the tokenizer may find control tokens."""
+    """Text without a chat template. The tokenizer recognizes control tokens in it."""
     prompt_token_ids: TokenIds | None = None
-    """The prompt's tokens, among them those of media, which are in `features`."""
+    """Tokens of the prompt, including the tokens of the media in `features`."""
     features: Annotated[list[Feature], Meta(max_length=1024)] = []
     """Processed media of the prompt; only with `prompt_token_ids`."""
     tools: Tools = []
     """Functions that the model may call; only with `messages`, like `template_kwargs`."""
     template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template; `add_generation_prompt` and `continue_final_message` have the
-    meaning that transformers gives them."""
+    """Variables of the chat template. `add_generation_prompt` and `continue_final_message` have the
+    same meaning as in transformers."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds special tokens, such as a BOS. By default it adds them to a
     `prompt`, and to messages if the model's own processor does."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    """Salt of the caches: an entry made with one salt is not found with another, or without."""
+    """Salt of the caches. Requests share cache entries only with requests with the same salt."""
     prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
-    """Requests of a tenant with the same key are served by the same engine if they can, for a model
-    with slots: a name of what their prompts share, such as a conversation."""
+    """Name of the common beginning of several prompts, such as a conversation. For a model with
+    slots, requests of a tenant with the same key are served by the same engine if possible."""
     outputs: Annotated[list[str], Meta(max_length=8)] = []
     """Names of the requested outputs of the model; by default its text."""
     given_text: Annotated[str, Meta(min_length=1)] | None = None
-    """In the place of a prompt, the text itself: no stage writes it, and the other outputs are made
-    of it as it is. Only with outputs that are made of the text."""
+    """Text of the answer, instead of a prompt. No stage writes it, and the other outputs are made
+    from it. Only with outputs that are made from the text."""
     voice: str | None = None
     """Name of the voice that speaks the text; by default the model's first one."""
     on_late: OnLate = "fail"
-    """What becomes of a request with several outputs when the others are not complete by the
-    deadline, or one of them fails: `text` ends it with its text alone, if that is complete."""
+    """Treatment of a request with several outputs if an output other than the text fails or is not
+    complete by the deadline: `fail`, or `text` to end it with the text alone if it is complete."""
     image: ImageParams | None = None
-    """How images are painted of the `prompt`; only for a model that paints."""
+    """Parameters of images that are painted from `prompt`; only for a model that paints."""
     embedding: EmbeddingParams | None = None
     """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True):
-    """The checked prompt of a request: one of `messages`, `text` and `token_ids`.
+    """Validated prompt of a request: one of `messages`, `text` and `token_ids`.
 
-    The other fields are those of GenerateRequest; see `shared.protocol.prompts`.
+    The other fields are as in GenerateRequest; see `shared.protocol.prompts`.
     """
 
     messages: list[Message] = []
@@ -278,17 +278,17 @@ decode_request = json_or_msgpack(GenerateRequest)
 
 
 def count_media(request: GenerateRequest) -> int:
-    """Return the number of media in the messages and of processed items of a request."""
+    """Return the number of media in the messages and features of a request."""
     contents = (message.content for message in request.messages or [])
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return sum(not isinstance(part, TextPart) for part in parts) + len(request.features)
 
 
 def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> bytes:
-    """Return the request as JSON, with the sampling parameters `sampling` if they are given.
+    """Return the request as JSON, with `sampling` as its sampling parameters.
 
-    In a Struct, a given value cannot be told from a default that is equal to it, and only given
-    values take precedence over the model's configured defaults.
+    Only given values take precedence over the model's configured defaults, and a Struct does not
+    distinguish a given value from an equal default.
     """
     if sampling is None:
         return to_json(request)

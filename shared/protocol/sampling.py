@@ -28,7 +28,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A constraint on the answer's text: exactly one of these."""
+    """Constraint on the text of an answer: exactly one of these fields."""
 
     json_schema: dict[str, Any] | None = None
     json_object: bool = False
@@ -36,19 +36,19 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
     regex: Annotated[str, Meta(min_length=1, max_length=MAX_REGEX_LEN)] | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
     grammar: str | None = None
-    """A grammar in llguidance's variant of Lark."""
+    """Grammar in llguidance's variant of Lark."""
 
     def __post_init__(self) -> None:
-        given = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
-        if sum(form is not None for form in given) != 1:
+        forms = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(form is not None for form in forms) != 1:
             raise ValueError(
                 "Expected exactly one of json_schema, json_object, regex, choice and grammar"
             )
-        # A value and its comma take two bytes, so a longer schema has too many of them as well.
+        # A value and its comma take two bytes, so a schema with more values is too long as well.
         max_values = MAX_GRAMMAR_BYTES // 2
         if message := json_limit_error(self.json_schema, MAX_SCHEMA_DEPTH, max_values):
             raise ValueError(message)
-        num_bytes = len(json.encode(given))
+        num_bytes = len(json.encode(forms))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValueError(
                 f"Expected at most {MAX_GRAMMAR_BYTES} bytes of JSON, got {num_bytes} bytes"
@@ -56,7 +56,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Rules by which the tokens of an answer are chosen and returned.
+    """Parameters for the choice of an answer's tokens, and for the returned data.
 
     The fields are in the order in which vLLM writes them.
     """
@@ -72,7 +72,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """0 keeps all tokens."""
     min_p: Probability = 0.0
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Without a seed, the request id is used, so that a resumed request continues as it began."""
+    """By default derived from the request id, so that a resumed request continues as it began."""
     stop: StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
@@ -84,12 +84,11 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Return the log probability of each token of the answer, and of this many most probable
     tokens."""
     prompt_logprobs: NumLogprobs | None = None
-    """The same for the prompt. All of the prompt is then computed, even what the prefix cache
-    holds."""
+    """The same for the prompt. Then the whole prompt is computed, without the prefix cache."""
     detokenize: bool = True
     """False: all text is empty, and stop strings are not allowed."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text. The token ids always have them."""
+    """Omit special tokens from the text. The token ids always include them."""
     include_stop_str_in_output: bool = False
     """End the text with the stop string or stop token that ended it."""
     structured_outputs: StructuredOutputs | None = None
@@ -105,7 +104,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def seed_of(seed: int | None, request_id: str) -> int:
-    """The seed of a request: the one it gives, or one that all attempts make of its id."""
+    """Return the seed of a request, by default a hash of its id, the same in all attempts."""
     if seed is not None:
         return seed
     digest = hashlib.sha256(request_id.encode()).digest()

@@ -1,10 +1,10 @@
-"""Steps of a response: the log from which any process knows what was done, and what is next.
+"""Steps of a response: the log from which any process derives the state and the next action.
 
-The gateway writes Begun, and a cancellation as Ended. An agent writes all else, in this order:
+The gateway writes Begun, and a cancellation as Ended. An agent writes all other steps:
 
     Begun → Listed* → [ Asked → Answered → (Sending → Result)* ]* → Ended → Decided*
 
-A Begun that `asks` is the first Asked as well.
+A Begun with `asks` also counts as the first Asked.
 
 `index` counts the steps of one log from 0 without a gap. Times are Unix seconds of the broker's
 clock.
@@ -22,21 +22,21 @@ from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.requests import FunctionCall, Tool
 
 GIVEN_TURN = -1
-"""The number of the turn before the first one, whose calls come with the request: a person has
-approved them, or a model that writes no text paints."""
+"""Number of the turn before the first one, with the calls that come with the request: calls that a
+person has approved, or the image of a model that writes no text."""
 
 
 class ToolFilter(Struct, frozen=True, forbid_unknown_fields=True):
-    """Tools of a server: those for which all that is given holds."""
+    """Selects the tools of a server that match all of these fields."""
 
     tool_names: Annotated[list[ToolName], Meta(max_length=1024)] | None = None
-    """These tools alone."""
+    """Names of the tools."""
     read_only: bool | None = None
-    """The server's own hint: `annotations.readOnlyHint`."""
+    """Value of the server's hint `annotations.readOnlyHint`."""
 
 
 class ApprovalFilters(Struct, frozen=True, forbid_unknown_fields=True):
-    """Calls of a tool that matches neither filter need approval."""
+    """Filters of tools by need of approval. Tools that match neither filter need it."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
@@ -46,36 +46,36 @@ Approval = Literal["always", "never"] | ApprovalFilters
 
 
 class ServerUse(Struct, frozen=True, omit_defaults=True):
-    """An MCP server that a response may use."""
+    """MCP server that a response may use."""
 
     label: Label
     url: str | None = None
-    """None for a server of the configuration, which has the label as its name."""
+    """None for the configured server with this label."""
     allowed: ToolFilter | None = None
-    """None: all tools."""
+    """Tools that the request allows; None for all tools."""
     limit: ToolFilter | None = None
-    """What the configuration allows."""
+    """Tools that the configuration allows; None for all tools."""
     approval: Approval = "always"
     description: str | None = None
 
 
 class ToolRef(Struct, frozen=True, omit_defaults=True):
-    """A function, a tool of a server, or with a `label` alone all tools of a server."""
+    """Reference to a function, to a tool of a server, or with only a `label` to all its tools."""
 
     name: str | None = None
     label: str | None = None
 
 
 class Choice(Struct, frozen=True, omit_defaults=True):
-    """Which tools may or must be called. The others stay in the prompt."""
+    """Tools that may or must be called. The other tools stay in the prompt."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     tools: list[ToolRef] | None = None
-    """None: all tools."""
+    """The tools; None for all tools."""
 
 
 class ApprovedCall(Struct, frozen=True):
-    """A call that a person has approved, from the record of the response that asked for it."""
+    """Call that a person has approved, from the record of the response that requested it."""
 
     request_id: str
     """Id of the approval request."""
@@ -87,19 +87,19 @@ class ApprovedCall(Struct, frozen=True):
 
 
 class PaintTool(Struct, frozen=True, omit_defaults=True):
-    """The tool `image_generation`: how the images of a response are painted."""
+    """Parameters of the tool `image_generation`, which paints images of a response."""
 
     model: str
     output: str
-    """Name of the model's output of images."""
+    """Name of the model's image output."""
     size: str
     partial_images: int = 0
     prompt: str | None = None
-    """What is painted for a response of a model that writes no text, and so calls nothing."""
+    """Prompt of the image, for a model that writes no text and so calls no tools."""
 
 
 class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
-    """The request, as the gateway has understood it."""
+    """The request of a response, decoded and resolved by the gateway."""
 
     index: int
     created_s: int
@@ -118,7 +118,7 @@ class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     servers: list[ServerUse] = []
     choice: Choice = Choice()
     parser: str | None = None
-    """Format of the model's calls, if it has one of its own."""
+    """Format of the model's calls, if the model has a special one."""
     call_signs: list[int | None] | None = None
     shows_tools: bool = True
     """Whether the model's chat template takes tools."""
@@ -133,54 +133,54 @@ class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     lane: Literal["interactive", "batch"] = "interactive"
     logprobs: bool = False
     deadline_s: int | None = None
-    """When the response must have ended."""
+    """Time by which the response must have ended."""
     painter: PaintTool | None = None
     asks: bool = False
-    """The request of the first turn is published from now on, as if this was an Asked as well."""
+    """Whether the request of the first turn may be published from now on, as after an Asked."""
 
 
 class Listed(Struct, frozen=True, tag="listed", omit_defaults=True):
-    """The tools of a server, or why they are not known."""
+    """Tools of a server, or the reason why they are unknown."""
 
     index: int
     label: str
     tools: list[ListedTool] = []
     error: str | None = None
     retryable: bool = False
-    """Whether the server may answer a later response."""
+    """Whether the server may answer for a later response."""
     inherited: bool = False
-    """The listing is that of an earlier response, whose items have it."""
+    """Whether the tools were listed by an earlier response, and are in its items."""
 
 
 class Asked(Struct, frozen=True, tag="asked", omit_defaults=True):
-    """A turn whose request is published from now on; its id is `turn_id`."""
+    """A turn has begun: its request, with the id `turn_id`, may be published from now on."""
 
     index: int
     turn: int
     num_dropped: int = 0
-    """Items at the beginning of the conversation that the prompt leaves out."""
+    """Number of items at the beginning of the conversation that are not in the prompt."""
     withdrawn: bool = False
-    """The model may call nothing in this turn, because the limit on calls is reached."""
+    """Whether the model may call no tools in this turn, because the limit on calls is reached."""
 
 
 class Answered(Struct, frozen=True, tag="answered", omit_defaults=True):
-    """A turn that has ended well: what the model has written."""
+    """A turn has ended without an error: the text and the calls of the model."""
 
     index: int
     turn: int
     content: str
     calls: list[FunctionCall]
-    """Calls by their names in the prompt."""
+    """Calls, with the names of tools in the prompt."""
     usage: Usage
     finish_reason: Literal["stop", "length"] = "stop"
     num_before: int = 0
-    """Number of the calls that come before the content."""
+    """Number of calls before the content."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
 
 
 class Sending(Struct, frozen=True, tag="sending", omit_defaults=True):
-    """A call whose first byte may leave from now on, or an image whose request is published."""
+    """A call may be sent, or the request of an image published, from now on."""
 
     index: int
     turn: int
@@ -190,26 +190,26 @@ class Sending(Struct, frozen=True, tag="sending", omit_defaults=True):
     """Idempotency key, the same for all attempts."""
     arguments_digest: str
     by: str
-    """A random name of the one who sends. Two agents at one response would else write equal steps,
-    and the slower one would take the other's for its own."""
+    """Random name of the sender. Without it, two agents at one response would write equal steps,
+    and the slower one would mistake the other's step for its own."""
     may_repeat: bool = False
-    """Whether the call may be made again without knowing what became of it."""
+    """Whether the call may be made again although its outcome is unknown."""
 
 
 class Result(Struct, frozen=True, tag="result", omit_defaults=True):
-    """What became of a call."""
+    """Outcome of a call."""
 
     index: int
     turn: int
     call: int
     outcome: Literal["result", "failed", "unknown"]
     output: str | None = None
-    """For an image, the file in base64."""
+    """Output of the call; for an image, the file in base64."""
     error: dict[str, Any] | None = None
     ask: bool = False
-    """A person is asked whether the call is to be repeated."""
+    """Whether a person must decide on a repetition of the call."""
     fatal: bool = False
-    """The response ends as failed."""
+    """Whether the response ends as failed."""
 
 
 class Ended(Struct, frozen=True, tag="ended", omit_defaults=True):
@@ -217,21 +217,21 @@ class Ended(Struct, frozen=True, tag="ended", omit_defaults=True):
     status: Literal["completed", "incomplete", "failed", "cancelled"]
     ended_s: int
     reason: str | None = None
-    """Why the response is incomplete."""
+    """Reason why the response is incomplete."""
     error: ErrorInfo | None = None
 
 
 class Decided(Struct, frozen=True, tag="decided", omit_defaults=True):
-    """A decision on an approval request of this response.
+    """Decision on an approval request of this response.
 
-    The first one counts, unless the response that it was made for could not be begun.
+    The first decision counts, unless its response could not be begun.
     """
 
     index: int
     approval_id: str
     approve: bool
     by: str
-    """Id of the response whose input has the decision."""
+    """Id of the response with the decision in its input."""
 
 
 Step = Begun | Listed | Asked | Answered | Sending | Result | Ended | Decided
@@ -241,7 +241,7 @@ decode_step = or_none(msgspec.json.Decoder(Step).decode)
 
 
 class ResponseTask(Struct, frozen=True):
-    """A message of the queue of responses."""
+    """Message of the queue of responses."""
 
     response_id: str
     tenant: str
@@ -251,10 +251,10 @@ decode_response_task = msgspec.json.Decoder(ResponseTask).decode
 
 
 def turn_id(response_id: str, turn: int) -> str:
-    """Return the request id of a turn. Whoever goes on with a response publishes the same one."""
+    """Return the request id of a turn, which is the same for every agent at a response."""
     return f"{response_id}-t{turn}"
 
 
 def painting_id(response_id: str, turn: int, call: int) -> str:
-    """Return the request id of an image, which is the same for whoever goes on, too."""
+    """Return the request id of an image, which is the same for every agent at a response."""
     return f"{response_id}-i{turn - GIVEN_TURN}-{call}"

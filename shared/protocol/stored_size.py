@@ -1,8 +1,8 @@
-"""What a stored message says of its tenant and of its size. Pure.
+"""Tenant and size of stored messages, in their headers. Pure.
 
-Streams are shared by tenants, and the broker tells the size of a whole stream alone. So a message
-of a tenant names it in its headers, and a record of a log also tells how large the log is with it:
-the last message of each subject is enough to know what each tenant has stored.
+Tenants share streams, and the broker reports only the size of a whole stream. So the headers of a
+message contain its tenant, and the headers of a log's record also the size of the log up to it. The
+last message of each subject is then enough to measure the storage of each tenant.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from shared.protocol.requests import TENANT_HEADER, tenant_header
 from shared.protocol.subjects import tenant_of
 
 LOG_BYTES_HEADER = "Pagemill-Log-Bytes"
-"""Header of a record: bytes of the tenant's log to its end."""
+"""Header of a record: bytes of the tenant's log, up to the end of the record."""
 SIZE_HEADER = "Nats-Msg-Size"
-"""Header by which the broker tells the size of a message that it leaves out."""
+"""Header with the size of a message, if the broker delivers headers alone."""
 MESSAGE_BYTES = 200
-"""What the broker stores of a message beside its content: the subject, headers, a checksum."""
+"""Bytes that the broker stores for a message besides its content: subject, headers, checksum."""
 
 
 def log_headers(tenant: str, num_bytes: int) -> dict[str, str]:
@@ -24,19 +24,19 @@ def log_headers(tenant: str, num_bytes: int) -> dict[str, str]:
 
 
 def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those headers of a log's last message that the next one may repeat."""
+    """Return the headers of a log's last message that the next message may repeat."""
     return {name: headers[name] for name in (TENANT_HEADER, LOG_BYTES_HEADER) if name in headers}
 
 
 def stored_bytes(data: bytes) -> int:
-    """Return about how many bytes the broker stores for a message with this content."""
+    """Return the approximate number of bytes that the broker stores for a message."""
     return MESSAGE_BYTES + len(data)
 
 
 def tenant_and_bytes(subject: str, headers: Mapping[str, str]) -> tuple[str, int]:
-    """Return whose the messages of a subject are, and their bytes, by the headers of the last one.
+    """Return tenant and bytes of a subject's messages, from the headers of the last one.
 
-    The tenant is "" where none is named.
+    The tenant is "" if the headers do not name one.
     """
     own = MESSAGE_BYTES + _number(headers.get(SIZE_HEADER))
     tenant = tenant_of(subject) or headers.get(TENANT_HEADER, "")

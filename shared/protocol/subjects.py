@@ -1,6 +1,6 @@
-"""All names of subjects, streams, buckets and consumers; no other module contains one.
+"""Names of all subjects, streams, buckets and consumers; no other module contains one.
 
-`shared.protocol.names` says what may be a part of one.
+`shared.protocol.names` defines valid parts of these names.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ RESPONSES_STREAM = "RESPONSES"
 STEPS_STREAM = "STEPS"
 AUDIT_STREAM = "AUDIT"
 KV_STREAM = "KV"
-# A key-value bucket, `pm_workers`, which clients can read with functions of their library.
+# The key-value bucket `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
 SCALE_STREAM = "KV_pm_scale"
 
@@ -39,8 +39,8 @@ DEAD_FILTER = "pm.dead.>"
 AUDIT_FILTER = "pm.audit.*"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.>"
-# Requests and cancellations of publishers who may name any tenant. Those of a tenant's clients have
-# the tenant in their subject, where the broker has put it.
+# Requests and cancellations of publishers that may name any tenant. For a tenant's clients, the
+# broker adds the tenant to the subject.
 TRUSTED_REQUESTS_FILTER = "pm.request.*"
 TRUSTED_CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
@@ -51,14 +51,14 @@ ITEMS_FILTER = "pm.item.*"
 KV_FILTER = "pm.kv.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
-# A worker that is not ready has another key, which readers of heartbeats do not see.
+# A worker that is not ready has another key, which the filter of heartbeats does not match.
 START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
 WORKERS_FILTER = "$KV.pm_workers.>"
-# Beside the heartbeats, whose readers skip it: which tenants are to store nothing more for now.
+# Tenants over their share of storage. The message is next to the heartbeats, whose readers skip it.
 EXCEEDED_SHARES = "$KV.pm_workers.exceeded"
 SCALE_FILTER = "$KV.pm_scale.*"
-# The plan of the leading autoscaler, which is its lease as well, and the orders of operators. The
-# reports of actuators are `scale_report`.
+# The plan of the leading autoscaler, which is also its lease, and the orders of operators. Reports
+# of actuators are on `scale_report`.
 SCALE_PLAN = "$KV.pm_scale.plan"
 SCALE_ORDERS = "$KV.pm_scale.orders"
 RESPONSES_FILTER = "pm.response.*"
@@ -69,9 +69,9 @@ TOKENS_FILTER = "pm.tokens.>"
 
 # Every worker answers requests on this subject with its metrics; core NATS.
 METRICS = "pm.metrics"
-# One worker answers a request on this subject with the settings that all have in common.
+# One worker answers a request on this subject with the settings that must be common to all.
 SETTINGS = "pm.settings"
-# No message has this subject. A purge of it changes nothing, and fails where a stream cannot store.
+# No message has this subject. A purge of it changes nothing, and fails if a stream cannot store.
 PROBE = "pm.probe"
 # Number of batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
@@ -84,7 +84,7 @@ _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:
 
 
 def tenant_of(subject: str) -> str:
-    """The tenant in a subject of its clients; "" if it names none."""
+    """Return the tenant in a subject of a tenant's client; "" if there is none."""
     third = subject.split(".")[2:3]
     return third[0][1:] if third and third[0].startswith(TENANT_MARK) else ""
 
@@ -94,7 +94,7 @@ def request(model: str, tenant: str = "") -> str:
 
 
 def scale_report(pool: str) -> str:
-    """Subject of the actuator's report on a pool, one token as `SCALE_FILTER` has."""
+    """Subject of the actuator's report on a pool, with one token, as `SCALE_FILTER` needs."""
     return f"$KV.pm_scale.report-{encode_model(pool)}"
 
 
@@ -120,14 +120,14 @@ def _queue(lane: str, slot: int | None) -> str:
 
 
 def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
-    """Message id of a task; `sequence` is that of the request in its queue."""
+    """Message id of a task. `sequence` is the request's sequence in its queue."""
     return f"{request_id}:{sequence}:{stage}:{round}"
 
 
 def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
-    """Sequence in its queue of the request of a task; None for an id of another kind."""
-    found = _STAGE_MSG_ID.fullmatch(stage_msg_id)
-    return int(found["sequence"]) if found and found["request_id"] == request_id else None
+    """Return the sequence of a task's request in its queue; None if the id is not a task's."""
+    match = _STAGE_MSG_ID.fullmatch(stage_msg_id)
+    return int(match["sequence"]) if match and match["request_id"] == request_id else None
 
 
 def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:
@@ -148,27 +148,27 @@ def stages_of(request_id: str) -> str:
 
 
 def parts_of_stage(subject: str) -> tuple[str, str, str]:
-    """Stage, model and lane of a stage's subject or filter."""
+    """Return stage, model and lane of a stage's subject or filter."""
     _, _, name, model, queue, _ = subject.split(".")
     return name, decode_model(model), queue.partition("-")[0]
 
 
 def slot_of_stage(subject: str) -> int | None:
-    """Slot of a stage's subject or filter; None for a queue without slots."""
+    """Return the slot of a stage's subject or filter; None for a queue without slots."""
     _, _, slot = subject.split(".")[4].partition("-")
     return int(slot) if slot.isdecimal() else None
 
 
 def model_of_stage(subject: str) -> str:
-    """Model of a stage's subject; empty for a request's subject, whose name a client chooses."""
+    """Return the model of a stage's subject; empty for the subject of a request."""
     return parts_of_stage(subject)[1] if is_stage(subject) else ""
 
 
 def stage_consumer(name: str, model: str, lane: str, slot: int | None = None) -> str:
     """Durable consumer that all workers of a stage share, on exactly one `stage_filter`.
 
-    The stage ends at the first underscore, and the lane begins at the last one. So an underscore in
-    the name of a stage is encoded like other characters in the name of a model.
+    The stage ends at the first underscore, and the lane begins after the last one. So an underscore
+    in the name of a stage is encoded, like special characters in the name of a model.
     """
     return f"{name.replace('_', '=5F')}_{encode_model(model)}_{_queue(lane, slot)}"
 
@@ -195,16 +195,16 @@ RESPONSES_CONSUMER = "agent"
 
 
 def append(request_id: str, output: str = TEXT) -> str:
-    """Subject for writers of an output's records; the server stores them under `tokens`."""
+    """Subject for writers of an output's records. The server stores them under `tokens`."""
     return _log_subject("pm.append", request_id, output)
 
 
 def tokens(request_id: str, output: str = TEXT) -> str:
     """Subject for readers of an output's log: live on core NATS, and from any index in TOKENS.
 
-    The log of the text is the request's own, and its name is the request id alone. Only records
-    that the stream has accepted are republished here, so live readers never see a record of a
-    writer that was fenced off.
+    The log of the text is the request's own log, and has the request id alone as its name. Only
+    records that the stream has accepted are republished here, so live readers never see a record of
+    a writer that was fenced off.
     """
     return _log_subject("pm.tokens", request_id, output)
 
@@ -226,15 +226,15 @@ def response(model: str) -> str:
 
 
 def step(tenant: str, response_id: str) -> str:
-    """Subject for writers of a response's steps; the server stores them under `steps`."""
+    """Subject for writers of a response's steps. The server stores them under `steps`."""
     return f"pm.step.{_tenant_token(tenant)}.{response_id}"
 
 
 def steps(tenant: str | None, response_id: str) -> str:
     """Subject of the steps of a response: live on core NATS, and from any index in STEPS.
 
-    The tenant is part of it, so nobody finds a response of another tenant by its id. Without a
-    tenant, as operators ask, it is a filter.
+    The tenant is part of it, so the id of another tenant's response leads to no steps. Without a
+    tenant, for operators, it is a filter.
     """
     return f"pm.steps.{'*' if tenant is None else _tenant_token(tenant)}.{response_id}"
 
@@ -253,24 +253,24 @@ def last_token(subject: str) -> str:
 
 
 def id_in(subject: str) -> str:
-    """The request id of a subject that ends in its name."""
+    """Return the request id of a subject that ends with a request's name."""
     return scoped_id(last_token(subject), tenant_of(subject))
 
 
 def id_of_log(subject: str) -> str:
-    """The request id of any of its logs, see `tokens`."""
+    """Return the request id of the subject of any log, see `tokens`."""
     tenant = tenant_of(subject)
     return scoped_id(subject.split(".")[3 if tenant else 2], tenant)
 
 
 def cancel(request_id: str) -> str:
-    """Subject of a request to cancel, which is stored until a coordinator has carried it out."""
+    """Subject of a cancellation, which is stored until a coordinator has carried it out."""
     name, tenant = split_id(request_id)
     return _of_tenant("pm.cancel", tenant, name)
 
 
 def ended(request_id: str) -> str:
-    """Subject on core NATS of the message that another worker has ended a claimed request."""
+    """Subject on core NATS of the message that a request has ended, for its other workers."""
     return f"pm.ended.{request_id}"
 
 
@@ -280,7 +280,7 @@ def attempts(request_id: str) -> str:
 
 
 def item_task(key: str) -> str:
-    """Name of an item task in place of a request id; `key` identifies its content."""
+    """Name of an item task, in place of a request id. `key` identifies its content."""
     return f"{RESERVED_PREFIX}{key}"
 
 
@@ -290,7 +290,7 @@ def result(key: str) -> str:
 
 
 def media(name: str) -> str:
-    """Subject of the head of a stored image; `name` is the SHA-256 of its bytes in hexadecimal."""
+    """Subject of the head of a stored file. `name` is the SHA-256 of its bytes in hexadecimal."""
     return f"pm.media.{name}"
 
 
@@ -303,22 +303,22 @@ def media_chunks(name: str) -> str:
 
 
 def pin(request_id: str, sequence: int) -> str:
-    """Subject of the hashes found behind a request's URLs; each acceptance of an id has its own."""
+    """Subject of the hashes of files from a request's URLs, separate for each acceptance."""
     return f"pm.pin.{request_id}.{sequence}"
 
 
 def item(key: str) -> str:
-    """Subject of the name of an item's bytes, for an item that a client knows by its own hash."""
+    """Subject of the name of an item's bytes, by the client's own hash of the item."""
     return f"pm.item.{key}"
 
 
 def blob(worker: str) -> str:
-    """Subject on which a worker sends large payloads in chunks, to readers without another path."""
+    """Subject on which a worker sends large payloads in chunks, to readers without a connection."""
     return f"pm.blob.{worker}"
 
 
 def kv(engine: str) -> str:
-    """Subject of the KV events of an engine, its cached blocks; `engine` is its worker id."""
+    """Subject of an engine's KV events, about its cached blocks. `engine` is its worker id."""
     return f"pm.kv.{engine}"
 
 
@@ -331,7 +331,7 @@ def start_report(worker: str) -> str:
 
 
 def job(request_id: str) -> str:
-    """Subject of the record that gateways keep of a request, beside its log."""
+    """Subject of the gateways' record of a request, which is separate from its log."""
     return f"pm.job.{request_id}"
 
 
@@ -344,5 +344,5 @@ def dead_of(request_id: str) -> str:
 
 
 def audit(identity: str) -> str:
-    """Subject of what an identity of `shared.protocol.permissions` has done."""
+    """Subject of the actions of an identity of `shared.protocol.permissions`."""
     return f"pm.audit.{identity}"

@@ -1,4 +1,4 @@
-"""Tasks: the messages between stages. Each has the same header, and a body that its stage reads."""
+"""Tasks: the messages between stages. All have the same header, and a body for their stage."""
 
 from typing import Annotated, Generic, TypeVar
 
@@ -14,72 +14,72 @@ from shared.protocol.versions import since
 
 
 class RequestTicket(Struct, frozen=True, array_like=True):
-    """What accompanies a request from its acceptance to its end.
+    """Data of a request that all of its tasks contain, from its acceptance to its end.
 
-    The request itself stays in its queue until then. The worker that ends it acknowledges it there,
-    by `receipt`. Times are Unix milliseconds of the broker's clock.
+    The request itself stays in its queue until then. The worker that ends it acknowledges it there
+    with `receipt`. Times are Unix milliseconds of the broker's clock.
     """
 
     accepted_ms: float
     deadline_ms: float
     sequence: int
-    """In stream REQUESTS."""
+    """Sequence of the request in the stream REQUESTS."""
     receipt: str
     tenant: str = ""
-    """Part of the key of every cache on the way; see TENANT_HEADER."""
+    """Part of the keys of all caches; see TENANT_HEADER."""
     cache_salt: str = ""
     """Another part of these keys, chosen by the client."""
     prompt_cache_key: str = ""
-    """Decides on the slot of the request's tasks, if the client has given it."""
+    """Key from the client that determines the slot of the request's tasks; may be empty."""
 
     @property
     def cache_scope(self) -> str:
-        """Tenant and salt in one: nothing cached in one scope is found in another."""
+        """Tenant and salt in one value. Scopes share no cache entries."""
         return content_hash(self.tenant, self.cache_salt) if self.cache_salt else self.tenant
 
 
 class TaskHeader(Struct, frozen=True, omit_defaults=True):
-    """What every stage's task says of its request, or of the item that it is about."""
+    """Header of every task: data of its request, or of its item."""
 
     request_id: str
-    """The request's id; for an item task its name, see `shared.protocol.subjects.item_task`."""
+    """Id of the request; for an item task its name, see `shared.protocol.subjects.item_task`."""
     model: str
     lane: str
     ticket: RequestTicket | None = None
-    """None for an item task: several requests may wait for its result."""
+    """None for an item task, because several requests may wait for its result."""
     sampling: SamplingParams = SamplingParams()
-    """All defaults resolved."""
+    """Sampling parameters, with all defaults resolved."""
     path: list[StageSpan] = []
-    """The stages behind this one."""
+    """Previous stages of the request."""
     round: int = 0
-    """How often payloads of the request have been lost and rendered again."""
+    """Number of times that payloads of the request were lost and rendered again."""
     adapter: str | None = None
     outputs: list[str] = []
-    """The outputs that the request has, which decide the stages that run; empty for text alone."""
+    """Outputs of the request, which determine the stages that run; empty for text alone."""
     embedding: Annotated[EmbeddingParams | None, since(2)] = None
-    """The request is answered by an embedding of its prompt, without tokens."""
+    """Set if the answer is an embedding of the prompt, without tokens."""
     text_given: bool = False
-    """The request gives its text itself: it starts at the stages that follow a text."""
+    """Whether the request gives its text itself, and so starts at the stages that follow a text."""
     voice: str | None = None
-    """The voice that speaks the text; None where no stage of the request speaks."""
+    """Voice that speaks the text; None if no stage of the request speaks."""
     on_late: OnLate = "fail"
     """As in the request."""
     image: PaintParams | None = None
-    """How images are painted; None where no stage of the request paints."""
+    """Parameters of images; None if no stage of the request paints."""
     expires_ms: float = 0.0
-    """When nobody waits for the result of an item task any more; by the broker's clock."""
+    """Time after which no request waits for the result of an item task, by the broker's clock."""
     version: int = 1
-    """The version that a worker needs to read the task, see `shared.protocol.versions`."""
+    """Version that a worker needs to read the task, see `shared.protocol.versions`."""
     writer_version: Annotated[int, since(1)] = 1
-    """The version of the worker that has written the task. A newer worker reads what an older one
-    cannot decode."""
+    """Version of the worker that has written the task. If a worker with an older version cannot
+    decode the task, it is left to a newer one."""
 
 
 class TaskBody(Struct, frozen=True):
-    """Base of all task bodies: the part of a task that one role reads."""
+    """Base of all task bodies. A body is the part of a task for one role."""
 
     def blobs(self) -> list[BlobRef]:
-        """Large payloads that came with the task, released when it is acknowledged."""
+        """Return the large payloads of the task, which are released when it is acknowledged."""
         return []
 
 
@@ -87,14 +87,14 @@ Body = TypeVar("Body")
 
 
 class Task(Struct, Generic[Body], frozen=True):
-    """The message of every stage, as the head of an envelope whose buffers are its tensors."""
+    """Message of a stage: the head of an envelope, with the tensors as the envelope's buffers."""
 
     header: TaskHeader
     body: Body
 
 
 class RenderBody(TaskBody, frozen=True):
-    """For renderers: the prompt as the client wrote it."""
+    """Task body for renderers: the prompt of the client."""
 
     prompt: Prompt
 
@@ -104,7 +104,7 @@ class KVBlob(Struct, frozen=True, array_like=True):
 
     ref: BlobRef
     name: str
-    """Hash of the layout and of the blocks' hashes: blocks of another layout are not found."""
+    """Hash of the layout and of the blocks' hashes, so that blocks of another layout differ."""
     first: int
     """Index of the first block in the prompt."""
     num_blocks: int
@@ -113,14 +113,14 @@ class KVBlob(Struct, frozen=True, array_like=True):
 
 
 class EngineBody(TaskBody, frozen=True, omit_defaults=True):
-    """For engines and prefill workers: expanded token ids, and items whose tensors are in the
-    envelope or in blobs."""
+    """Task body for engines and prefill workers: expanded token ids, and items with their tensors
+    in the envelope or in blobs."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
     kv: list[KVBlob] = []
-    """Computed blocks of the prompt, in their order. They are a cache: an engine that cannot read
-    them computes the prompt."""
+    """Computed blocks of the prompt, in order. They are a cache: an engine that cannot read them
+    computes the prompt."""
 
     def blobs(self) -> list[BlobRef]:
         of_items = [item.blob for item in self.items if item.blob is not None]
@@ -128,40 +128,40 @@ class EngineBody(TaskBody, frozen=True, omit_defaults=True):
 
 
 class EncodeBody(TaskBody, frozen=True):
-    """For encoders: one item. All requests that show it at the same time share one task."""
+    """Task body for encoders: one item. Simultaneous requests with the item share one task."""
 
     key: str
-    """Names the embeddings, see `shared.vision.embedding_store`."""
+    """Name of the embeddings, see `shared.vision.embedding_store`."""
     item: MultiModalKwargsItem
-    """Its placeholder counts the embeddings; their position in a prompt does not matter here."""
+    """The item. Its placeholder counts the embeddings; its position in a prompt has no meaning."""
 
     def blobs(self) -> list[BlobRef]:
         return [] if self.item.blob is None else [self.item.blob]
 
 
 class FollowBody(TaskBody, frozen=True):
-    """For a stage that follows outputs of other stages: what each carries → the output's name."""
+    """Task body for a stage that follows other stages: names of outputs by the carried kind."""
 
     inputs: dict[str, str]
 
 
 class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
-    """For a stage that speaks a text."""
+    """Task body for a stage that speaks a text."""
 
     text: str | None = None
-    """None for the request's own text, which another stage writes."""
+    """Given text of the request; None for a text that another stage writes."""
     prompt_token_ids: list[int] = []
-    """For a talker that needs it, the prompt that the request's own text answers."""
+    """Prompt of the text, for a talker that needs it."""
 
 
 class PaintBody(TaskBody, frozen=True):
-    """For a stage that paints images of a text."""
+    """Task body for a stage that paints images from a text."""
 
     text: str
 
 
 class ItemResult(Versioned, frozen=True):
-    """The result of an item task: a worker's blob, small bytes, or neither if it is elsewhere."""
+    """Result of an item task: a blob, small bytes, or neither if it is stored elsewhere."""
 
     blob: BlobRef | None = None
     data: bytes | None = None

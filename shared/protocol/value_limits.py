@@ -1,8 +1,8 @@
 """Limits on the number and depth of values in a client's bytes, before they are decoded. Pure.
 
-A decoder makes objects on an event loop: 8 MB of nested empty lists were seen to hold one for 7 s.
-These walks make none, and end as soon as a limit is exceeded. Bytes that are malformed pass, up to
-where they are: the decoder tells what is wrong with them.
+A decoder creates objects and blocks the event loop, for example for 7 s with 8 MB of nested empty
+lists. These walks create no objects, and end as soon as a limit is exceeded. They end at malformed
+bytes without an error, because the decoder then raises a better one.
 """
 
 import re
@@ -11,21 +11,20 @@ import msgspec
 
 from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
 
-# The tasks that a request becomes are counted in the same way, up to a higher limit,
-# `shared.codec.envelope.MAX_NODES`.
+# Tasks are counted in the same way, up to the higher limit `shared.codec.envelope.MAX_NODES`.
 MAX_VALUES = 50_000
 """Limit on strings, arrays and objects, and on other values outside of runs of RUN_LEN in an
 array."""
 MAX_NUMBERS = 2**20
 """Limit on other values within runs, which take little time: the token ids of a prompt."""
 MAX_EXPONENTS = 10_000
-"""Limit on the numbers of a JSON text whose exponents have three digits. A decoder takes 10 µs for
-such a number: 6 MB of 1e308 were seen to hold an event loop for 10 s."""
+"""Limit on the numbers of a JSON text with exponents of three digits. A decoder takes 10 µs for
+such a number, so 6 MB of 1e308 would block an event loop for 10 s."""
 MAX_BARE_BYTES = 2**24
 """Limit on the bytes of a JSON text outside of strings. Numbers of hundreds of digits are slow."""
 MAX_ESCAPES = 2**22
-"""Limit on escapes in the strings of a JSON text. A message of the bus has no room for more."""
-# More than any field may have by itself, so that the errors of fields are more exact.
+"""Limit on escapes in the strings of a JSON text. More do not fit into a message of the bus."""
+# Higher than the limit of any field, because errors of fields are more exact.
 MAX_DEPTH = 64
 
 LARGE_BYTES = 2**12
@@ -39,7 +38,7 @@ _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
 _LONG_EXPONENTS = (b"e000", b"e+000", b"e-000")
 _SEPARATORS_AS_SPACES = bytes.maketrans(b",:", b"  ")
 _NO_SCALARS = frozenset((b"", b",", b", ", b":", b": "))
-"""Usual text between two strings or brackets, without another value."""
+"""Usual text between two strings or brackets that contains no value."""
 
 
 def check_msgpack(data: bytes) -> None:
@@ -54,10 +53,10 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
     if num_backslashes > 2 * MAX_ESCAPES:
         raise _error(f"Expected at most {MAX_ESCAPES} escapes", b"")
     num_tokens = num_brackets + num_quotes // 2
-    # Each of the other values is behind a bracket or a comma, and RUN_LEN of them count at most
-    # between two tokens, which include the closing brackets.
+    # Each of the other values follows a bracket or a comma. Between two tokens, which include the
+    # closing brackets, at most RUN_LEN of them count.
     num_others = min(num_brackets + num_commas, RUN_LEN * (num_brackets + num_tokens))
-    # Nearly all requests end here, although these numbers include what is within strings.
+    # Nearly all requests pass here, although these numbers include the content of strings.
     if (
         num_brackets > MAX_DEPTH
         or num_tokens + num_others > max_values
@@ -68,25 +67,25 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
         walk_json(data, max_values)
 
 
-def count_bytes(data: bytes, wanted: bytes) -> list[int]:
-    """Return how often each wanted byte occurs.
+def count_bytes(data: bytes, values: bytes) -> list[int]:
+    """Return the number of occurrences of each of `values`.
 
-    A gateway's event loop counts large bodies, for which NumPy takes a fifth of the time.
+    NumPy takes a fifth of the time for large bodies, which block a gateway's event loop.
     """
     if len(data) < LARGE_BYTES:
-        return [data.count(byte) for byte in wanted]
-    # Workers set the number of its threads before they import it.
+        return [data.count(byte) for byte in values]
+    # Imported late, because workers first set the number of its threads.
     import numpy as np
 
     array = np.frombuffer(data, np.uint8)
-    return [int(np.count_nonzero(array == byte)) for byte in wanted]
+    return [int(np.count_nonzero(array == byte)) for byte in values]
 
 
 def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
-    """Return whether the bytes are one whole value of msgpack.
+    """Return whether the bytes are exactly one value of msgpack.
 
-    Raises ValidationError, which names the field of the outermost map, if a limit is exceeded
-    before the end or the first malformed byte.
+    Raises ValidationError, with the field of the outermost map, if a limit is exceeded before the
+    end or the first malformed byte.
     """
     offset = num_values = num_numbers = 0
     key = (0, 0)
@@ -105,10 +104,10 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
             if num_numbers > MAX_NUMBERS:
                 raise _too_many(MAX_NUMBERS, _packed_key(data, key))
             continue
-        start, found = offset, step(data, offset)
-        if found is None:
+        start, value = offset, step(data, offset)
+        if value is None:
             return False
-        offset, children, form = found
+        offset, children, form = value
         if len(pending) == 2 and left % 2 == 0:
             key = (start, offset)
         pending[-1] = left - 1
@@ -126,7 +125,7 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
 def walk_json(data: bytes, max_values: int = MAX_VALUES) -> bool:
     """Return whether all strings and brackets of the JSON text are closed.
 
-    Raises ValidationError, which names the field of the outermost object, as `walk_msgpack` does.
+    Raises ValidationError, with the field of the outermost object, like `walk_msgpack`.
     """
     offset = depth = 0
     key = last_string = b""
@@ -152,14 +151,14 @@ def walk_json(data: bytes, max_values: int = MAX_VALUES) -> bool:
 
 
 class _JsonCounts:
-    """Counts of what has been seen of a JSON text."""
+    """Counts of the values in the read part of a JSON text."""
 
     def __init__(self, max_values: int) -> None:
         self._max_values = max_values
         self._num_values = self._num_commas = self._num_exponents = self._num_bare = 0
 
     def add(self, data: bytes, start: int, end: int, key: bytes, *, is_value: bool) -> None:
-        """Count what is between two strings or brackets, and whether the second is a value.
+        """Count the text between two strings or brackets, and the second one if it is a value.
 
         Raises ValidationError with the field `key`.
         """
@@ -196,7 +195,7 @@ def _num_scalars(gap: bytes, num_commas: int) -> int:
 
 
 def _packed_key(data: bytes, key: tuple[int, int]) -> bytes:
-    """Return the string at this place; empty for a key that is none."""
+    """Return the string at this place; empty if the key is not a string."""
     start, stop = key
     form = FORMATS[data[start]]
     is_string = 0xA0 <= data[start] <= 0xBF or data[start] in (0xD9, 0xDA, 0xDB)

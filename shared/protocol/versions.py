@@ -1,9 +1,9 @@
-"""Versions of messages between workers: which one a message needs of its reader. Pure.
+"""Versions of messages between workers, and the version that a message needs of its reader. Pure.
 
-There is one number for all messages. It is raised with the first field, value or content part since
-a release that an older worker must not ignore; these are marked with `since`, or have the attribute
-`since_version`. A message needs the version of the newest of them that it has, so an older worker
-still reads every message without them. Fields that an older worker may ignore are `since(1)`.
+All messages share one version number. It is raised once in a release, with the first field, value
+or content part that an older worker must not ignore. These are marked with `since`, or have the
+attribute `since_version`. A message needs the version of its newest marked part, so older workers
+still read all messages without such parts. Fields that an older worker may ignore are `since(1)`.
 """
 
 import functools
@@ -17,9 +17,9 @@ from shared.errors import InvalidRequest, UnsupportedVersion
 
 OLDEST_VERSION = 1
 WIRE_VERSION = 3
-"""The newest version that this code reads, and the one that it writes."""
+"""Newest version that this code reads, and the version that it writes."""
 VERSION_HEADER = "Pagemill-Version"
-"""Header of a request, or of a call, that needs more than the oldest version of its reader."""
+"""Header of requests and calls that need a newer reader than the oldest version."""
 
 
 def readable() -> tuple[int, int]:
@@ -28,20 +28,23 @@ def readable() -> tuple[int, int]:
 
 
 def range_words(reads: tuple[int, int] | None) -> str:
-    """Return the words for what a worker reads; it is None where that is not known."""
+    """Return the range of versions that a worker reads as text, `?` if it is unknown."""
     return "?" if reads is None else f"{reads[0]}-{reads[1]}"
 
 
 def since(version: int, *values: Any) -> Meta:
-    """Mark a field that needs `version` of a reader when it is set, or has one of `values`."""
+    """Mark a field that needs a reader of `version` when it is set, or has one of `values`."""
     return Meta(extra={"since": version, "values": values})
 
 
-def check_version(version: int, what: str) -> None:
-    """Raises UnsupportedVersion for a message that needs a newer reader than this code."""
+def check_version(version: int, message: str) -> None:
+    """Raise UnsupportedVersion for a version that this code does not read.
+
+    `message` is the name of the message in the error.
+    """
     if version > WIRE_VERSION:
         raise UnsupportedVersion(
-            f"{what} has version {version}, and this worker reads versions {OLDEST_VERSION} to"
+            f"{message} has version {version}, and this worker reads versions {OLDEST_VERSION} to"
             f" {WIRE_VERSION}"
         )
 
@@ -54,7 +57,7 @@ def version_header(version: int) -> dict[str, str]:
 def version_of(headers: Mapping[str, str] | None) -> int:
     """Return the version that a message with these headers needs.
 
-    Raises InvalidRequest for a header that is no number.
+    Raises InvalidRequest for a header that is not a number.
     """
     value = (headers or {}).get(VERSION_HEADER)
     if value is None:
@@ -72,13 +75,13 @@ class _Field(NamedTuple):
     default: Any
     version: int
     values: tuple[Any, ...]
-    """The values that need the version; empty for any but the default."""
+    """Values that need the version; empty for all values but the default."""
     is_walked: bool
-    """Whether it may hold Structs."""
+    """Whether the field may contain Structs."""
 
 
 def needed_version(message: Any) -> int:
-    """Return the version that a reader of `message` needs, a Struct or a container of Structs."""
+    """Return the version that a reader of a Struct, or of a container of Structs, needs."""
     if isinstance(message, Struct):
         needed: int = getattr(type(message), "since_version", OLDEST_VERSION)
         for field in _marked_fields(type(message)):
@@ -93,10 +96,10 @@ def needed_version(message: Any) -> int:
     return max(map(needed_version, message), default=OLDEST_VERSION)
 
 
-def needed_for(kind: type[Struct], given: Mapping[str, Any]) -> int:
-    """Return the version that a reader needs for these fields of a `kind`."""
+def needed_for(kind: type[Struct], values: Mapping[str, Any]) -> int:
+    """Return the version that a reader needs for these field values of a `kind`."""
     return max(
-        (_version_of_value(f, given[f.name]) for f in _marked_fields(kind) if f.name in given),
+        (_version_of_value(f, values[f.name]) for f in _marked_fields(kind) if f.name in values),
         default=OLDEST_VERSION,
     )
 
@@ -108,8 +111,8 @@ def _version_of_value(field: _Field, value: Any) -> int:
 
 @functools.cache
 def _marked_fields(kind: type[Struct]) -> tuple[_Field, ...]:
-    """Return the fields of a Struct by which its version is found."""
-    found = []
+    """Return the fields of a Struct that its version depends on."""
+    fields = []
     for field in msgspec.structs.fields(kind):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
@@ -117,8 +120,8 @@ def _marked_fields(kind: type[Struct]) -> tuple[_Field, ...]:
         version, values = mark_of(field.type) or (OLDEST_VERSION, ())
         is_walked = _holds_structs(field.type)
         if version > OLDEST_VERSION or is_walked:
-            found.append(_Field(field.name, default, version, values, is_walked))
-    return tuple(found)
+            fields.append(_Field(field.name, default, version, values, is_walked))
+    return tuple(fields)
 
 
 def mark_of(hint: Any) -> tuple[int, tuple[Any, ...]] | None:

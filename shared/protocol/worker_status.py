@@ -1,4 +1,4 @@
-"""What a worker's metrics listener answers to `/health` and `/ready`."""
+"""Answer of a worker's metrics listener to `/health` and `/ready`."""
 
 import msgspec
 
@@ -6,14 +6,14 @@ from shared.protocol.encoding import or_none
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """The body of an answer, whose HTTP status is 200 or 503."""
+    """Body of an answer with the HTTP status 200 or 503."""
 
     role: str
     worker: str
     status: str
     version: str = ""
     reads: tuple[int, int] | None = None
-    """The oldest and the newest version of messages that it reads."""
+    """Oldest and newest version of messages that the worker reads."""
 
     @property
     def is_ok(self) -> bool:

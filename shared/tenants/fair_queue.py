@@ -19,10 +19,10 @@ class FairQueue(Generic[T]):
         """Number of held waiters by tenant, without zeros."""
 
     def add(self, tenant: str, waiter: T, max_held: int) -> T | None:
-        """Add a waiter and return the one to reject, so that at most `max_held` are held.
+        """Add a waiter, and return the waiter to reject if more than `max_held` would be held.
 
-        That is the newest waiting one of the tenant with the most, or `waiter` itself, which is
-        then not added, if its own tenant has as many. None if there is room.
+        It is the newest waiter of the tenant that has the most. If the tenant of `waiter` has as
+        many, `waiter` itself is returned, and is not added.
         """
         rejected = None
         if sum(self._num_held.values()) >= max_held:

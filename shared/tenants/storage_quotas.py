@@ -1,7 +1,7 @@
-"""Storage quotas: coordinators measure what each tenant has stored, and all workers refuse.
+"""Storage quotas: coordinators measure each tenant's storage, and all workers refuse requests.
 
-The list of tenants over their share is stored next to the heartbeats, and expires like them.
-Without a coordinator, no request is refused.
+Coordinators publish the list of tenants over their share next to the heartbeats, and it expires
+like them. Without a coordinator, no request is refused.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from shared.protocol.exceeded_shares import ExceededShare, ExceededShares, decod
 from shared.protocol.requests import GenerateRequest, count_media
 from shared.tenants.storage_shares import NEWCOMER, StreamUse, exceeded_shares, may_be_exceeded
 
-# What tenants fill, and the settings with its limits.
+# Streams that tenants fill: a description of their messages, and the setting of the limit.
 LIMITS = {
     subjects.TOKENS_STREAM: ("token logs", "delivery.max_token_log_mib"),
     subjects.MEDIA_STREAM: ("media", "delivery.max_media_mib"),
@@ -33,10 +33,10 @@ READ_S = 1.0
 PAUSE_S = 1.0
 # At most a fifth of the time is spent on measuring.
 PAUSE_FACTOR = 4.0
-# A gateway stores at most such a part of the stream of media between two measurements.
+# A gateway stores at most 1/64 of the stream of media between two measurements.
 UNMEASURED_PARTS = 64
-# Limit on the tenants that are told; the largest are.
-MAX_TOLD = 1000
+# Maximum number of published tenants. The largest ones are published.
+MAX_PUBLISHED = 1000
 
 _log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ def streams_filled_by(request: GenerateRequest) -> tuple[str, ...]:
 
 
 class StorageQuotas:
-    """What one worker knows of the tenants that are refused, as coordinators told it last."""
+    """The tenants that one worker refuses, from the list that coordinators published last."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -55,14 +55,14 @@ class StorageQuotas:
         self._read_s = float("-inf")
 
     async def check(self, tenant: str, streams: Collection[str]) -> None:
-        """Raises QuotaExceeded for a tenant that has stored too much in one of the streams.
+        """Raise QuotaExceeded for a tenant over its share of one of the streams.
 
-        Whoever names no tenant is never refused.
+        Callers without a tenant are never refused.
         """
         if not tenant:
             return
         if time.monotonic() - self._read_s > READ_S:
-            # Others do not wait for this one's answer.
+            # Set before the read, so that other callers do not wait for it.
             self._read_s = time.monotonic()
             with contextlib.suppress(Unavailable):
                 self._exceeded = await read_exceeded(self._bus)
@@ -70,11 +70,11 @@ class StorageQuotas:
 
 
 class MediaQuotas:
-    """What one gateway knows of the tenants whose media are refused.
+    """The tenants whose media one gateway refuses.
 
-    Uploads are as fast as the broker's disk, and could fill the stream between two measurements of
-    coordinators. So a gateway measures by itself, after each small part of the stream that it has
-    stored.
+    Uploads are as fast as the broker's disk, and could fill the stream between two measurements by
+    coordinators. So a gateway measures again each time that it has stored a small part of the
+    stream.
     """
 
     def __init__(self, bus: Bus, weights: Mapping[str, float]) -> None:
@@ -87,7 +87,7 @@ class MediaQuotas:
         self._measuring = asyncio.Lock()
 
     async def check(self, tenant: str, num_bytes: int) -> None:
-        """Raises QuotaExceeded if a tenant is to store nothing more, such as these bytes."""
+        """Raise QuotaExceeded if a tenant may not store `num_bytes` more."""
         if not tenant:
             return
         self._unmeasured_bytes += num_bytes
@@ -112,18 +112,18 @@ class MediaQuotas:
 
 
 def next_measurement_s(began_s: float) -> float:
-    """Return when to measure again after a measurement that ends now, by the monotonic clock."""
+    """Return the monotonic time of the next measurement, after one that ends now."""
     now_s = time.monotonic()
     return now_s + max(PAUSE_S, PAUSE_FACTOR * (now_s - began_s))
 
 
 async def has_exceeded(bus: Bus, tenant: str, stream: str) -> bool:
-    """Return whether a tenant has stored too much in a stream, as coordinators told last.
+    """Return whether the list that coordinators published last has a tenant for this stream.
 
     Raises Unavailable.
     """
-    told = await read_exceeded(bus) if tenant else []
-    return any(share.stream == stream and share.tenant in (tenant, NEWCOMER) for share in told)
+    exceeded = await read_exceeded(bus) if tenant else []
+    return any(share.stream == stream and share.tenant in (tenant, NEWCOMER) for share in exceeded)
 
 
 def _raise_if_exceeded(
@@ -148,25 +148,25 @@ def _refusal(share: ExceededShare) -> QuotaExceeded:
 
 
 async def read_exceeded(bus: Bus) -> list[ExceededShare]:
-    """Return what coordinators have told last. Raises Unavailable."""
+    """Return the list that coordinators published last. Raises Unavailable."""
     stored = await bus.read_last(subjects.WORKERS_STREAM, subjects.EXCEEDED_SHARES)
-    told = None if stored is None else decode_exceeded_shares(stored.data)
-    return [] if told is None else told.exceeded
+    message = None if stored is None else decode_exceeded_shares(stored.data)
+    return [] if message is None else message.exceeded
 
 
-async def tell_exceeded(bus: Bus, exceeded: list[ExceededShare]) -> None:
-    """Tell all workers who is refused. Raises Unavailable."""
-    told = sorted(exceeded, key=lambda share: (share.tenant != NEWCOMER, -share.num_bytes))
-    data = to_json(ExceededShares(told[:MAX_TOLD]))
+async def publish_exceeded(bus: Bus, exceeded: list[ExceededShare]) -> None:
+    """Publish the tenants to refuse, for all workers. Raises Unavailable."""
+    shares = sorted(exceeded, key=lambda share: (share.tenant != NEWCOMER, -share.num_bytes))
+    data = to_json(ExceededShares(shares[:MAX_PUBLISHED]))
     await bus.publish_without_id(subjects.EXCEEDED_SHARES, data)
 
 
 async def measure_exceeded(
     bus: Bus, weights: Mapping[str, float], streams: Iterable[str] = LIMITS
 ) -> list[ExceededShare]:
-    """Return who has stored too much; tenants are told apart only where a stream is rather full.
+    """Return the tenants over their share of these streams. Raises Unavailable.
 
-    Raises Unavailable.
+    The use of each tenant is measured only for a stream that is full enough for one to be over it.
     """
     exceeded: list[ExceededShare] = []
     for stream in streams:

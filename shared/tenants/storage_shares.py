@@ -1,8 +1,9 @@
 """Shares of tenants in the bytes of a stream, whose oldest messages are deleted when it is full.
 
-A tenant may store as much as the others and the reserve leave free, times its weight: one that is
-greedy half, two of them a third each, and whoever comes next finds room. A tenant that is alone in
-a stream has no limit, because only its own messages are deleted for it. Pure.
+A tenant may store as much as the reserve and the other tenants leave free, times its weight. One
+greedy tenant gets half of the stream, two get a third each, and a newcomer always finds room. A
+tenant that is alone in a stream has no limit, because only its own messages are deleted for it.
+Pure.
 """
 
 from collections.abc import Mapping
@@ -11,40 +12,40 @@ from dataclasses import dataclass, field
 from shared.protocol.exceeded_shares import ExceededShare
 
 RESERVE = 0.1
-"""Part of a stream for which nobody is admitted: requests in flight grow into it, and end there."""
+"""Part of a stream that is kept free for requests in flight, so that they can end."""
 NEWCOMER = ""
-"""In the place of a tenant: any that has nothing stored."""
+"""Stands for every tenant without stored messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """What is stored in a stream."""
+    """Use of a stream, in total and by tenant."""
 
     stream: str
     max_bytes: int
     num_bytes: int
     by_tenant: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each tenant; the rest of `num_bytes` has none."""
+    """Bytes of each tenant. The rest of `num_bytes` belongs to no tenant."""
 
 
 def may_be_exceeded(max_bytes: int, num_bytes: int, weights: Mapping[str, float]) -> bool:
-    """Return whether a tenant could have exceeded its share, whoever has stored what."""
+    """Return whether any tenant could be over its share, for the total use of a stream."""
     free = max_bytes * (1 - RESERVE) - num_bytes
     return num_bytes >= free * min([1.0, *weights.values()])
 
 
 def exceeded_shares(use: StreamUse, weights: Mapping[str, float]) -> list[ExceededShare]:
-    """Return the tenants that are to store nothing more for now, the largest first.
+    """Return the tenants over their share, the largest first.
 
-    What a tenant holds beyond its share of an empty stream protects nothing: it was stored while
-    the tenant was alone, and is deleted first.
+    Bytes of a tenant beyond its share of an empty stream do not reduce the shares of other tenants:
+    they were stored while the tenant was alone, and are deleted first.
     """
     limit = use.max_bytes * (1 - RESERVE)
     stored = {tenant: num_bytes for tenant, num_bytes in use.by_tenant.items() if num_bytes > 0}
     held = {t: min(num_bytes, limit * _part(t, weights)) for t, num_bytes in stored.items()}
     without = max(0, use.num_bytes - sum(stored.values()))
     free = limit - min(without, limit / 2) - sum(held.values())
-    found = [
+    exceeded = [
         ExceededShare(use.stream, tenant, num_bytes, max(0, int(share)))
         for tenant, num_bytes in stored.items()
         if num_bytes >= (share := _part(tenant, weights) * (free + held[tenant]))
@@ -52,11 +53,11 @@ def exceeded_shares(use: StreamUse, weights: Mapping[str, float]) -> list[Exceed
     if len(stored) == 1:
         return []
     if stored and free <= 0:
-        found.append(ExceededShare(use.stream, NEWCOMER, 0, 0))
-    return sorted(found, key=lambda exceeded: exceeded.num_bytes, reverse=True)
+        exceeded.append(ExceededShare(use.stream, NEWCOMER, 0, 0))
+    return sorted(exceeded, key=lambda share: share.num_bytes, reverse=True)
 
 
 def _part(tenant: str, weights: Mapping[str, float]) -> float:
-    """The part that a tenant may have of what the others leave."""
+    """Return the part of the free bytes that a tenant may have."""
     weight = weights.get(tenant, 1.0)
     return weight / (1 + weight)

@@ -1,13 +1,13 @@
-"""Shares of tenants in what a worker has of something, such as memory for bodies. Pure."""
+"""Shares of tenants in a limited resource of a worker, such as memory for bodies. Pure."""
 
 from collections import Counter
 
 
 class TenantShares:
-    """An amount of which each tenant may hold as much as is free then, and so at most half.
+    """Total amount of a resource, which tenants take and give back.
 
-    A tenant that takes all it can leaves a half to the others, two such tenants leave a third.
-    Where there is one tenant alone, it may hold the whole.
+    After each `take`, a tenant holds at most as much as is still free. So one greedy tenant gets
+    half of the total, and two get a third each. Without tenants, a caller may hold the whole.
     """
 
     def __init__(self, total: int, *, has_tenants: bool) -> None:
@@ -16,7 +16,7 @@ class TenantShares:
         self._held: Counter[str] = Counter()
 
     def take(self, tenant: str, amount: int) -> bool:
-        """Return whether the tenant now holds so much more, until `give_back`."""
+        """Take an amount for a tenant, until `give_back`. Return False if it is not available."""
         free = self._free - amount
         if free < 0 or (self._has_tenants and self._held[tenant] + amount > free):
             return False

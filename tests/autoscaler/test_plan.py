@@ -81,10 +81,10 @@ async def test_a_request_that_was_heard_is_not_forgotten_when_the_broker_fails(
         raise Unavailable("the broker does not answer")
 
     monkeypatch.setattr(made._reader, "look", fail)
-    made._heard["demo"] = 2
+    made._arrivals["demo"] = 2
     with pytest.raises(Unavailable):
         await made._decide()
-    assert made._heard == Counter(demo=2)
+    assert made._arrivals == Counter(demo=2)
 
 
 def test_one_autoscaler_reports_the_pools() -> None:

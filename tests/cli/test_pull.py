@@ -379,7 +379,7 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
     """A proxy may answer every request with a page of its own."""
-    with pytest.raises(Unavailable, match=r"is no hub .*HF_ENDPOINT"), calling_library():
+    with pytest.raises(Unavailable, match=r"is not a hub .*HF_ENDPOINT"), calling_library():
         json.loads("<html>")
 
 
@@ -421,15 +421,15 @@ def test_json_of_another_shape_is_one_line(hub: Hub, tmp_path: Path, info: objec
     done = run(hub, tmp_path, "pull", NAME)
     assert done.returncode == 1
     began, said = done.stderr.splitlines()
-    assert began == "asking the hub …"
+    assert began == "connecting to the hub …"
     assert said.startswith("error unavailable: ")
-    assert "is no hub" in said
+    assert "is not a hub" in said
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a\tb"])
 def test_an_endpoint_that_is_no_url_is_one_line(tmp_path: Path, url: str) -> None:
     done = run(None, tmp_path, "pull", NAME, HF_ENDPOINT=url)
-    said = done.stderr.removeprefix("asking the hub …\n")
+    said = done.stderr.removeprefix("connecting to the hub …\n")
     assert (done.returncode, said.count("\n")) == (1, 1)
     assert said.startswith("error ")
     assert "HF_ENDPOINT" in said
@@ -440,7 +440,7 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
     for use in (lambda: find_local(NAME), lambda: pull_model(NAME)):
-        with pytest.raises(ConfigError, match="it is no URL") as raised:
+        with pytest.raises(ConfigError, match="it is not a URL") as raised:
             use()
         assert raised.value.field == "HF_ENDPOINT"
 
@@ -458,7 +458,7 @@ def test_no_worker_starts_with_such_an_endpoint(
     monkeypatch.setattr(settings, "load_config", go_on)
     monkeypatch.setattr(serve, "write_config", go_on)
     assert start() == EXIT_CONFIG
-    assert "it is no URL" in capsys.readouterr().err
+    assert "it is not a URL" in capsys.readouterr().err
 
 
 def test_a_revision_is_served_from_its_folder(hub: Hub, tmp_path: Path) -> None:
@@ -572,5 +572,5 @@ def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_unknown_user_is_refused() -> None:
-    with pytest.raises(ConfigError, match="~no-such-user/model: the home directory is not known"):
+    with pytest.raises(ConfigError, match="~no-such-user/model: the home directory is unknown"):
         find_local("~no-such-user/model")

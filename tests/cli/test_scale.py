@@ -93,7 +93,7 @@ async def test_what_holds_of_an_order_is_shown_after_the_configuration_has_chang
     assert "hold" not in capsys.readouterr().err
     await scale(config=write(tmp_path / "new.yaml", before, after), nats=broker.url)
     shown = capsys.readouterr()
-    assert f"engine/demo is set to 4, and 2 hold: {reason}" in shown.err
+    assert f"engine/demo is set to 4, and gets 2: {reason}" in shown.err
     (row,) = [line for line in shown.out.splitlines() if line.startswith("engine/demo")]
     assert row.split()[4] == "2"
 

@@ -185,7 +185,7 @@ async def test_those_who_have_to_measure_tenants_may(site: Site, operator: Bus) 
         bus = await Bus.connect(site.login(who), "test")
         found = {stream: await bus.measure_tenants(stream) for stream in measured}
         assert set(found[subjects.MEDIA_STREAM]) == {"a"}
-        await storage_quotas.tell_exceeded(bus, [])
+        await storage_quotas.publish_exceeded(bus, [])
         assert await storage_quotas.read_exceeded(bus) == []
         await bus.close()
 

@@ -36,7 +36,7 @@ Queues = Mapping[tuple[str, str, str], Queue]
 
 
 class Look(Struct, frozen=True):
-    """What was read of a cluster at one moment."""
+    """State of a cluster at one moment."""
 
     queues: Queues
     """By stage, model and lane."""
@@ -47,17 +47,17 @@ class Look(Struct, frozen=True):
 
 
 class Reader:
-    """Reader of figures, which remembers which workers were ready."""
+    """Reader of figures, which keeps the workers that were ready."""
 
     def __init__(self, bus: Bus, worker: str, pools: Pools) -> None:
         self._bus = bus
         self._worker = worker
         self._pools = pools
         self._presences: dict[tuple[str, str], Presence] = {}
-        """By actuator and pool: a new actuator has other workers."""
+        """Presence of workers by actuator and pool, because a new actuator has other workers."""
 
     async def look(self) -> Look | None:
-        """Return what there is, or None if any of it is missing."""
+        """Return the state of the cluster, or None if a part of it is missing."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 reports = await self._read_reports()
@@ -69,7 +69,7 @@ class Reader:
         if not reports:
             _log.warning("no_figures", reason="no actuator reports workers")
             return None
-        # A broker that has restarted has no heartbeats at first, not even that of this worker.
+        # A broker that has restarted has no heartbeats at first, not even the one of this worker.
         if not any(beat.worker == self._worker for beat in beats):
             _log.warning("no_figures", reason="heartbeats are missing")
             return None
@@ -112,22 +112,22 @@ class Reader:
         return Queue(depth.num_pending, depth.num_in_flight, oldest_s)
 
 
-def _sum(one: Queue, other: Queue) -> Queue:
+def _sum(first: Queue, second: Queue) -> Queue:
     return Queue(
-        one.pending + other.pending,
-        one.in_flight + other.in_flight,
-        max(one.oldest_s, other.oldest_s),
+        first.pending + second.pending,
+        first.in_flight + second.in_flight,
+        max(first.oldest_s, second.oldest_s),
     )
 
 
-def figures_of(pools: Pools, look: Look, heard: Counter[str]) -> dict[str, PoolFigures | None]:
+def figures_of(pools: Pools, look: Look, arrivals: Counter[str]) -> dict[str, PoolFigures | None]:
     """Return the figures of each pool; None for one without its workers or any of its queues."""
-    before = heard + _tasks_before(look.queues, pools.by_name.values())
+    before = arrivals + _tasks_before(look.queues, pools.by_name.values())
     return {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
 
 
 def _tasks_before(queues: Queues, pools: Iterable[Pool]) -> Counter[str]:
-    """Return by model the tasks that are with workers of all models, on their way to its pools."""
+    """Return by model the tasks in stages that serve all models, which will reach its pools."""
     stages = {pool.stage for pool in pools if role_of(pool.spec.role).one_model}
     tasks = Counter[str]()
     for (stage, model, _), queue in queues.items():

@@ -1,7 +1,7 @@
 """The scale subresource of Deployments, over the API server of Kubernetes.
 
-See https://kubernetes.io/docs/reference/kubernetes-api/ (Scale, autoscaling/v1). It has the number
-of pods that a Deployment is to have and the number that there are; a Role may allow it alone.
+See https://kubernetes.io/docs/reference/kubernetes-api/ (Scale, autoscaling/v1). It contains the
+desired and the current number of pods of a Deployment, and a Role may permit it alone.
 """
 
 import os
@@ -50,15 +50,14 @@ class Scale(Struct):
 
     @property
     def present(self) -> int:
-        """Pods that there are, ready or not."""
+        """Number of existing pods, ready or not."""
         return self.status.replicas
 
 
 class ScaleApi:
     """Reads and sets sizes of the Deployments of one namespace.
 
-    Methods raise ConfigError for a refusal that another attempt will meet too, and Unavailable for
-    everything else.
+    Methods raise ConfigError for a permanent refusal, and Unavailable for everything else.
     """
 
     def __init__(
@@ -88,16 +87,16 @@ class ScaleApi:
 
     async def get(self, name: str) -> Scale:
         if (scale := await self._request("GET", name)) is None:
-            raise Unavailable(f"the size of {name!r} is in conflict with itself")
+            raise Unavailable(f"a read of the size of {name!r} was answered with a conflict")
         return scale
 
-    async def set(self, name: str, seen: Scale, replicas: int) -> Scale | None:
-        """Set the size of a Deployment that has not changed since `seen`; None if it has."""
+    async def set(self, name: str, current: Scale, replicas: int) -> Scale | None:
+        """Set the size of a Deployment. Return None if it has changed since `current` was read."""
         return await self._request(
             "PATCH",
             name,
             json={
-                "metadata": {"resourceVersion": seen.metadata.resource_version},
+                "metadata": {"resourceVersion": current.metadata.resource_version},
                 "spec": {"replicas": replicas},
             },
         )
@@ -119,7 +118,7 @@ class ScaleApi:
         headers = {"Authorization": f"Bearer {self._read_token()}"}
         if json is not None:
             headers["Content-Type"] = "application/merge-patch+json"
-        # The verb is that of a Role.
+        # Written like a rule of a Role, for operators who have to add it.
         about = f"{method.lower()} deployments/scale {name!r} in namespace {self._namespace!r}"
         try:
             answer = await self._client.request(method, path, json=json, headers=headers)

@@ -1,6 +1,6 @@
 """Actuator for Kubernetes: pools are Deployments, whose pods the API server starts and stops.
 
-The cluster chooses the pod that ends when a pool shrinks. Such a pod drains, as any other.
+The cluster chooses the pod that ends when a pool shrinks. The pod drains, like any other.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ _log = structlog.get_logger()
 class KubernetesPools(Actuator):
     """Actuator that reads and changes Deployments once a second; its slots only count workers.
 
-    A failure concerns one pool alone: this pool is not reported, so that it stays as it is, and the
-    others are scaled.
+    A failure affects one pool alone: it is not reported and keeps its size, and the other pools are
+    scaled.
     """
 
     host = ""
@@ -38,7 +38,7 @@ class KubernetesPools(Actuator):
         self._first_slots = {name: n * MAX_SLOTS for n, name in enumerate(self._names)}
         self._scales: dict[str, Scale] = {}
         self._wanted: dict[str, int] = {}
-        """Sizes to set once, at the next look: a later size may be another client's."""
+        """Sizes to set at the next read. Each is set once: a later change is another client's."""
         self._read_s: dict[str, float] = {}
         """Time of the last read of each pool's workers."""
         self._logged_s: dict[tuple[str, str], float] = {}
@@ -46,9 +46,9 @@ class KubernetesPools(Actuator):
         self._woken = asyncio.Event()
 
     def pools(self) -> Sequence[str]:
-        if not (known := [pool for pool in self._names if self._is_known(pool)]):
+        if not (pools := [pool for pool in self._names if self._is_known(pool)]):
             raise Unavailable("the workers of no pool were read lately")
-        return known
+        return pools
 
     def running(self, pool: str) -> list[WorkerSlot]:
         if not self._is_known(pool):
@@ -68,10 +68,7 @@ class KubernetesPools(Actuator):
         return True
 
     async def read(self) -> dict[str, PagemillError]:
-        """Read each pool's workers, and set the size that the plan wants.
-
-        Return the failures, by pool.
-        """
+        """Read each pool's workers, set the size of the plan, and return the failures by pool."""
         failures = {}
         for pool in self._names:
             try:
@@ -85,8 +82,7 @@ class KubernetesPools(Actuator):
     async def check(self) -> None:
         """Read the workers for the first time.
 
-        Raises ConfigError for a refusal that another attempt will meet too, and Unavailable if the
-        workers of no pool can be read.
+        Raises ConfigError for a permanent refusal, and Unavailable if no pool can be read.
         """
         failures = await self.read()
         for pool, error in failures.items():
@@ -97,7 +93,7 @@ class KubernetesPools(Actuator):
         self.log_failures(failures)
 
     async def serve(self) -> None:
-        """Keep pools at the size that the plan wants, until cancelled."""
+        """Keep pools at the size of the plan, until cancelled."""
         while True:
             self.log_failures(await self.read())
             try:
@@ -119,13 +115,13 @@ class KubernetesPools(Actuator):
                 _log.warning("pool_not_scaled", pool=pool, code=error.code, reason=error.message)
 
     async def _change(self, pool: str) -> None:
-        name, seen = self._names[pool], self._scales[pool]
-        count = self._wanted.pop(pool, seen.wanted)
-        if count != seen.wanted:
-            # None: it has changed meanwhile, and is read again.
-            changed = await self._api.set(name, seen, count)
+        name, scale = self._names[pool], self._scales[pool]
+        count = self._wanted.pop(pool, scale.wanted)
+        if count != scale.wanted:
+            # None if another client has changed the size meanwhile. The next read gets it.
+            changed = await self._api.set(name, scale, count)
             _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
-            self._scales[pool] = changed or seen
+            self._scales[pool] = changed or scale
 
     def _is_known(self, pool: str) -> bool:
         read_s = self._read_s.get(pool)

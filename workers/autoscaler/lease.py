@@ -1,8 +1,9 @@
-"""The lead among autoscalers: the plan itself, which only its last writer can replace.
+"""Lease of the leading autoscaler: the plan itself, which only its last writer can replace.
 
-The leader writes its plan once a second, also while it looks. Each write names the sequence of the
-one before, so the broker refuses a leader that was overtaken: its decisions never reach an
-actuator. Another autoscaler takes the lead when it has seen no write for LEASE_S of its own clock.
+The leader writes its plan once a second, also during a slow reading of the cluster. Each write
+names the sequence of the previous one, so the broker refuses the writes of an old leader, and its
+decisions never reach an actuator. Another autoscaler takes the lead when it has read no new write
+for LEASE_S, by its own clock.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import ScalePlan, decode_scale_plan
 
 LEASE_S = 3.0
-# The leader writes again when it has not written for so long. Then another 1.5 s are left.
+# Time between the leader's writes. A late write then has another 1.5 s until the lease ends.
 RENEW_S = 1.0
 
 
@@ -30,13 +31,13 @@ class Lease:
         self._seen_s = 0.0
         self._written_s = 0.0
         self._writing = asyncio.Lock()
-        """Each write needs the sequence of the one before."""
+        """Held for each write, because a write needs the sequence of the previous one."""
         self.plan = ScalePlan("", {})
         """The last plan that was read or written."""
         self.is_held = False
 
     async def take(self) -> bool:
-        """Take the lead if no other autoscaler holds it, and return whether that was done."""
+        """Take the lead if no other autoscaler has it, and return whether this one leads now."""
         now_s = asyncio.get_running_loop().time()
         last = await self._bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
         sequence = 0 if last is None else last.sequence
@@ -44,27 +45,28 @@ class Lease:
             self._sequence, self._seen_s = sequence, now_s
         if last is not None:
             self.plan = decode_scale_plan(last.data) or ScalePlan("", {})
-        # Its own name stands there when it did not learn that its last write was stored.
+        # The plan names this autoscaler if the acknowledgement of its last write was lost.
         free = self.plan.leader in ("", self._worker) or now_s - self._seen_s >= LEASE_S
         if free:
             self.is_held = await self.write(self.plan)
         return self.is_held
 
     async def write(self, plan: ScalePlan) -> bool:
-        """Write a plan; return False if another autoscaler has written since, and leads now."""
+        """Write a plan. Return False if another autoscaler has written meanwhile, and leads now."""
         async with self._writing:
             return await self._write(replace(plan, leader=self._worker))
 
     async def renew(self) -> bool:
-        """Write the last plan again unless that was done just now; return False as `write` does."""
+        """Write the last plan again unless it is recent. Return False like `write`."""
         async with self._writing:
             is_due = asyncio.get_running_loop().time() - self._written_s >= RENEW_S
             return not (self.is_held and is_due) or await self._write(self.plan)
 
     async def release(self) -> bool:
-        """Let another autoscaler take the lead at once; return False if the broker does not answer.
+        """Release the lead, so that another autoscaler takes it at once.
 
-        Then the others wait for LEASE_S, and so long it is tried.
+        It is tried for LEASE_S, after which the lease has ended by itself. Return False if the
+        broker has not answered by then.
         """
         if not self.is_held:
             return True

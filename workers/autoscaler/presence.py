@@ -1,8 +1,8 @@
-"""The workers of pools, as heartbeats and the actuators' reports show them together. Pure.
+"""Workers of pools, from heartbeats and the reports of actuators. Pure.
 
-The report says which processes there are, the heartbeats which of them are ready. A worker that was
-ready counts as ready as long as its process lives: a late heartbeat is no new start. The heartbeats
-of a process that has ended are read for some seconds more, and count for nothing.
+A report lists the processes, and the heartbeats show which of them are ready. A worker that was
+ready counts as ready as long as its process lives, so a late heartbeat is not a new start. The
+last heartbeats of a process that has ended remain readable for some seconds, and are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,30 +17,30 @@ HELD, PINNED = "held", "arena_pinned"
 
 
 class Workers(Struct, frozen=True):
-    """The workers of one pool at one moment."""
+    """Workers of one pool at one moment."""
 
     ready: tuple[WorkerLoad, ...] = ()
-    """Those of the actuator, by slot, that do not drain."""
+    """Ready workers of the actuator that do not drain, by slot."""
     starting: dict[str, float] = {}
-    """Those that are not ready yet, by slot, and for how long they have been known."""
+    """Workers that are not ready yet: seconds since each was first reported, by slot."""
     num_draining: int = 0
     others: tuple[WorkerLoad, ...] = ()
     """Ready workers that the actuator has not started, and cannot stop."""
     cold_starts_s: tuple[float, ...] = ()
-    """Times of the starts that have ended since the last look."""
+    """Durations of the starts that have ended since the last look."""
 
 
 class Presence:
-    """Memory of which workers of a pool are ready, and since when the others start."""
+    """Keeps which workers of a pool are ready, and since when the others have been starting."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._ready: dict[tuple[int, int], WorkerLoad] = {}
-        """By slot and process id."""
+        """Last load of each ready worker, by slot and process id."""
         self._started_s: dict[int, float] = {}
-        """When a slot that is not ready was first seen."""
+        """Time when a slot that is not ready was first reported."""
         self._known: dict[str, tuple[int, int]] = {}
-        """Slot and process id of workers with a heartbeat, also of those that have ended."""
+        """Slot and process id of workers with a heartbeat, also after they have ended."""
         self._others: set[str] = set()
         """Workers that the actuator has not started."""
 
@@ -51,17 +51,17 @@ class Presence:
         own = [beat for beat in beats if _serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
-        found = [beat for beat in own if self._known.get(beat.worker) in living]
-        certain = _by_process(slots, found, report.host) if report.host else {}
-        heard = {beat.worker for beat in beats}
-        self._known = {worker: p for worker, p in self._known.items() if worker in heard}
+        current = [beat for beat in own if self._known.get(beat.worker) in living]
+        certain = _by_process(slots, current, report.host) if report.host else {}
+        names = {beat.worker for beat in beats}
+        self._known = {worker: p for worker, p in self._known.items() if worker in names}
         self._known |= {beat.worker: processes[slot] for slot, beat in certain.items()}
         matched = list(certain.values())
-        rest = [beat for beat in found if beat not in matched]
+        rest = [beat for beat in current if beat not in matched]
         if report.host:
             by_slot, others = certain, self._find_others(rest, slots)
         else:
-            # The actuator does not tell its own workers from others.
+            # Without a host, the actuator's workers cannot be distinguished from others.
             by_slot, others = _by_number(slots, rest), ()
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
@@ -81,10 +81,10 @@ class Presence:
     def _find_others(
         self, beats: Iterable[Heartbeat], slots: Iterable[WorkerSlot]
     ) -> tuple[WorkerLoad, ...]:
-        """Return the workers of no slot that the actuator has not started.
+        """Return the workers that the actuator has not started, of those without a slot.
 
-        A new worker may be ready before the report has its process id. While any slot has none, a
-        worker that was not known before is taken for that slot's.
+        A new worker may be ready before the report contains its process id. So while a slot has no
+        process id, an unknown worker is assumed to belong to it.
         """
         may_be_own = any(not slot.pid for slot in slots)
         others = [beat for beat in beats if beat.worker in self._others or not may_be_own]
@@ -92,14 +92,14 @@ class Presence:
         return tuple(_load(beat.worker, beat) for beat in others)
 
     def _forget_all_but(self, slots: Sequence[WorkerSlot]) -> None:
-        """Forget the processes that the actuator does not have any more."""
+        """Remove the processes that the actuator no longer reports."""
         processes = {(slot.slot, slot.pid) for slot in slots}
         numbers = {slot.slot for slot in slots}
         self._ready = {key: load for key, load in self._ready.items() if key in processes}
         self._started_s = {n: at_s for n, at_s in self._started_s.items() if n in numbers}
 
     def _load_of(self, slot: WorkerSlot, beat: Heartbeat | None) -> WorkerLoad | None:
-        """Return the load of a ready worker, the last one known without a heartbeat."""
+        """Return the load of a ready worker, from its heartbeat or else the last known one."""
         key = slot.slot, slot.pid
         load = None if beat is None else _load(str(slot.slot), beat)
         if load is not None and slot.pid:
@@ -117,13 +117,13 @@ def _serves(beat: Heartbeat, pool: Pool) -> bool:
 def _by_process(
     slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat], host: str
 ) -> dict[int, Heartbeat]:
-    """Return the heartbeats by slot. Machines and containers use the same process ids."""
+    """Return the heartbeats by slot, of this host alone: other hosts use the same process ids."""
     by_pid = {beat.pid: beat for beat in beats if beat.may_run_on(host)}
     return {slot.slot: by_pid[slot.pid] for slot in slots if slot.pid in by_pid}
 
 
 def _by_number(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
-    """Return heartbeats by slot, for slots without any information but their number."""
+    """Return heartbeats by slot, for slots that are only numbers: any heartbeat fits any slot."""
     return dict(zip((slot.slot for slot in slots), beats, strict=False))
 
 

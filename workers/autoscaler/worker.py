@@ -1,4 +1,4 @@
-"""Autoscaler: looks at queues and workers once a second, and writes what each pool is to have.
+"""Autoscaler: reads queues and workers once a second, and writes the plan with each pool's size.
 
 `shared.scaling` decides. An actuator, such as `pagemill up`, reads the plan and starts and drains
 workers. Any number of autoscalers may run: one leads, see `lease`, and the others wait.
@@ -44,7 +44,7 @@ async def main(context: Context) -> None:
 
 
 async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
-    """Start the actuator. Raises ConfigError if it may not read the workers of pools."""
+    """Start the actuator. Raises ConfigError if it is not permitted to read the pools' workers."""
     api = ScaleApi.in_cluster()
     stack.push_async_callback(api.close)
     actuator = KubernetesPools(api, pools)
@@ -61,10 +61,10 @@ class Autoscaler:
         self._lease = Lease(context.bus, context.worker)
         self._reader = Reader(context.bus, context.worker, pools)
         self._memory: Memory = {}
-        self._heard = Counter[str]()
+        self._arrivals = Counter[str]()
         self._wakes = asyncio.Event()
         self._listening: dict[str, Callable[[], Awaitable[None]]] = {}
-        """By model: how to listen no longer."""
+        """Functions that end the watch on a model's requests, by model."""
 
     async def serve(self) -> None:
         context = self._context
@@ -87,12 +87,12 @@ class Autoscaler:
             context.log.warning("lead_not_released", reason="the broker does not answer")
 
     async def _keep_lead(self) -> None:
-        """Renew the lead until the shutdown: a look at a slow broker may take most of LEASE_S."""
-        asked = self._context.shutdown.asked
-        while not asked.is_set():
+        """Renew the lead until the shutdown, also while the main loop waits for a slow broker."""
+        shutdown = self._context.shutdown.asked
+        while not shutdown.is_set():
             try:
                 async with asyncio.timeout(RENEW_S / 2):
-                    await asked.wait()
+                    await shutdown.wait()
             except TimeoutError:
                 with contextlib.suppress(PagemillError):
                     if not await self._lease.renew():
@@ -119,39 +119,41 @@ class Autoscaler:
     # -- decisions ------------------------------------------------------------------------------
 
     async def _decide(self) -> None:
-        """Look once, and write the plan, which renews the lead."""
-        heard, self._heard = self._heard, Counter()
+        """Read the cluster once and write the plan, which renews the lead."""
+        arrivals, self._arrivals = self._arrivals, Counter()
         try:
             look, orders = await self._reader.look(), await read_orders(self._context.bus)
         except PagemillError:
-            self._heard += heard  # They are still to wake their pools.
+            self._arrivals += arrivals  # Kept for the next plan, which must wake their pools.
             raise
         plan = replace(self._lease.plan, paused=orders.paused)
         if look is None:
-            self._heard += heard
+            self._arrivals += arrivals
         elif not orders.paused:
-            plan = self._plan(look, orders, heard)
+            plan = self._plan(look, orders, arrivals)
         if not await self._lease.write(plan):
             self._context.log.warning("lost_the_lead")
         elif look is not None:
             await self._listen(self._models_at_zero(look))
 
-    def _plan(self, look: Look, orders: ScaleOrders, heard: Counter[str]) -> ScalePlan:
-        figures = figures_of(self._pools, look, heard)
+    def _plan(self, look: Look, orders: ScaleOrders, arrivals: Counter[str]) -> ScalePlan:
+        figures = figures_of(self._pools, look, arrivals)
         now_s = asyncio.get_running_loop().time()
         settings = with_sizes(self._pools.scaling, orders.workers)
         decisions, self._memory = decide(settings, figures, self._memory, now_s)
         before = self._lease.plan.pools
         pools = {name: before[name] for name in self._pools.by_name if name in before}
         for name, decision in decisions.items():
-            if (seen := figures[name]) is not None:
+            if (pool_figures := figures[name]) is not None:
                 workers = look.workers[name]
-                pools[name] = plan_of(decision, seen, workers, look.actuators[name])
-                self._tell(name, before.get(name), pools[name], workers)
+                pools[name] = plan_of(decision, pool_figures, workers, look.actuators[name])
+                self._record_decision(name, before.get(name), pools[name], workers)
         return ScalePlan(self._context.worker, pools)
 
-    def _tell(self, pool: str, before: PoolPlan | None, now: PoolPlan, workers: Workers) -> None:
-        """Log and count a decision that changes anything, and the starts that have ended."""
+    def _record_decision(
+        self, pool: str, before: PoolPlan | None, now: PoolPlan, workers: Workers
+    ) -> None:
+        """Log and count a decision that changes the plan, and the starts that have ended."""
         metrics = self._context.metrics
         for cold_start_s in workers.cold_starts_s:
             metrics.histogram("scale_cold_start_seconds", pool=pool).observe(cold_start_s)
@@ -166,21 +168,21 @@ class Autoscaler:
     # -- requests for pools at zero ---------------------------------------------------------------
 
     def _models_at_zero(self, look: Look) -> set[str]:
-        """Return the models of which a pool has no worker, so that the next request wakes it."""
+        """Return the models with an empty pool, which their next request wakes."""
         empty = [pool for name, pool in self._pools.by_name.items() if _is_empty(look, name)]
         return {model for pool in empty for model in pool.models}
 
     async def _listen(self, models: set[str]) -> None:
-        """Listen to the requests for these models, which may have images, and to no others."""
+        """Watch the requests for these models, and no others: requests may have megabytes."""
         for model in self._listening.keys() - models:
             await self._listening.pop(model)()
         for model in models - self._listening.keys():
             self._listening[model] = await self._context.bus.watch_subjects(
-                subjects.request(model), self._hear
+                subjects.request(model), self._count_arrival
             )
 
-    def _hear(self, subject: str) -> None:
-        self._heard[subjects.model_of_request(subject)] += 1
+    def _count_arrival(self, subject: str) -> None:
+        self._arrivals[subjects.model_of_request(subject)] += 1
         self._wakes.set()
 
     # -- metrics ----------------------------------------------------------------------------------
@@ -205,24 +207,26 @@ def _is_empty(look: Look, pool: str) -> bool:
     return workers is not None and not (workers.ready or workers.starting or workers.others)
 
 
-def plan_of(decision: PoolDecision, seen: PoolFigures, workers: Workers, actuator: str) -> PoolPlan:
-    """Return the plan for the pool's actuator, which has not started all of the workers."""
+def plan_of(
+    decision: PoolDecision, figures: PoolFigures, workers: Workers, actuator: str
+) -> PoolPlan:
+    """Return the plan for the pool's actuator, which may not have started all workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
-    # An actuator starts what it lacks, whatever that is missing for.
-    wanted = min(decision.wanted, seen.num_running + len(starting) + decision.start)
+    # An actuator fills the pool up to the target, so the target must not exceed what is to start.
+    target = min(decision.wanted, figures.num_running + len(starting) + decision.start)
     loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
     return PoolPlan(
-        wanted=max(0, wanted - len(workers.others)),
+        wanted=max(0, target - len(workers.others)),
         drain=sorted(map(int, choose_victims(loads, decision.stop))),
         give_up=sorted(map(int, decision.give_up)),
         reason=decision.reason,
-        running=seen.num_running,
+        running=figures.num_running,
         starting=len(starting),
         starting_s=max((workers.starting[name] for name in starting), default=0.0),
-        draining=seen.num_draining,
-        pending=seen.pending,
-        in_flight=seen.in_flight,
-        oldest_s=seen.oldest_s,
-        pinned=seen.num_pinned,
+        draining=figures.num_draining,
+        pending=figures.pending,
+        in_flight=figures.in_flight,
+        oldest_s=figures.oldest_s,
+        pinned=figures.num_pinned,
         actuator=actuator,
     )

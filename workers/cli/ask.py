@@ -1,4 +1,4 @@
-"""Questions from the command line, and their answers in the terminal."""
+"""Requests of the command line: reads their media, and prints their answers."""
 
 import asyncio
 import base64
@@ -69,7 +69,7 @@ async def print_answer(
 
     Ctrl-C cancels the request, unless it is `durable`.
     """
-    # The records do not have it, and it is needed to follow, find or cancel the request.
+    # Records do not contain the id, and it is needed to follow, find or cancel the request.
     print_note(f"request {request_id}")
     try:
         return await print_records(records, as_json=as_json, has_text=has_text)
@@ -106,8 +106,8 @@ def build_request(
 ) -> GenerateRequest:
     """Read the images and build the request.
 
-    Its sampling parameters are checked, but do not tell a given value from an equal default: pass
-    `sampling` to `client.ask` as well.
+    Its sampling parameters are checked, but a value from `sampling` looks the same as an equal
+    default: pass `sampling` to `client.ask` as well.
 
     Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.
     """

@@ -1,4 +1,4 @@
-"""What a command does is recorded in the audit log, with its end."""
+"""Records the actions of commands and their outcome in the audit log."""
 
 import contextlib
 import getpass
@@ -19,15 +19,15 @@ from workers.cli.terminal import print_note
 async def audited(
     bus: Bus, action: Action, target: str = "", tenant: str = ""
 ) -> AsyncIterator[None]:
-    """Record the action of the body in the audit log, when it has ended.
+    """Record the action of the body in the audit log when it has ended.
 
-    Raises Unavailable when it is done and cannot be recorded.
+    Raises Unavailable if the action was done and cannot be recorded.
     """
     try:
         yield
     except BaseException as error:
         outcome = error.code if isinstance(error, PagemillError) else type(error).__name__
-        with contextlib.suppress(PagemillError):  # The first error is told.
+        with contextlib.suppress(PagemillError):  # The first error is raised.
             await _write(bus, action, target, tenant, outcome)
         raise
     await _write(bus, action, target, tenant, DONE)
@@ -35,7 +35,7 @@ async def audited(
 
 @contextlib.asynccontextmanager
 async def audited_if_possible(login: Login, action: Action, target: str) -> AsyncIterator[None]:
-    """Record an action on files, which needs no broker, if a broker answers."""
+    """Record an action on files if a broker answers. The action itself needs no broker."""
     async with contextlib.AsyncExitStack() as stack:
         try:
             bus = await stack.enter_async_context(connected(login, "audit"))

@@ -46,7 +46,7 @@ class Turn:
     text: str
     images: list[bytes]
     answer: str | None = None
-    """The text so far; None before the first text, and after a failure without any text."""
+    """Received text; None before the first text, and after a failure without any text."""
 
 
 class Chat:
@@ -111,7 +111,7 @@ class Chat:
         except PagemillError as error:
             self._print_error(error.code, error.message)
         except BrokenPipeError:
-            raise  # The reader of the answers is gone.
+            raise  # The reader of stdout has closed it.
         except (OSError, RuntimeError, ValueError) as error:
             self._print_error(type(error).__name__, str(error))
         return True
@@ -141,7 +141,7 @@ class Chat:
         return name != "quit"
 
     def _ask(self) -> None:
-        """Ask the last message, print the answer, and print a line with its request id below."""
+        """Send the last message, print the answer, and then a line with its request id."""
         turn, request_id, began_s = self._turns[-1], client.new_request_id(), time.monotonic()
         turn.answer = None
         try:

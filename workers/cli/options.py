@@ -61,19 +61,19 @@ def check_role(_: object, name: str | None) -> None:
 
 
 def load(config: Path | None) -> Config:
-    """Load the given configuration file, or the default. Raises ConfigError."""
+    """Load a configuration file, by default the one of this folder. Raises ConfigError."""
     return settings.load_config(settings.find_config_file(config))
 
 
 def find_login(config: Path | None, nats: str | None) -> Login:
-    """Return how commands log in to the broker, by default to the one that is configured."""
+    """Return the login of commands at the broker, by default the configured one."""
     return settings.login_of(load(config), given_url=nats)
 
 
 def find_login_and_model(
     config: Path | None, nats: str | None, model: str | None
 ) -> tuple[Login, str]:
-    """Return how commands log in, and the model to ask, by default the first one configured."""
+    """Return the login of commands and the model, by default the first configured one."""
     loaded = load(config)
     login = settings.login_of(loaded, given_url=nats)
     return login, model or next(iter(loaded.models))

@@ -1,4 +1,4 @@
-"""Sound of a request, as a file."""
+"""Writes the sound of a request to a file."""
 
 import asyncio
 import base64
@@ -19,9 +19,9 @@ from workers.cli.terminal import print_note
 
 
 def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
-    """Return the name of a model's output of sound. Raises InvalidRequest for a model without one.
+    """Return the name of a model's sound output. Raises InvalidRequest if it has none.
 
-    With `text_given`, the output is made of a text that the request gives.
+    With `text_given`, the output is made from a text of the request.
     """
     if model in config.models:
         pipeline = pipeline_of(config.models[model])
@@ -35,9 +35,9 @@ def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
 async def while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
 ) -> AsyncIterator[LogRecord]:
-    """Yield the records of a request, and write its sound to a WAV file as it comes.
+    """Yield the records of a request, and write its sound to a WAV file as it is received.
 
-    A request that fails leaves the sound up to there.
+    If the request fails, the file contains the sound up to that point.
     """
     saving = asyncio.create_task(_save(bus, request_id, output, file))
     try:
@@ -57,7 +57,10 @@ async def while_saving(
 
 
 def _open(file: Path) -> IO[bytes]:
-    """Raises InvalidRequest. Some versions of `wave` print a traceback for a path."""
+    """Open a file, because some versions of `wave` print a traceback for a path that fails.
+
+    Raises InvalidRequest.
+    """
     try:
         return file.open("wb")
     except OSError as error:
@@ -65,7 +68,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 async def _save(bus: Bus, request_id: str, output: str, file: Path) -> float:
-    """Return the duration of the sound in seconds."""
+    """Write the sound, and return its duration in seconds."""
     num_samples, sample_rate = 0, 1
     with contextlib.ExitStack() as opened:
         sound = None

@@ -1,4 +1,4 @@
-"""Lines that `pagemill up` prints to stderr: what starts, what is ready, and how it ends."""
+"""Lines that `pagemill up` prints to stderr about starting and ready workers."""
 
 import asyncio
 import time
@@ -10,17 +10,17 @@ from rich.text import Text
 
 from workers.cli.terminal import discard_buffered
 
-# Lines about the workers that still start come where nothing else was printed for so long.
+# Pause without output after which the steps of starting workers are printed.
 PROGRESS_S = 4.0
 TICK_S = 0.5
 MIN_TITLE_LEN = 22
 
 
 class StartDisplay:
-    """The display of one start: live lines on a terminal, plain lines elsewhere.
+    """Display of one start: live lines on a terminal, plain lines elsewhere.
 
-    A terminal that is closed takes no lines. The drain that its end has begun must go on, so a
-    failed write is ignored.
+    Failed writes are ignored: the end of the terminal begins the drain, which must not be
+    interrupted by them.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StartDisplay:
         self._clock = clock
         self._title_to_text: dict[str, str] = {}
         self._title_to_step: dict[str, tuple[str, float]] = {}
-        """The step that each worker is at, and when it has begun."""
+        """Current step of each worker, and the time when it began."""
         self._printed_s = clock()
         """Time of the last plain line."""
         self._live = Live(console=console, transient=True, auto_refresh=False) if live else None
@@ -40,7 +40,7 @@ class StartDisplay:
             self._attempt(self._live.start)
 
     def close(self) -> None:
-        """Remove the live lines; those that are printed stay."""
+        """Remove the live lines. Printed lines stay."""
         if self._live is not None:
             self._attempt(self._live.stop)
             self._live = None
@@ -65,7 +65,7 @@ class StartDisplay:
         self.say(f"{self._pad(title)} ready in {after_s:.1f} s")
 
     def progress(self, title: str, text: str) -> None:
-        # Behind the comma is how much of the step is done.
+        # The text after the comma is the progress of the step.
         step = text.partition(",")[0]
         if self._title_to_step.get(title, ("", 0.0))[0] != step:
             self._title_to_step[title] = step, self._clock()
@@ -75,15 +75,15 @@ class StartDisplay:
                 self._refresh(self._live)
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line as it is: it may hold names from the configuration."""
+        """Print a line without markup, because it may contain names from the configuration."""
         self._printed_s = self._clock()
         self._attempt(
             lambda: self._console.print(Text(text, style=style), soft_wrap=True, highlight=False)
         )
 
     def _refresh(self, live: Live) -> None:
-        shown = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")
-        self._attempt(lambda: live.update(shown, refresh=True))
+        text = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")
+        self._attempt(lambda: live.update(text, refresh=True))
 
     def _lines(self) -> list[str]:
         """Return a line about each worker that is not ready."""
@@ -101,7 +101,7 @@ class StartDisplay:
         try:
             write()
         except (OSError, SystemExit):
-            # rich raises SystemExit when the reader of a pipe is gone.
+            # rich raises SystemExit when the reader of a pipe has closed it.
             self._live = None
             self._console.quiet = True
             discard_buffered(self._console.file)

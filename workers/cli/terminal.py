@@ -1,4 +1,4 @@
-"""What the commands share: output to the terminal, and signals."""
+"""Output to the terminal and signals, for all commands."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from rich.markup import escape
 from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
 
-# A user takes a longer silence for the end.
+# After a longer silence, a user assumes that the command hangs.
 NOTE_S = 4.0
 
 _HARMLESS = {n: "\ufffd" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
@@ -29,7 +29,7 @@ errors = Console(stderr=True)
 
 
 class ClosedOutput(io.StringIO):
-    """The stdout of a command whose caller has closed it: a command that writes there fails."""
+    """Stdout that the caller has closed: a command that writes to it fails."""
 
     def write(self, _: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "stdout is closed")
@@ -66,9 +66,9 @@ def replace_closed_streams() -> None:
 
 
 def discard_buffered(output: IO[str]) -> None:
-    """Redirect an output whose reader is gone to /dev/null, where Python flushes the rest at exit.
+    """Redirect an output without a reader to /dev/null.
 
-    A flush that fails there would make the exit code 120.
+    Python flushes buffered text at exit, and a failed flush would change the exit code to 120.
     """
     with contextlib.suppress(io.UnsupportedOperation):  # It may have no descriptor.
         null = os.open(os.devnull, os.O_WRONLY)
@@ -79,8 +79,8 @@ def discard_buffered(output: IO[str]) -> None:
 def harmless(text: str) -> str:
     """Return a text with U+FFFD in place of control characters other than newline and tab.
 
-    With them a text of a model or a client could move the cursor, clear the screen or write to the
-    clipboard.
+    With control characters, a text of a model or a client could move the cursor, clear the screen
+    or write to the clipboard.
     """
     return text.translate(_HARMLESS)
 
@@ -102,13 +102,13 @@ def print_line(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a dim line on stderr: what a command says beside its output."""
+    """Print a dim line on stderr, next to the output of a command."""
     errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def noted(text: str) -> Iterator[None]:
-    """Print a note, and again every few seconds for as long as the body takes."""
+    """Print a note, and repeat it every few seconds until the body has ended."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -126,7 +126,7 @@ def noted(text: str) -> Iterator[None]:
 
 
 def print_rows(rows: Mapping[str, object]) -> None:
-    """Print a name and a value per line; values that are None are left out."""
+    """Print a name and a value per line, without values that are None."""
     for name, value in rows.items():
         if value is not None:
             print_line(f"{name:<8} {value}")
@@ -137,7 +137,7 @@ def format_time(ms: float) -> str:
 
 
 def print_refusal(error: PagemillError) -> None:
-    """Print why a command has failed."""
+    """Print the error of a command."""
     errors.print(f"[red]error[/] {error.code}: {escape(harmless(error.message))}", highlight=False)
 
 

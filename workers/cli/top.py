@@ -28,7 +28,7 @@ Show = Callable[[Frame | Unavailable], None]
 
 
 async def watch(login: Login, interval_s: float, *, once: bool, as_json: bool) -> int:
-    """Show frames until Ctrl-C, or one frame; raises Unavailable when there is no first one."""
+    """Show frames until Ctrl-C, or one frame. Raises Unavailable without a first frame."""
     # Log lines of the connection would overwrite the frame, which shows the same errors.
     logs.configure_logging("error", role="top")
     viewer = Viewer(login)
@@ -46,7 +46,7 @@ async def watch(login: Login, interval_s: float, *, once: bool, as_json: bool) -
 
 
 class Viewer:
-    """Source of frames: takes snapshots over one connection and compares each with the last."""
+    """Source of frames: takes snapshots over one connection, and compares consecutive ones."""
 
     def __init__(self, login: Login) -> None:
         self._login = login
@@ -78,8 +78,8 @@ async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -
         else:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
 
-            def show(seen: Frame | Unavailable) -> None:
-                live.update(render(seen), refresh=True)
+            def show(frame: Frame | Unavailable) -> None:
+                live.update(render(frame), refresh=True)
 
         showing = asyncio.create_task(_show_all(viewer, interval_s, show))
         call_on_signals(showing.cancel)
@@ -102,11 +102,11 @@ def _printer(as_json: bool) -> Show:
     if not console.is_terminal:
         console.width = WIDTH
 
-    def show(seen: Frame | Unavailable) -> None:
+    def show(frame: Frame | Unavailable) -> None:
         if as_json:
-            print_json({"error": seen.message} if isinstance(seen, Unavailable) else seen)
+            print_json({"error": frame.message} if isinstance(frame, Unavailable) else frame)
         else:
-            console.print(render(seen))
+            console.print(render(frame))
 
     return show
 
@@ -114,28 +114,28 @@ def _printer(as_json: bool) -> Show:
 # -- as tables --------------------------------------------------------------------------------
 
 
-def render(seen: Frame | Unavailable) -> RenderableType:
-    if isinstance(seen, Unavailable):
-        return f"[bold red]{escape(seen.message)}[/]; trying again"
-    tables = [_pools(seen), _queues(seen), _models(seen), _engines(seen)]
-    if seen.starting:
-        tables.insert(1, _starting(seen))
-    if seen.scale:
-        tables.insert(1, _scale(seen))
-    return Group(_headline(seen), *(part for table in tables for part in ("", table)))
+def render(frame: Frame | Unavailable) -> RenderableType:
+    if isinstance(frame, Unavailable):
+        return f"[bold red]{escape(frame.message)}[/]; trying again"
+    tables = [_pools(frame), _queues(frame), _models(frame), _engines(frame)]
+    if frame.starting:
+        tables.insert(1, _starting(frame))
+    if frame.scale:
+        tables.insert(1, _scale(frame))
+    return Group(_headline(frame), *(part for table in tables for part in ("", table)))
 
 
-def _headline(seen: Frame) -> str:
-    at = datetime.fromtimestamp(seen.at_ms / 1000, UTC).strftime("%H:%M:%S")
-    oldest = f", the oldest for {_seconds(seen.oldest_request_s)}" if seen.in_flight else ""
-    colour = "red" if seen.dead_letters else "default"
+def _headline(frame: Frame) -> str:
+    at = datetime.fromtimestamp(frame.at_ms / 1000, UTC).strftime("%H:%M:%S")
+    oldest = f", the oldest for {_seconds(frame.oldest_request_s)}" if frame.in_flight else ""
+    colour = "red" if frame.dead_letters else "default"
     return (
-        f"[bold]pagemill[/] {at} UTC   {seen.in_flight} requests in flight{oldest}   "
-        f"[{colour}]{seen.dead_letters} dead letters[/]"
+        f"[bold]pagemill[/] {at} UTC   {frame.in_flight} requests in flight{oldest}   "
+        f"[{colour}]{frame.dead_letters} dead letters[/]"
     )
 
 
-def _pools(seen: Frame) -> Table:
+def _pools(frame: Frame) -> Table:
     return _table(
         ("pool", "models", "#workers", "#silent", "versions", "reads"),
         (
@@ -147,23 +147,24 @@ def _pools(seen: Frame) -> Table:
                 ", ".join(p.versions),
                 ", ".join(p.reads),
             )
-            for p in seen.pools
+            for p in frame.pools
         ),
     )
 
 
-def _scale(seen: Frame) -> Table:
+def _scale(frame: Frame) -> Table:
     columns = ("scaled pool", "state", "#wanted", "#running", "#starting", "#draining", "reason")
     rows = (
-        (p.pool, p.state, p.wanted, p.running, p.starting, p.draining, p.reason) for p in seen.scale
+        (p.pool, p.state, p.wanted, p.running, p.starting, p.draining, p.reason)
+        for p in frame.scale
     )
     return _table(columns, rows)
 
 
-def _starting(seen: Frame) -> Table:
+def _starting(frame: Frame) -> Table:
     rows = (
         (row.worker, row.model, row.step, *_read_bytes(row.done_bytes, row.total_bytes))
-        for row in seen.starting
+        for row in frame.starting
     )
     return _table(("starting", "model", "step", "#MB read", "#of MB"), rows)
 
@@ -172,17 +173,17 @@ def _read_bytes(done: int, total: int) -> tuple[str, str]:
     return (f"{done / 1e6:,.0f}", f"{total / 1e6:,.0f}") if total else ("-", "-")
 
 
-def _queues(seen: Frame) -> Table:
+def _queues(frame: Frame) -> Table:
     return _table(
         ("queue", "model", "lane", "#pending", "#in flight", "#oldest"),
         (
             (q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
-            for q in seen.queues
+            for q in frame.queues
         ),
     )
 
 
-def _models(seen: Frame) -> Table:
+def _models(frame: Frame) -> Table:
     columns = ("model", "#req/s", "#in tok/s", "#out tok/s", "#TTFT p50", "#p95", "#ITL p50")
     rows = (
         (
@@ -195,12 +196,12 @@ def _models(seen: Frame) -> Table:
             _share(row.flow.prefix_hit_rate),
             row.totals.preemptions,
         )
-        for row in seen.models
+        for row in frame.models
     )
     return _table((*columns, "#prefix hits", "#preempted"), rows)
 
 
-def _engines(seen: Frame) -> Table:
+def _engines(frame: Frame) -> Table:
     columns = ("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s")
     rows = (
         (
@@ -213,7 +214,7 @@ def _engines(seen: Frame) -> Table:
             *_token_rates(row.flow),
             row.totals.preemptions,
         )
-        for row in seen.engines
+        for row in frame.engines
     )
     return _table((*columns, "#preempted"), rows)
 

@@ -26,7 +26,7 @@ class Pool(Struct, frozen=True):
     """Workers with a heartbeat that did not report their metrics in time."""
     versions: list[str]
     reads: list[str]
-    """Versions of messages that they read, such as `1-3`; `?` for workers that do not tell."""
+    """Versions of messages that they read, such as `1-3`; `?` if a worker does not report it."""
 
 
 class StartingRow(Struct, frozen=True):
@@ -34,15 +34,15 @@ class StartingRow(Struct, frozen=True):
     model: str
     """Empty for a role whose workers serve all models."""
     step: str
-    """What it does until it is ready."""
+    """Current step of the start."""
     done_bytes: int
-    """Bytes of weights that it has read."""
+    """Number of bytes of weights that were read."""
     total_bytes: int
-    """0 in a step that reads none."""
+    """0 in a step that reads no weights."""
 
 
 class ScaleRow(Struct, frozen=True):
-    """A pool whose number of workers an autoscaler decides."""
+    """Pool that an autoscaler scales."""
 
     pool: str
     state: str
@@ -76,7 +76,7 @@ class Throughput(Struct, frozen=True):
     time_to_first_token_p95_s: float | None
     inter_token_latency_p50_s: float | None
     prefix_hit_rate: float | None
-    """Share of the looked-up tokens that the prefix cache held."""
+    """Share of the looked-up tokens that were in the prefix cache."""
 
 
 class Totals(Struct, frozen=True):

@@ -46,7 +46,7 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
             cluster.supervisor.requeue_now()
         stopping.set()
 
-    # Without a terminal, a service manager asks for a reload.
+    # Without a terminal, SIGHUP comes from a service manager, and requests a reload.
     on_hangup = stopping.set if has_terminal() else cluster.supervisor.reload
     call_on_signals(stop_or_requeue, on_hangup=on_hangup)
     display.open()

@@ -1,4 +1,4 @@
-"""Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
+"""Admission: decodes and validates a client's request, and fills in the model's defaults."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -17,8 +17,8 @@ from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, ImagePart, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
 
-# Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
-# error, for the client can do something about it.
+# Content parts of the OpenAI API that no stage accepts yet. Their error differs from that for an
+# unknown type, because the request is valid for other servers.
 UNSUPPORTED_PARTS = ("input_audio", "file", "image_embeds")
 
 
@@ -30,7 +30,7 @@ class _OnlyTimeout(msgspec.Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
 
-# Decoders of a part of a request, whose other fields are not looked at.
+# Decoders of single fields of a request. They skip the other fields.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
 _decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
 
@@ -42,11 +42,11 @@ class Admitted(NamedTuple):
     sampling: SamplingParams
     prompt: Prompt
     outputs: list[str]
-    """Empty for a request whose text is its only output."""
+    """Empty if the text is the only output."""
     voice: str | None
-    """The voice that speaks, where a stage of the request does."""
+    """Voice of the stage that speaks, if there is one."""
     image: PaintParams | None
-    """How images are painted, where a stage of the request paints."""
+    """Parameters of the stage that paints, if there is one."""
 
 
 def admit(
@@ -62,7 +62,7 @@ def admit(
     """
     try:
         request = decode_request(data)
-        given = _decode_sampling(data).sampling_params
+        params = _decode_sampling(data).sampling_params
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except UNDECODABLE as error:
@@ -86,26 +86,26 @@ def admit(
             field="adapter",
         )
     pipeline = pipelines[request.model]
-    # The model's own defaults go before those of the stage that writes its text.
+    # Defaults of the model override the defaults of the stage that writes its text.
     writer = pipeline.outputs.get(TEXT)
-    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | given
+    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | params
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
     if request.embedding is not None:
-        resolved = _sampling_of_embedding(request, given, pipeline)
+        resolved = _sampling_of_embedding(request, params, pipeline)
     part = _part_of(request, pipeline)
     _check_images(request, part)
     outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
     voice = _voice_of(request, part, resolved)
-    image = _image_of(request, part, given)
+    image = _image_of(request, part, params)
     return Admitted(request, resolved, prompt_of(request), outputs, voice, image)
 
 
 def _sampling_of_embedding(
-    request: GenerateRequest, given: Mapping[str, Any], pipeline: Pipeline
+    request: GenerateRequest, params: Mapping[str, Any], pipeline: Pipeline
 ) -> SamplingParams:
-    """Return the parameters of a request that samples nothing, without the model's defaults."""
-    if given:
+    """Return the parameters of an embedding request, which takes no defaults of the model."""
+    if params:
         raise InvalidRequest(
             "sampling_params: an embedding has no sampled tokens", field="sampling_params"
         )
@@ -117,23 +117,23 @@ def _sampling_of_embedding(
 
 
 def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
-    """The part of the pipeline that runs for a request.
+    """Return the part of the pipeline that runs for a request.
 
-    Raises InvalidRequest for an output that the model does not have, or does not make of a text
-    that is given.
+    Raises InvalidRequest for an output that the model does not have, or cannot make from a given
+    text.
     """
     is_given = request.given_text is not None
     available = pipeline.with_text_given.outputs if is_given else pipeline.outputs
     if is_given and not available:
         raise InvalidRequest(
-            f"given_text: {request.model} makes no output of a text", field="given_text"
+            f"given_text: {request.model} makes no output from a text", field="given_text"
         )
     for number, name in enumerate(request.outputs):
         if name not in available:
             there_are = ", ".join(available)
-            made = " that is made of a given text" if is_given else ""
+            source = " that is made from a given text" if is_given else ""
             raise InvalidRequest(
-                f"{request.model} has no output {name!r}{made}; available: {there_are}",
+                f"{request.model} has no output {name!r}{source}; available: {there_are}",
                 field=f"outputs[{number}]",
             )
     part = pipeline.part_for(request.outputs, text_given=is_given)
@@ -145,7 +145,7 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
 
 
 def _check_images(request: GenerateRequest, part: Pipeline) -> None:
-    """Raise UnsupportedContent for an image in a prompt that a stage reads to speak the answer."""
+    """Raise UnsupportedContent if a spoken answer is requested for a prompt with an image."""
     if all(edge.function != ANSWER for edge in part.edges):
         return
     field = "features" if request.features else None
@@ -161,7 +161,7 @@ def _check_images(request: GenerateRequest, part: Pipeline) -> None:
 
 
 def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams) -> str | None:
-    """The voice of a request. Raises InvalidRequest for one that its stages do not have."""
+    """Return the voice of a request. Raises InvalidRequest if its stages do not have this voice."""
     voices = part.voices
     if request.voice is not None and request.voice not in voices:
         there_are = ", ".join(voices) or "none for these outputs"
@@ -177,11 +177,11 @@ def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams
 
 
 def _image_of(
-    request: GenerateRequest, part: Pipeline, given: Mapping[str, Any]
+    request: GenerateRequest, part: Pipeline, params: Mapping[str, Any]
 ) -> PaintParams | None:
-    """Return how the images of a request are painted.
+    """Return the parameters of a request's images.
 
-    Raises InvalidRequest for a field that has no effect, or a size that is not painted.
+    Raises InvalidRequest for a field without effect, or a size that the model does not paint.
     """
     painter = part.painter
     if painter is None:
@@ -190,16 +190,16 @@ def _image_of(
         return None
     takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
     if takes_prompt and not (request.prompt or "").strip():
-        raise InvalidRequest("prompt: an image is painted of a prompt, a text", field="prompt")
-    if given and TEXT not in part.outputs:
+        raise InvalidRequest("prompt: an image needs a prompt with a text", field="prompt")
+    if params and TEXT not in part.outputs:
         raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
     return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
 
 
 def most_tokens(admitted: Admitted) -> int:
-    """Return how many tokens the text of a request may have at most, as far as the request says.
+    """Return the maximum number of tokens that a request may write.
 
-    A text that is given, an embedding and an image have none.
+    It is 0 for a given text, an embedding, and an image.
     """
     request = admitted.request
     if request.embedding is not None or request.given_text is not None or admitted.image:
@@ -208,7 +208,7 @@ def most_tokens(admitted: Admitted) -> int:
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:
-    """When a request must have ended. Raises InvalidRequest for more time than is allowed."""
+    """Return the deadline of a request. Raises InvalidRequest for a timeout over the limit."""
     if timeout_s is None:
         timeout_s = policy.default_timeout_s
     elif timeout_s > policy.max_timeout_s:
@@ -220,22 +220,22 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
 
 
 def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) -> float:
-    """When a request must have ended of which nothing else can be read."""
-    found = _decode_timeout(data)
-    timeout_s = None if found is None else found.timeout_s
+    """Return the deadline of a request whose other fields cannot be decoded."""
+    fields = _decode_timeout(data)
+    timeout_s = None if fields is None else fields.timeout_s
     return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
-    what, field = split_validation_error(error)
+    message, field = split_validation_error(error)
     for part in UNSUPPORTED_PARTS:
-        if what == f"Invalid value {part!r}":
+        if message == f"Invalid value {part!r}":
             return UnsupportedContent(
                 f"{field}: {part} is not supported by this model", field=field
             )
     unknown = "Object contains unknown field `"
-    if what.startswith(unknown):
-        name = what.removeprefix(unknown).removesuffix("`")
+    if message.startswith(unknown):
+        name = message.removeprefix(unknown).removesuffix("`")
         field = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{field}: unknown field", field=field)
     return invalid_request(error)

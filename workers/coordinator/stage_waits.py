@@ -1,4 +1,4 @@
-"""Back-pressure of stages: how long tasks wait there, before a request for their output comes."""
+"""Back-pressure of stages: a request is refused while tasks wait too long in one of its stages."""
 
 import time
 from collections.abc import Iterable
@@ -9,16 +9,16 @@ from shared.protocol import subjects
 from shared.protocol.pipeline import StageSpec
 
 READ_S = 1.0
-"""Requests within this time share what was read of a queue."""
+"""Requests within this time share one reading of a queue."""
 
 
 class StageWaits:
-    """The ages of the oldest tasks that wait in the queues of stages."""
+    """Ages of the oldest waiting tasks, by queue of a stage."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._ages: dict[str, tuple[float, float]] = {}
-        """By consumer, the time of the reading and the age, in seconds."""
+        """Time of the last reading and age in seconds, by consumer."""
 
     async def check(self, model: str, stages: Iterable[StageSpec], lane: str) -> None:
         """Raise StageBusy if a task has waited in a stage for longer than its `max_wait_s`."""

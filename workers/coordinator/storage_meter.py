@@ -1,4 +1,4 @@
-"""Measures what tenants have stored, and tells all workers who has stored too much."""
+"""Measures the storage of tenants, and publishes which tenants are over their share."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
-from shared.tenants.storage_quotas import measure_exceeded, next_measurement_s, tell_exceeded
+from shared.tenants.storage_quotas import measure_exceeded, next_measurement_s, publish_exceeded
 
 _log = structlog.get_logger()
 
@@ -17,11 +17,11 @@ class StorageMeter:
     def __init__(self, bus: Bus, weights: Mapping[str, float]) -> None:
         self._bus = bus
         self._weights = weights
-        self._told: set[tuple[str, str]] = set()
-        """Streams and tenants that were told last."""
+        self._published: set[tuple[str, str]] = set()
+        """Streams and tenants of the last message."""
 
     async def run(self) -> None:
-        """Measure again and again. An outage has one line in the log."""
+        """Measure periodically. An outage is logged once."""
         reason = ""
         while True:
             began_s = time.monotonic()
@@ -35,13 +35,12 @@ class StorageMeter:
             await asyncio.sleep(next_measurement_s(began_s) - time.monotonic())
 
     async def measure(self) -> None:
-        """Measure once, and tell what was found, or that there is nothing any more."""
+        """Measure once, and publish the tenants over their share; once also an empty list."""
         exceeded = await measure_exceeded(self._bus, self._weights)
-        if exceeded or self._told:
-            await tell_exceeded(self._bus, exceeded)
-        found = {(share.stream, share.tenant) for share in exceeded}
+        if exceeded or self._published:
+            await publish_exceeded(self._bus, exceeded)
         for share in exceeded:
-            if (share.stream, share.tenant) not in self._told:
+            if (share.stream, share.tenant) not in self._published:
                 _log.warning(
                     "storage_quota_exceeded",
                     stream=share.stream,
@@ -49,4 +48,4 @@ class StorageMeter:
                     num_bytes=share.num_bytes,
                     max_bytes=share.max_bytes,
                 )
-        self._told = found
+        self._published = {(share.stream, share.tenant) for share in exceeded}

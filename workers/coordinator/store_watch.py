@@ -1,4 +1,4 @@
-"""Watches whether the broker stores: a broker that runs and answers may refuse every message."""
+"""Watch on the broker's storage: a broker that answers may still refuse to store messages."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 
 
 class StoreWatch:
-    """Probes the streams on disk, and remembers since when each of them fails."""
+    """Probes the streams on disk, and keeps the time since when each of them has failed."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -25,7 +25,7 @@ class StoreWatch:
 
     @property
     def num_refusing(self) -> float:
-        """The number of streams whose probes have failed for PATIENCE_S."""
+        """Number of streams that have failed their probes for PATIENCE_S."""
         return float(len(self._refusing))
 
     async def run(self) -> None:

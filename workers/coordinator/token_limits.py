@@ -1,4 +1,4 @@
-"""Limits on the tokens of tenants: each admission reserves some, and looks at earlier requests."""
+"""Limits on the tokens of tenants: each admission reserves tokens, and settles earlier requests."""
 
 import asyncio
 import time
@@ -15,22 +15,22 @@ from workers.coordinator.token_rates import TokenRates
 
 # Each admission adds one request, so two are enough to keep up with those that have ended.
 LOOKED_AT, LOOKED_AT_BEFORE_REFUSAL = 2, 64
-# Each tenant has so many open requests at most; older ones keep their reservations.
+# Maximum number of open requests of a tenant. Older ones keep their reservations.
 MAX_OPEN = 10_000
-# What these requests have written before is not known: they keep their reservation.
+# It is unknown how many tokens these requests have written, so they keep their reservation.
 _PARTLY_DONE = ("cancelled", "deadline_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenRequest:
-    """An admitted request whose use of tokens is not known yet."""
+    """Admitted request that has not ended, as far as this coordinator knows."""
 
     request_id: str
     num_reserved: int
 
 
 class TokenLimits:
-    """The limits of one coordinator, which counts the requests that it has admitted itself."""
+    """Limits enforced by one coordinator, for the requests that it has admitted itself."""
 
     def __init__(self, bus: Bus, per_minute: Mapping[str, int]) -> None:
         self._bus = bus
@@ -56,15 +56,15 @@ class TokenLimits:
         self._open[tenant].append(_OpenRequest(request_id, num_tokens))
 
     async def _correct(self, tenant: str, count: int) -> None:
-        """Look at the oldest open requests, and correct reservations of those that have ended."""
+        """Read the logs of the oldest open requests, and settle the requests that have ended."""
         waiting = self._open[tenant]
-        looked_at = [waiting.popleft() for _ in range(min(count, len(waiting)))]
-        lasts = await asyncio.gather(*(self._last(one.request_id) for one in looked_at))
-        for one, last in zip(looked_at, lasts, strict=True):
+        oldest = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+        lasts = await asyncio.gather(*(self._last(request.request_id) for request in oldest))
+        for request, last in zip(oldest, lasts, strict=True):
             if last is None or not is_final(last):
-                waiting.append(one)
+                waiting.append(request)
             elif (num_used := _num_used(last)) is not None:
-                self._rates.correct(tenant, one.num_reserved, num_used, time.monotonic())
+                self._rates.correct(tenant, request.num_reserved, num_used, time.monotonic())
 
     async def _last(self, request_id: str) -> LogRecord | None:
         try:
@@ -74,7 +74,7 @@ class TokenLimits:
 
 
 def _num_used(end: LogRecord) -> int | None:
-    """Return the tokens of a request that has ended with this record; None if they are unknown."""
+    """Return the number of tokens of a request with this final record; None if it is unknown."""
     if isinstance(end, Finish):
         return end.usage.prompt_tokens + end.usage.completion_tokens
     if isinstance(end, Failure) and end.error.code in _PARTLY_DONE:

@@ -1,8 +1,8 @@
-"""Rates of tokens by tenant: whether a request may be admitted, and what it has used. Pure.
+"""Token buckets of tenants, which limit their tokens per minute. Pure.
 
-How many tokens a request will use is not known before it ends. So it reserves the most that it may
-write, and the reservation is corrected once its use is known, prompt included. A tenant's bucket
-may thereby go below zero; no request of the tenant is admitted until time has filled it again.
+The number of tokens of a request is unknown until it ends. So each request reserves the maximum
+that it may write, and its actual use, prompt included, replaces the reservation later. The level
+of a bucket may become negative; then the tenant's requests are refused until it has refilled.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens that a tenant may still use, which grow evenly up to those of a minute."""
+    """Token bucket of a tenant, which refills evenly up to the tokens of one minute."""
 
     per_minute: int
     level: float
@@ -29,17 +29,17 @@ class _Bucket:
 
 
 class TokenRates:
-    """The buckets of tenants that have a limit."""
+    """Buckets of the tenants that have a limit."""
 
     def __init__(self, per_minute: Mapping[str, int]) -> None:
         self.per_minute = per_minute
         self._buckets: dict[str, _Bucket] = {}
 
     def reserve(self, tenant: str, num_tokens: int, now_s: float) -> float:
-        """Reserve tokens, if any are left, and return 0; otherwise return the seconds until then.
+        """Reserve tokens and return 0, or return the seconds until a token is available.
 
-        The last request that is admitted may reserve more than are left, so that none is too large
-        for its limit.
+        A request may reserve more tokens than the bucket has, as long as it has one. So no request
+        is too large for its limit.
         """
         bucket = self._bucket(tenant, now_s)
         if bucket.level <= 0:
@@ -49,7 +49,7 @@ class TokenRates:
         return 0.0
 
     def correct(self, tenant: str, num_reserved: int, num_used: int, now_s: float) -> None:
-        """Replace a reservation by what the request has used."""
+        """Replace a reservation by the number of tokens that the request has used."""
         self._bucket(tenant, now_s).add(num_reserved - num_used)
 
     def _bucket(self, tenant: str, now_s: float) -> _Bucket:

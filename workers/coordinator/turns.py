@@ -1,4 +1,4 @@
-"""Turns of tenants: one that uses too much of a busy model is served behind the others."""
+"""Turns of tenants: heavy users of a busy model are served after the other tenants."""
 
 import time
 from collections import Counter, defaultdict
@@ -14,33 +14,33 @@ from workers.coordinator.admission import Admitted, most_tokens
 from workers.coordinator.tenant_use import TenantUse
 
 READ_S = 0.25
-"""Requests within this time share what was read of the queues."""
+"""Requests within this time share one reading of the queues."""
 RETRY_S = 30.0
-"""Time until the next reading behind one that failed, as with keys that do not permit it."""
+"""Pause after a failed reading, for example when the keys of the coordinator do not permit it."""
 MANY_CLAIMED = 4
-"""With so many tasks of a model in the workers of its stages, one more has to share their time."""
+"""Number of claimed tasks that makes a model busy: further tasks share the workers' time."""
 BYTES, TOKENS, MEDIA = 2**16, 64, 8
-"""So many bytes of a request, and tokens that it may write, cost as much as a request by itself; a
-medium costs as much as `MEDIA` requests."""
+"""Weights of a request's cost: it is 1, plus 1 for each `BYTES` bytes and each `TOKENS` tokens that
+it may write, plus `MEDIA` for each medium."""
 
 _log = structlog.get_logger()
 
 
 class Turns:
-    """The lanes of requests, as one coordinator chooses them by the requests that it has seen."""
+    """Chooses the lanes of requests, from the requests that this coordinator has admitted."""
 
     def __init__(self, bus: Bus, weights: Mapping[str, float]) -> None:
         self._bus = bus
         self._use: defaultdict[str, TenantUse] = defaultdict(lambda: TenantUse(weights))
         self._busy: set[str] = set()
-        """Models with stages whose tasks wait, or are many."""
+        """Models with waiting tasks, or with at least `MANY_CLAIMED` claimed ones."""
         self._read_s = float("-inf")
 
     async def lane_of(self, admitted: Admitted, tenant: str, num_bytes: int) -> str:
-        """Return the lane for the tasks of a request of a tenant.
+        """Return the lane for the tasks of a request.
 
-        It is the request's own, but the slower one for a tenant that uses more than its share of
-        the model while one of the model's stages is busy.
+        It is the lane of the request, or the slowest lane if the model is busy and the tenant uses
+        more than its share of it.
         """
         request = admitted.request
         use = self._use[request.model]

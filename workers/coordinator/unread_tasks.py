@@ -1,4 +1,4 @@
-"""Why the tasks of a request were left to newer workers, of which none has taken them."""
+"""Reason why a request's tasks were not processed: they wait for a worker of a newer version."""
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -6,7 +6,7 @@ from shared.protocol.messages import decode_attempt
 
 
 async def why_unread(bus: Bus, request_id: str) -> str | None:
-    """Return why no worker has read a task of the request; None if each was read.
+    """Return why the workers could not read a task of the request; None if each was read.
 
     Raises Unavailable.
     """

@@ -1,8 +1,9 @@
-"""Coordinator: admits requests, gives each to its first stages, and sees that it ends.
+"""Coordinator: admits requests, publishes their first tasks, and ends them at their deadline.
 
-A request stays in its queue until it has ended. The coordinator delays it until its deadline. If it
-comes back then, no worker has ended it, and the coordinator does. So the queue is the list of
-requests in flight, its limit bounds their number, and no timer lives in a process that can die.
+A request stays in its queue until it has ended: the coordinator delays its message until the
+deadline. If the message is delivered then, no worker has ended the request, and the coordinator
+ends it. So the queue is the list of requests in flight, its limit bounds their number, and no
+timer is lost with a process that dies.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class Coordinator:
     def _request_of(self, delivery: Delivery) -> Job:
         request_id = request_id_of(delivery.msg_id, delivery.data, delivery.subject)
         job = self._job(delivery, request_id)
-        if delivery.attempt == 1:  # Later it comes back from its deadline, or from a dead worker.
+        if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
         return job
 
@@ -111,8 +112,9 @@ class Coordinator:
         return self._job(delivery, subjects.id_in(delivery.subject))
 
     def _job(self, delivery: Delivery, request_id: str | None) -> Job:
-        # Attempts are not recorded here, because they take milliseconds: each delivery counts.
-        # Those of a request that older coordinators may have left do not, until it must be over.
+        # Attempts take milliseconds, so they are not recorded, and each delivery counts as one.
+        # Deliveries to older coordinators that could not read the request do not count before its
+        # latest possible deadline.
         is_late = (
             self._context.bus.now_ms() > delivery.stored_ms + 1000 * self._delivery.max_timeout_s
         )
@@ -122,7 +124,7 @@ class Coordinator:
 
     async def _admit_or_end(self, job: Job) -> None:
         if job.request_id is None:
-            # There is no log to answer in: an operator finds the request among the dead letters.
+            # Without an id there is no log for an answer. The request becomes a dead letter.
             raise DecodeError(
                 "a request needs an id of 1 to 128 letters, digits, '-' or '_', not beginning"
                 f" with {names.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
@@ -136,7 +138,7 @@ class Coordinator:
         delivery, bus = job.delivery, self._context.bus
         if await self._has_ended(job, request_id):
             return
-        # The later one yields, so that one of two always stays.
+        # The later one of two requests with the same id is dropped.
         if 0 < await self._sequence_in_flight(request_id) < delivery.sequence:
             await delivery.ack()
             return
@@ -147,7 +149,7 @@ class Coordinator:
         request, tenant = admitted.request, tenant_of(delivery.tenant)
         lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
         if delivery.attempt == 1 and delivery.stored_ms >= bus.tasks.since_ms:
-            # Otherwise the request may have been admitted before.
+            # Later attempts are not checked: the request may have been admitted before.
             await self._check_limits(job, request_id, admitted, lane)
         ticket = RequestTicket(
             accepted_ms=delivery.stored_ms,
@@ -180,7 +182,7 @@ class Coordinator:
         if admitted.outputs:
             await output_ends.begin(bus, request_id, admitted.outputs)
         is_first = await self._publish_first(job, job.header, admitted)
-        # A cancellation may have come first, and found neither outputs nor tasks.
+        # A cancellation may have arrived before the outputs and tasks existed.
         if await self._has_ended(job, request_id):
             return
         if not is_first:
@@ -203,8 +205,8 @@ class Coordinator:
         queued = await bus.get_queued_request(sequence) if sequence else None
         if not sequence or queued is None:
             return 0
-        found = request_id_of(queued.msg_id, queued.data, queued.subject)
-        return sequence if found == request_id else 0
+        queued_id = request_id_of(queued.msg_id, queued.data, queued.subject)
+        return sequence if queued_id == request_id else 0
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
@@ -217,9 +219,9 @@ class Coordinator:
         await self._tokens.check(tenant_of(job.delivery.tenant), request_id, most_tokens(admitted))
 
     async def _has_expired_unread(self, job: Job) -> bool:
-        """Whether the request is of a newer version, and is ended because its time is over.
+        """Return whether a request of a newer version has reached its deadline, and end it then.
 
-        Raises UnsupportedVersion until then.
+        Raises UnsupportedVersion before the deadline, so that it is left to newer coordinators.
         """
         delivery = job.delivery
         try:
@@ -233,7 +235,7 @@ class Coordinator:
         return False
 
     async def _has_ended(self, job: Job, request_id: str) -> bool:
-        """Whether the request has its final record; if so, close its outputs and settle it."""
+        """Return whether the request has ended; if so, close its outputs and settle its message."""
         bus = self._context.bus
         if not is_final(await last_record(bus, request_id)):
             return False
@@ -243,7 +245,7 @@ class Coordinator:
         return True
 
     async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> bool:
-        """Publish the first tasks. Return whether none of them was there before."""
+        """Publish the first tasks. Return whether none of them was stored before."""
         pipeline = self._context.pipelines[header.model]
         is_first = await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
         self._stage.counters.handled(job)
@@ -275,7 +277,7 @@ class Coordinator:
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
 
     async def _cancel(self, job: Job) -> None:
-        """End a request that its client does not want any more, or one that is yet to arrive."""
+        """End a cancelled request, also one that has not arrived yet."""
         bus, request_id = self._context.bus, job.request_id
         if request_id is not None and names.is_scoped_id(request_id):
             error = Cancelled("cancelled on request")

@@ -18,14 +18,14 @@ from workers.settings import keys_folder
 CHECK_S = 0.2
 # Two of the largest messages.
 MIN_ROOM_BYTES = 16 * 2**20
-# A restart ends all connections. Where it does not help, it must not be repeated at once.
+# A restart ends all connections, so one that does not help must not be repeated at once.
 PAUSE_S = 30.0
 
 _log = structlog.get_logger()
 
 
 def start_embedded(config: Config) -> EmbeddedServer:
-    """Start the embedded server, which accepts only those who have one of its keys.
+    """Start the embedded server, which accepts only clients with one of its keys.
 
     Raises ConfigError or Unavailable.
     """
@@ -55,13 +55,13 @@ async def keep_running(broker: EmbeddedServer) -> None:
 
 
 async def fit_streams(bus: Bus, config: Config) -> None:
-    """Change the streams of the embedded broker to the configuration, as `pagemill migrate`.
+    """Change the streams of the embedded broker to the configuration, like `pagemill migrate`.
 
-    A limit that has no room for all that is stored is left to that command. Raises Unavailable.
+    A limit below the size of the stored messages is left to that command. Raises Unavailable.
     """
     bus.configure_streams(config.nats, config.delivery, config.agent)
     changes = await bus.find_stream_changes(bus.now_ms())
-    # A coordinator creates those that are missing.
+    # A coordinator creates the missing streams.
     await bus.change_streams([c for c in changes if c.difference.setting and not c.shrinks])
     for change in changes:
         if change.shrinks:
@@ -75,7 +75,7 @@ async def fit_streams(bus: Bus, config: Config) -> None:
 
 
 async def repair_broker(bus: Bus, config: Config, broker: EmbeddedServer) -> None:
-    """End the broker's process whenever a stream needs that; `keep_running` starts it again."""
+    """End the broker's process when a stream needs a restart. `keep_running` starts it again."""
     bus.configure_streams(config.nats, config.delivery, config.agent)
     while True:
         await asyncio.sleep(PROBE_S)

@@ -60,7 +60,7 @@ class LocalCluster:
         self._broker: EmbeddedServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._refused: asyncio.Future[None] | None = None
-        """Failed as soon as a worker refuses the configuration during the start."""
+        """Fails as soon as a worker refuses the configuration during the start."""
 
     async def start(self) -> None:
         """Start everything; returns when every worker has announced that it is ready.
@@ -160,7 +160,7 @@ class LocalCluster:
                 await bus.close()
 
     async def _wait_ready(self) -> None:
-        """Raises Unavailable when the workers that are not ready show no sign of life any more."""
+        """Raise Unavailable when no worker that is not ready shows a sign of life any more."""
         bus = await self._connect("local")
         try:
             beats = await wait_ready(

@@ -7,14 +7,14 @@ from shared.protocol import subjects
 from workers.roles import AGENT, WorkerSpec
 from workers.supervisor.supervisor import Supervisor
 
-# Without a message, the queue is looked at so often.
+# Interval in which the queue is read, in case a notification was lost.
 LOOK_S = 60.0
 
 
 async def start_agent_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
-    """Start an agent when a response is in its queue, and keep it; never returns.
+    """Start an agent when the first response is queued, and keep it. Never returns.
 
-    Most clusters never see a response, and the process would cost them memory.
+    Most clusters get no response, and the process would cost them memory.
     """
     live = await bus.subscribe(subjects.RESPONSES_FILTER)
     spec = WorkerSpec(AGENT)

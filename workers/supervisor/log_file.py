@@ -1,6 +1,6 @@
-"""The file to which `pagemill up` appends the log of all its workers, a JSON object a line.
+"""Log file of `pagemill up`, with the log of all its workers as one JSON object per line.
 
-Lines that are no JSON are outputs of libraries and tracebacks of processes that could not start.
+Other lines are output of libraries, and tracebacks of processes that could not start.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from shared.errors import ConfigError, NotFound
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_BYTES = 65_536
-# Fields with a place of their own in a rendered line.
+# Fields with a separate place in a rendered line.
 HEAD_FIELDS = {"timestamp", "level", "role", "worker", "event", "exception"}
 
 Event = dict[str, Any]
@@ -25,13 +25,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """The lines that a reader wants. A line that is no JSON passes only the empty filter."""
+    """Filter of lines. Lines that are not JSON pass only the empty filter."""
 
     role: str | None = None
     level: str | None = None
-    """The least severe level."""
+    """Least severe level to accept."""
     worker: str | None = None
-    """A worker id, or its beginning."""
+    """Id of a worker, or the beginning of it."""
     request: str | None = None
 
     def accepts(self, line: bytes) -> bool:
@@ -49,7 +49,7 @@ class Filter:
 
 @contextlib.contextmanager
 def open_for_append(file: Path) -> Iterator[int]:
-    """Open the file, which only its owner can read, and make its folder. Raises ConfigError."""
+    """Open the file, readable by its owner alone, and create its folder. Raises ConfigError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -66,37 +66,37 @@ def size_of(file: Path | None) -> int:
 
 
 def errors_since(file: Path | None, offset: int) -> list[str]:
-    """Return the errors behind `offset`, rendered; none when the log is not a file."""
+    """Return the rendered errors after `offset`. There are none if the log is not a file."""
     if file is None:
         return []
     with file.open("rb") as opened:
         opened.seek(offset)
-        wanted = Filter(level="error")
-        return [render(line) for line in opened if wanted.accepts(line)]
+        errors = Filter(level="error")
+        return [render(line) for line in opened if errors.accepts(line)]
 
 
 # -- reading ----------------------------------------------------------------------------------
 
 
 class LogReader:
-    """Reader of the last lines of a log, and of those that are appended after them."""
+    """Reader of the last lines of a log, and of lines that are appended after them."""
 
-    def __init__(self, file: Path, wanted: Filter) -> None:
+    def __init__(self, file: Path, line_filter: Filter) -> None:
         """Raises NotFound."""
         self._file = file
-        self._wanted = wanted
+        self._filter = line_filter
         try:
             self._opened = file.open("rb")
         except OSError as error:
             raise NotFound(f"{file}: {error.strerror}; `pagemill up` writes it") from error
 
     def last(self, num_lines: int) -> list[bytes]:
-        """Return the last lines that are wanted, oldest first; `more` continues after them."""
+        """Return the last lines that pass the filter, oldest first. `more` continues after them."""
         end = _end_of_lines(self._opened)
         newest = []
         if num_lines > 0:
             for line in _lines_backwards(self._opened, end):
-                if self._wanted.accepts(line):
+                if self._filter.accepts(line):
                     newest.append(line)
                     if len(newest) == num_lines:
                         break
@@ -104,7 +104,7 @@ class LogReader:
         return newest[::-1]
 
     def more(self) -> list[bytes]:
-        """Return the wanted lines that are complete since the last call.
+        """Return the lines since the last call that are complete and pass the filter.
 
         A file that was replaced or emptied is read from its beginning.
         """
@@ -115,7 +115,7 @@ class LogReader:
                 self._opened = replacement
         lines = []
         while (line := self._opened.readline()).endswith(b"\n"):
-            if self._wanted.accepts(line):
+            if self._filter.accepts(line):
                 lines.append(line)
         self._opened.seek(-len(line), io.SEEK_CUR)
         return lines
@@ -133,19 +133,19 @@ class LogReader:
 
 
 def _end_of_lines(opened: io.BufferedReader) -> int:
-    """Return the position behind the last complete line."""
+    """Return the position after the last complete line."""
     end = opened.seek(0, io.SEEK_END)
     while end > 0:
         begin = max(0, end - BLOCK_BYTES)
         opened.seek(begin)
-        if (found := opened.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found + 1
+        if (position := opened.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + position + 1
         end = begin
     return 0
 
 
 def _lines_backwards(opened: io.BufferedReader, end: int) -> Iterator[bytes]:
-    """Yield the lines before `end`, newest first; empty ones are left out."""
+    """Yield the lines before `end`, newest first, without empty lines."""
     rest = b""
     while end > 0:
         begin = max(0, end - BLOCK_BYTES)
@@ -170,13 +170,13 @@ def parse(line: bytes) -> Event | None:
 
 
 def render(line: bytes) -> str:
-    """Return a line for people, with a traceback below it."""
+    """Return a line in readable form, followed by its traceback."""
     event = parse(line)
     if event is None:
         return _printable(line.decode(errors="replace").rstrip("\n"))
     time = str(event.get("timestamp", "")).replace("T", " ")[:23]
-    who = event.get("worker") or event.get("role", "")
-    head = f"{time:<23} {event.get('level', ''):<7} {who!s:<20} {event.get('event', '')}"
+    source = event.get("worker") or event.get("role", "")
+    head = f"{time:<23} {event.get('level', ''):<7} {source!s:<20} {event.get('event', '')}"
     fields = [f"{name}={_value(event[name])}" for name in event if name not in HEAD_FIELDS]
     text = _printable(" ".join([head, *fields]))
     if "exception" in event:
@@ -192,7 +192,7 @@ def _value(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, which a client's names may hold, from the terminal."""
+    """Escape control characters, which names of a client may contain, for the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

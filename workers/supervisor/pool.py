@@ -1,7 +1,7 @@
 """Worker of the role `pool`: supervises the workers of some roles, such as in one container.
 
-For each role it starts the pools of `scale.pools`, which then follow the plan, or else the stage's
-`replicas`. It starts no broker and no gateway.
+For each role it starts the pools in `scale.pools`, which then follow the plan, or without pools the
+`replicas` of the stage. It starts no broker and no gateway.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Actuator of pools whose workers are processes of this supervisor."""
+"""Actuator that scales pools of worker processes on this machine."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ _log = structlog.get_logger()
 
 
 class SupervisedPools(Actuator):
-    """Actuator over the processes of a supervisor, whose slots are those of the plan."""
+    """Actuator over the processes of a supervisor. The plan uses the supervisor's slot numbers."""
 
     def __init__(self, supervisor: Supervisor, pools: Iterable[Pool]) -> None:
         self.host = host_id()

@@ -28,18 +28,18 @@ MAX_MESSAGE_BYTES = 1 << 17
 
 # stderr, and stdout if there is a second descriptor.
 _OUTPUTS = (2, 1)
-# A supervisor forwards them to workers.
+# Signals that a supervisor forwards to workers itself.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """A request to fork a process; descriptors of its stderr and stdout travel with it."""
+    """Request to fork a process, sent together with descriptors for its stderr and stdout."""
 
     arguments: list[str]
     env: dict[str, str] | None = None
-    """The whole environment; by default that of the preloader."""
+    """The whole environment; by default the preloader's environment."""
     folder: str | None = None
-    """Working directory; by default that of the preloader."""
+    """Working directory; by default the preloader's directory."""
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -118,13 +118,13 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
 def _fork(
     start: Start, descriptors: list[int], foreign: list[int], main: Callable[[], Any]
 ) -> tuple[int, int]:
-    """Fork a process with outputs of its own, and without the preloader's descriptors `foreign`.
+    """Fork a process with separate outputs, and without the preloader's descriptors `foreign`.
 
     Returns its id and a descriptor that becomes readable at its end. Raises OSError. In the forked
     process it never returns, and raises nothing but SystemExit.
     """
     ours = os.getpid()
-    # A signal that comes before the new process has its handlers waits for them.
+    # A signal that arrives before the new process has installed its handlers stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     pid = None
     try:
@@ -159,7 +159,7 @@ def _run_child(
     except SystemExit:
         raise
     except BaseException:
-        # The stack below is that of the preloader, which would handle some exceptions as its own.
+        # The callers on the stack belong to the preloader, and would handle some exceptions.
         try:
             traceback.print_exc()
             sys.stdout.flush()
@@ -175,7 +175,7 @@ def _send(channel: socket.socket, event: Event) -> None:
 
 
 def _become_worker(start: Start, descriptors: list[int]) -> None:
-    """Set up what another process would have got from `exec`."""
+    """Set up the arguments, environment, folder and outputs that `exec` would have set."""
     leave_process_group()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
@@ -195,7 +195,7 @@ def _become_worker(start: Start, descriptors: list[int]) -> None:
 
 
 class ForkedProcess:
-    """A process that a preloader has forked; it is used like `asyncio.subprocess.Process`."""
+    """Process forked by a preloader, with the methods of `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -224,7 +224,7 @@ class ForkedProcess:
 
 
 class Preloader:
-    """The supervisor's side of a process that runs `serve`."""
+    """Handle of the supervisor for a process that runs `serve`."""
 
     def __init__(self, channel: socket.socket, pid: int) -> None:
         channel.setblocking(False)
@@ -248,7 +248,7 @@ class Preloader:
         env: dict[str, str] | None = None,
         folder: str | None = None,
     ) -> ForkedProcess:
-        """Fork a process, whose stderr is the descriptor `stderr`.
+        """Fork a process with the descriptor `stderr` as its stderr.
 
         Raises ConnectionError when the preloader has ended, and OSError when it cannot fork.
         """
@@ -262,7 +262,7 @@ class Preloader:
         socket.send_fds(self._channel, [encode(start)], [stderr])
         requested: asyncio.Future[ForkedProcess] = loop.create_future()
         self._requested.append(requested)
-        # A process of a caller that was cancelled would have no owner.
+        # If the caller is cancelled, the process must still get an owner.
         return await asyncio.shield(requested)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Preloader:
             self._reads = False
         self._channel.close()
         self.has_ended = True
-        # In an import, which takes seconds, it does not see that the channel is closed.
+        # During an import, which takes seconds, the preloader does not notice the closed channel.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Processor time and disk reads of a process and its children, as Linux counts them in /proc."""
+"""Processor time and disk reads of a process and its children, from /proc."""
 
 import contextlib
 import os
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Indices of utime, stime, cutime and cstime behind the process name; see proc_pid_stat(5). The
-# last two are the time of children that have ended, such as the compiler of the kernels.
+# Indices of utime, stime, cutime and cstime after the process name; see proc_pid_stat(5). The last
+# two are the time of children that have ended, such as the compiler of the kernels.
 TIMES = slice(11, 15)
 
 
@@ -22,7 +22,7 @@ UNUSED = Usage()
 
 
 def usage_of(pid: int) -> Usage:
-    """Return the usage of a process and its living descendants; what cannot be read counts as 0."""
+    """Return the usage of a process and its living descendants. Unreadable values count as 0."""
     folder = PROC / str(pid)
     ticks, num_bytes = 0, 0
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -40,9 +40,9 @@ def usage_of(pid: int) -> Usage:
 
 
 def _children(folder: Path) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for file in folder.glob("task/*/children"):
             with contextlib.suppress(OSError):
-                found += map(int, file.read_text().split())
-    return found
+                children += map(int, file.read_text().split())
+    return children

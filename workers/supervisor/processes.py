@@ -28,9 +28,10 @@ class WorkerProcesses:
     ) -> None:
         """Workers read `config_file` themselves; None stands for the default.
 
-        `url` is None for workers that read the URL of the broker from the configuration: arguments
-        show in `ps`, and the URL may have a password. Without `log_file`, workers write their log
-        to the stderr of this process. Without `preloader`, all workers are executed.
+        With `url` None, workers read the URL of the broker from the configuration, because
+        arguments are visible in `ps` and the URL may contain a password. Without `log_file`,
+        workers write their log to the stderr of this process. Without `preloader`, all workers are
+        executed.
         """
         self.config_file = config_file
         self.url = url

@@ -1,8 +1,8 @@
 """Start of local workers: waits until all are ready, as long as they show signs of life.
 
 A worker shows a sign of life when it reports a new step or more bytes, when it computes, or when
-its process reads from a disk. Only what exceeds all earlier signs of the same worker counts, so
-that a worker that dies and starts again for ever falls silent in the end.
+its process reads from a disk. A sign counts only if it exceeds all earlier signs of the same
+worker. So a worker that repeatedly dies and restarts stops showing signs of life.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from shared.protocol.messages import Heartbeat, StartReport
 from workers.roles import WorkerSpec
 from workers.supervisor.process_usage import UNUSED, Usage, usage_of
 
-# An event loop that only waits, and publishes a report a second, computes for less than this share
-# of the time. A worker that computes gets more even on a busy machine.
+# An event loop that only waits, and publishes one report per second, uses less than this share of
+# a processor. A worker that computes gets more, even on a busy machine.
 IDLE_SHARE = 0.02
 MIN_CPU_S = 0.5
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Show(Protocol):
-    """Receiver of what a user wants to see of a start."""
+    """Receiver of the progress of a start, for the user."""
 
     def ready(self, title: str, after_s: float) -> None: ...
 
     def progress(self, title: str, text: str) -> None:
-        """A worker is at `text`; this is repeated while nothing changes."""
+        """Show the current step of a worker. It is called again while the step is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Worker:
     """Time of the last sign of life."""
     is_ready: bool = False
     is_shown: bool = False
-    """Whether the user has read that it is ready."""
+    """Whether it was shown as ready."""
     text: str = "starting"
     step_to_bytes: dict[str, int] = field(default_factory=dict)
     cpu_s: float = 0.0
@@ -76,10 +76,10 @@ class StartWatch:
     def is_complete(self) -> bool:
         return all(worker.is_ready for worker in self._workers)
 
-    def observe(self, now_s: float, seen: Mapping[int, Observation]) -> None:
-        """Take in an observation of each worker by its number; a missing one has no process."""
+    def observe(self, now_s: float, observations: Mapping[int, Observation]) -> None:
+        """Process observations by number of the worker. A missing worker has no process."""
         for number, worker in enumerate(self._workers):
-            now = seen.get(number, Observation())
+            now = observations.get(number, Observation())
             worker.is_ready = now.is_ready
             if now.is_ready:
                 worker.sign_s = now_s
@@ -91,12 +91,12 @@ class StartWatch:
                 if _shows_life(worker, now, now_s):
                     worker.sign_s = now_s
                 worker.text = _describe(now)
-                # A shown worker is ready, and one of its heartbeats is late.
+                # A worker that was shown as ready only has a late heartbeat.
                 if not worker.is_shown:
                     self._show.progress(worker.title, worker.text)
 
     def why_stalled(self, now_s: float) -> str | None:
-        """Return why the start has no hope left, or None."""
+        """Return why the start cannot succeed any more, or None."""
         missing = [worker for worker in self._workers if not worker.is_ready]
         if not missing or now_s - max(worker.sign_s for worker in missing) < self._silence_s:
             return None
@@ -118,7 +118,7 @@ def titles_of(specs: Sequence[WorkerSpec]) -> list[str]:
 
 
 def _shows_life(worker: _Worker, now: Observation, now_s: float) -> bool:
-    """Note the observation's signs of life, and return whether there is a new one."""
+    """Record the observation's signs of life, and return whether there is a new one."""
     alive = False
     if (report := now.report) is not None and (
         report.done_bytes > worker.step_to_bytes.get(report.step, -1)
@@ -144,7 +144,7 @@ def _describe(now: Observation) -> str:
 
 
 def _describe_step(report: StartReport) -> str:
-    """Return what a worker does, such as `reading weights, 1.2 of 4.7 GB`."""
+    """Return the current step of a worker, such as `reading weights, 1.2 of 4.7 GB`."""
     if not report.total_bytes:
         return report.step
     unit, size = next((unit for unit in UNITS if report.total_bytes >= unit[1]), UNITS[-1])
@@ -198,20 +198,20 @@ async def wait_ready(
         beats, reports = await read_signs(bus)
         here = [beat for beat in beats if beat.may_run_on(host)]
         own: dict[int, Heartbeat] = {}
-        seen = {}
+        observations = {}
         for number, spec in enumerate(specs):
             if (process := process_of(number)) is None:
                 continue
             role = spec.role
             if (beat := _find(here, process, role)) is not None:
                 own[number] = beat
-            seen[number] = Observation(
+            observations[number] = Observation(
                 exit_code=process.returncode,
                 is_ready=beat is not None and process.returncode is None,
                 report=_find(reports, process, role),
                 usage=usage_of(process.pid),
             )
-        watch.observe(loop.time(), seen)
+        watch.observe(loop.time(), observations)
         if watch.is_complete:
             return list(own.values())
         if (reason := watch.why_stalled(loop.time())) is not None:
@@ -223,10 +223,10 @@ async def wait_ready(
 async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
     """Return the heartbeats of ready workers and the reports of workers that start.
 
-    Both are empty until the first worker has created the stream that holds them.
+    Both are empty until the first worker has created their stream.
     """
     try:
-        # A read of a stream that does not exist is tried again for BROKER_DEADLINE_S.
+        # Without this check, reads of a missing stream are repeated for BROKER_DEADLINE_S.
         await bus.stream_size(subjects.WORKERS_STREAM)
         return await bus.read_heartbeats(), await bus.read_start_reports()
     except Unavailable:
@@ -236,6 +236,6 @@ async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
 def _find(signs: Sequence[Sign], process: Watched, role: str) -> Sign | None:
     """Return the sign of life of a process.
 
-    A process id alone is not enough: machines that share a broker use the same ids.
+    The role is compared too, because machines that share a broker use the same process ids.
     """
     return next((sign for sign in signs if (sign.pid, sign.role) == (process.pid, role)), None)

@@ -73,14 +73,14 @@ class Supervisor:
         return slot
 
     def drain(self, slot: int) -> None:
-        """Drain a worker, which is not replaced. It is killed when its drain takes too long."""
+        """Drain a worker without a replacement. It is killed if its drain takes too long."""
         self._draining.add(slot)
         process = self.processes.get(slot)
         if process is not None and process.returncode is None:
             self._end_later(process)
 
     def slots(self, worker: WorkerSpec) -> list[WorkerSlot]:
-        """Return the slots whose workers are like this one, and run, start or drain."""
+        """Return the slots with workers of this kind that run, start or drain."""
         slots = [slot for slot in self._keepers if self._workers[slot] == worker]
         return [WorkerSlot(slot, self._pid(slot), slot in self._draining) for slot in slots]
 
@@ -107,7 +107,7 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         running = self._running()
         for slot, process in running.items():
-            # A second signal would make a worker requeue a request that it could finish.
+            # A second signal would make a draining worker requeue requests that it could finish.
             if slot not in self._draining:
                 process.terminate()
         await asyncio.gather(*(_end(process, self._patience_s) for process in running.values()))
@@ -124,7 +124,7 @@ class Supervisor:
         self._ending.start(_end(process, self._patience_s))
 
     async def _keep(self, slot: int, worker: WorkerSpec) -> None:
-        """Run one worker, and start it again whenever it ends, until it is to drain."""
+        """Run one worker, and start it again whenever it ends, until it is drained."""
         loop = asyncio.get_running_loop()
         pause_s = FIRST_RESTART_S
         while slot not in self._draining:

@@ -192,7 +192,7 @@ async def test_a_manifest_names_no_other_stream_or_file(source: Bus, tmp_path: P
         change(tmp_path / "backup", parts=parts)
         with (
             read_archive(tmp_path / "backup") as archive,
-            pytest.raises(InvalidRequest, match="is no part of a backup"),
+            pytest.raises(InvalidRequest, match="is not part of a backup"),
         ):
             restoring.check_archive(archive)
 

@@ -332,7 +332,7 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
             "models: {demo: {path: /models/demo}}\n"
             "nats: {url: 'nats://me:secret@a:4222'}\ngateway: {allow_anonymous: true}",
             "nats.url",
-            "it holds a user or a password, which would be in a ConfigMap: leave them out, because"
+            "it contains a user or a password, which would be in a ConfigMap: remove them, because"
             " pods log in with the key of their role",
         ),
         (
@@ -340,7 +340,7 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
             "nats: {url: 'nats://a:4222,nats://me:secret@b:4222'}\n"
             "gateway: {allow_anonymous: true}",
             "nats.url",
-            "it holds a user or a password, which would be in a ConfigMap: leave them out, because"
+            "it contains a user or a password, which would be in a ConfigMap: remove them, because"
             " pods log in with the key of their role",
         ),
         (
@@ -348,14 +348,14 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
             "nats: {url: 'nats://a:4222', password_file: /run/password}\n"
             "gateway: {allow_anonymous: true}",
             "nats.password_file",
-            "pods have no file /run/password: leave it out, because they log in with the key of"
-            " their role, which they have from a Secret",
+            "pods have no file /run/password: remove the setting, because pods log in with the key"
+            " of their role, from a Secret",
         ),
         (
             "models: {demo: {path: /models/demo}}",
             "gateway.api_keys",
-            "none, and a gateway that others can reach needs one: `pagemill key` makes it (or set"
-            " gateway.allow_anonymous)",
+            "a gateway that others can reach needs at least one key: create it with `pagemill key`"
+            " (or set gateway.allow_anonymous)",
         ),
     ],
 )

@@ -117,7 +117,7 @@ async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own: Bus) -
         await own.publish("pm.request.demo", b"x", str(number))
     changes = await changes_to(own, DeliveryConfig(max_queued=2))
     (shrinking,) = [change for change in changes if change.shrinks]
-    assert shrinking.effect == "would take nothing new until 3 messages have left"
+    assert shrinking.effect == "would refuse new messages until 3 messages have been removed"
 
 
 async def test_the_streams_of_an_older_version_work_until_they_are_changed(own: Bus) -> None:

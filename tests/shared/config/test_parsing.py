@@ -78,7 +78,7 @@ def test_the_environment_overrides_any_field() -> None:
         (
             GOOD + "\nnats: {password_file: secret}",
             {},
-            ["pagemill.yaml", "nats.password_file", "the users in nats.url, and there is none"],
+            ["pagemill.yaml", "nats.password_file", "nats.url is missing"],
         ),
         (
             GOOD + "\nrenderer: {media_networks: [10.0.0.0/8, 10.0.0.0/99]}",

@@ -4,8 +4,8 @@ import pytest
 
 from shared.protocol import names, subjects
 from shared.protocol.permissions import (
-    DOORS,
     OPERATOR,
+    TENANT_SUBJECTS,
     Permissions,
     inbox_of,
     may_create_streams,
@@ -160,12 +160,12 @@ def test_a_tenants_clients_use_their_own_subjects_alone() -> None:
         assert not may_publish(permissions, subject), subject
 
 
-def test_each_door_leads_to_the_tenants_subjects() -> None:
-    for door in DOORS:
+def test_each_tenant_subject_is_mapped_to_a_subject_of_the_tenant() -> None:
+    for subject in TENANT_SUBJECTS:
         token = f"{names.TENANT_MARK}tenant"
-        assert door.mapped.format(token).split(".")[door.tenant_position - 1] == token
-        if door.own.startswith("pm."):
-            assert subjects.tenant_of(door.mapped.format(token)) == "tenant"
+        assert subject.mapped.format(token).split(".")[subject.tenant_position - 1] == token
+        if subject.own.startswith("pm."):
+            assert subjects.tenant_of(subject.mapped.format(token)) == "tenant"
 
 
 @pytest.mark.parametrize("request_id", ["r", "a-b_1"])

@@ -1,7 +1,7 @@
-"""Where a backup is stored: a folder, or one file in zip format.
+"""Storage of a backup: a folder, or one file in zip format.
 
-A backup that is not complete has another name, so that none is taken for whole. It holds prompts
-and answers, and its owner alone can read it.
+An incomplete backup has a temporary name. Only the owner can read a backup, because it contains
+prompts and answers.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ READ_BYTES = 2**20
 
 
 class Archive(Protocol):
-    """The parts of a backup, by name."""
+    """Interface to the parts of a backup, by name."""
 
     def write(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
 
     def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """Raises InvalidRequest for a part that is missing."""
+        """Open a part. Raises InvalidRequest if it is missing."""
 
 
 class _Folder:
@@ -49,7 +49,7 @@ class _Folder:
 
 
 class _Zip:
-    """Snapshots are compressed by the server, and stored here as they are."""
+    """Archive in zip format. It stores snapshots as they are: the server has compressed them."""
 
     def __init__(self, file: zipfile.ZipFile) -> None:
         self._file = file
@@ -66,14 +66,14 @@ class _Zip:
 
 @contextlib.contextmanager
 def new_archive(path: Path) -> Iterator[Archive]:
-    """Yield an empty archive, which gets its name at the end. Without one, nothing is left.
+    """Yield an empty archive, which is renamed to `path` at the end, and removed after an error.
 
     Raises InvalidRequest for a path that exists, ConfigError or DiskFull.
     """
     partial = path.with_name(f".{path.name}.partial")
     if path.exists() or partial.exists():
-        found = path if path.exists() else partial
-        raise InvalidRequest(f"{found} exists already", field="path")
+        existing = path if path.exists() else partial
+        raise InvalidRequest(f"{existing} exists already", field="path")
     try:
         with _creating(path, partial) as archive:
             yield archive
@@ -101,7 +101,7 @@ def _creating(path: Path, partial: Path) -> Iterator[Archive]:
 
 @contextlib.contextmanager
 def read_archive(path: Path) -> Iterator[Archive]:
-    """Yield a complete archive. Raises InvalidRequest for a path that has none."""
+    """Yield a complete archive. Raises InvalidRequest if there is none at `path`."""
     if path.is_dir():
         yield _Folder(path)
         return

@@ -1,4 +1,4 @@
-"""The manifest of a backup: which streams it has, in which order, and the checksum of each part."""
+"""Manifest of a backup: its streams, their order, and the checksum of each part."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from shared.protocol import subjects
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 
-# A queue is copied before the logs of what it asks for. So a log is newer than its queue: work that
-# ended in between is in the queue without harm, because its log says that it has ended. In the
-# other order it would be in neither. Images come after the requests that name them, and letters
-# after the logs that end with an error.
+# A queue is copied before the logs of its requests, so each log is newer than its queue. A request
+# that ends between the two copies is harmless in the queue, because its log contains the end. In
+# the other order it could be missing from both. Images come after the requests that name them, and
+# dead letters after the logs that end with an error.
 ORDER = (
     subjects.RESPONSES_STREAM,
     subjects.CANCELS_STREAM,
@@ -27,10 +27,10 @@ ORDER = (
     subjects.SCALE_STREAM,
     subjects.AUDIT_STREAM,
 )
-# The claims on messages of a queue are those of workers that will be gone. Without its consumers,
-# all of a restored queue is delivered anew.
+# Queues are restored without their consumers: claims on messages belong to workers that no longer
+# exist, and so every message is delivered again.
 QUEUES = (subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM, subjects.REQUESTS_STREAM)
-# Made of the others: coordinators publish the tasks of all queued requests again.
+# Streams that are not copied: coordinators publish the tasks of all queued requests again.
 DERIVED = (
     subjects.STAGES_STREAM,
     subjects.ATTEMPTS_STREAM,
@@ -38,8 +38,8 @@ DERIVED = (
     subjects.KV_STREAM,
     subjects.WORKERS_STREAM,
 )
-# Logs of what queues ask for. Their ends may belong to work that was accepted after its queue was
-# copied.
+# Logs of queued requests and responses. Their last messages may belong to requests that were
+# accepted after the queue was copied.
 LOGS = (subjects.TOKENS_STREAM, subjects.STEPS_STREAM)
 
 
@@ -49,7 +49,7 @@ class StreamPart(Struct, frozen=True):
     stream: str
     file: str
     messages: int
-    """Messages when the snapshot began. A queue may have lost some of them while it was copied."""
+    """Messages when the snapshot began. Some of a queue may have been deleted during the copy."""
     bytes: int
     """Bytes of these messages in the broker."""
     size: int
@@ -62,7 +62,7 @@ class StreamPart(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """What is in a backup."""
+    """Contents of a backup."""
 
     format: int
     version: str
@@ -77,25 +77,25 @@ class Manifest(Struct, frozen=True):
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Raises InvalidRequest for bytes that are no manifest, or of another format."""
+    """Decode a manifest. Raises InvalidRequest for other bytes, or another format."""
     try:
-        found = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{MANIFEST_FILE}: {error}", field="format") from error
-    if found.format != FORMAT:
+    if manifest.format != FORMAT:
         raise InvalidRequest(
-            f"{MANIFEST_FILE}: format {found.format}; this version reads format {FORMAT}",
+            f"{MANIFEST_FILE}: format {manifest.format}; this version reads format {FORMAT}",
             field="format",
         )
-    for part in found.parts:
+    for part in manifest.parts:
         if part.stream not in ORDER or part.file != file_of(part.stream):
             raise InvalidRequest(
-                f"{MANIFEST_FILE}: stream {part.stream!r} in {part.file!r} is no part of a backup",
+                f"{MANIFEST_FILE}: stream {part.stream!r} in {part.file!r} is not part of a backup",
                 field="parts",
             )
-    return found
+    return manifest
 
 
 def file_of(stream: str) -> str:
-    """Name of the file with a stream's snapshot."""
+    """Return the name of the file with a stream's snapshot."""
     return f"{stream}.snapshot"

@@ -1,9 +1,9 @@
-"""Records of a restored cluster whose partners in another stream are missing.
+"""Repair of a restored cluster: records that refer to a missing message of another stream.
 
-Queues are copied before logs. So the ends of the logs may belong to requests and responses that
-were accepted when their queue had been copied. What there is of such a response is enough to go on
-with it. Nobody has the prompt of such a request: its log, which would never end, is removed, and
-the request is as unknown as any other one that was accepted later.
+Queues are copied before logs. So the last messages of the logs may belong to requests and
+responses that were accepted after their queue was copied. Such a response can continue from its
+log, and is queued again. Such a request cannot, because its prompt was in the queue: its log is
+removed, and the request is unknown, like all later ones.
 """
 
 from collections.abc import Iterable
@@ -20,16 +20,16 @@ from shared.state.token_log import last_record
 
 
 class Mended(NamedTuple):
-    """What was found at the ends of the logs."""
+    """Numbers of repaired records."""
 
     removed_logs: int
-    """Logs without an end of requests that are not queued."""
+    """Removed logs: they have no end, and their request is not queued."""
     requeued_responses: int
-    """Responses that have not ended, and may not have been queued."""
+    """Responses that have not ended, which were queued again."""
 
 
 async def mend(bus: Bus, log_ends: dict[str, int]) -> Mended:
-    """Mend what was written after `log_ends`. Raises Unavailable."""
+    """Repair the records after `log_ends`. Raises Unavailable."""
     removed = await _remove_logs(bus, log_ends.get(subjects.TOKENS_STREAM))
     return Mended(removed, await _requeue(bus, log_ends.get(subjects.STEPS_STREAM)))
 
@@ -67,7 +67,7 @@ async def _requeue(bus: Bus, end: int | None) -> int:
 
 
 async def _subjects_after(bus: Bus, stream: str, subject: str, end: int | None) -> Iterable[str]:
-    """Return the subjects of messages behind sequence `end` of a stream, if it has any."""
+    """Return the subjects of the messages after sequence `end` of a stream, if it has any."""
     if end is None:
         return ()
     return sorted({message.subject for message in await bus.read(stream, subject, end + 1)})

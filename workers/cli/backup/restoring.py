@@ -1,4 +1,4 @@
-"""Restoring a backup into a broker: checked first, then stream by stream, then mended."""
+"""Restore of a backup into a broker: checks the backup, writes each stream, repairs the records."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -18,13 +18,13 @@ from workers.cli.backup.manifest import (
 from workers.cli.backup.partners import Mended, mend
 from workers.cli.backup.taking import Progress
 
-# A manifest has some configurations of streams, and nothing else that can be long.
+# Far more than the configurations of a few streams, the longest part of a manifest.
 MAX_MANIFEST_BYTES = 2**20
 MAX_NAMED = 5
 
 
 def check_archive(archive: Archive) -> Manifest:
-    """Return the manifest, of which every part is there and whole. Raises InvalidRequest."""
+    """Check that every part is complete, and return the manifest. Raises InvalidRequest."""
     with archive.open(MANIFEST_FILE) as file:
         manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES))
     for part in manifest.parts:
@@ -36,15 +36,15 @@ def check_archive(archive: Archive) -> Manifest:
         if size != part.size or digest.hexdigest() != part.sha256:
             raise InvalidRequest(
                 f"{part.file} is damaged: it has {size} bytes with SHA-256 {digest.hexdigest()},"
-                f" and the manifest says {part.size} bytes with {part.sha256}",
+                f" and the manifest has {part.size} bytes with {part.sha256}",
                 field=part.file,
             )
     return manifest
 
 
 async def check_target(bus: Bus, *, replace: bool) -> list[str]:
-    """Return the streams that would be removed. Raises InvalidRequest for a broker in use."""
-    # A restore must not take back what has been recorded.
+    """Return the streams to remove first. Raises InvalidRequest for a broker in use."""
+    # A restore must not remove records of the audit log.
     removable = [stream for stream in (*ORDER, *DERIVED) if stream != subjects.AUDIT_STREAM]
     existing = await bus.streams_among(removable)
     if subjects.WORKERS_STREAM in existing and (living := await _living(bus)):
@@ -58,10 +58,10 @@ async def check_target(bus: Bus, *, replace: bool) -> list[str]:
 
 
 async def _living(bus: Bus) -> list[str]:
-    """Return the workers that have just been heard."""
+    """Return the workers with a recent heartbeat."""
     since_ms = bus.now_ms() - 1000 * DEAD_AFTER_S
-    heard = await bus.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
-    return sorted({subjects.last_token(m.subject) for m in heard if m.stored_ms > since_ms})
+    beats = await bus.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
+    return sorted({subjects.last_token(m.subject) for m in beats if m.stored_ms > since_ms})
 
 
 async def restore(
@@ -72,12 +72,12 @@ async def restore(
     replicas: int,
     progress: Progress,
 ) -> Mended:
-    """Replace the streams of the broker with those of a checked archive. Raises Unavailable."""
+    """Replace the broker's streams with the streams of a checked archive. Raises Unavailable."""
     for stream in existing:
         await bus.remove_stream(stream)
-    kept = await bus.streams_among([subjects.AUDIT_STREAM])
+    remaining = await bus.streams_among([subjects.AUDIT_STREAM])
     for part in manifest.parts:
-        if part.stream in kept:
+        if part.stream in remaining:
             continue
         config = part.config | {"num_replicas": replicas}
         with archive.open(part.file) as file:

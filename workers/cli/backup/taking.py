@@ -1,4 +1,4 @@
-"""Taking a backup: a snapshot of each stream, while workers and clients go on."""
+"""Taking a backup: a snapshot of each stream, while workers and clients continue."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from workers.cli.backup.manifest import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stream, its bytes that are done, and all of its bytes."""
+"""Called with a stream, its number of copied bytes, and its total number of bytes."""
 
 
 async def take_backup(bus: Bus, archive: Archive, progress: Progress) -> Manifest:
@@ -49,7 +49,7 @@ async def _take(bus: Bus, archive: Archive, stream: str, progress: Progress) -> 
                 file.write(chunk)
                 digest.update(chunk)
                 size += len(chunk)
-                # Snapshots are compressed, so this is at most as much as there is.
+                # Snapshots are compressed, so their size is only an estimate of the copied bytes.
                 progress(stream, min(size, num_bytes), num_bytes)
     progress(stream, num_bytes, num_bytes)
     return StreamPart(

@@ -30,18 +30,18 @@ async def audit(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """List the audit log: what operators and approvers have done, the newest first.
+    """List the audit log: actions of operators and approvers, the newest first.
 
     Parameters
     ----------
     action
         List only this action.
     by
-        List only what this user, as `alice@host`, or this API key has done.
+        List only actions by this user, such as `alice@host`, or by this API key.
     tenant
-        List only what was done to this tenant's work.
+        List only actions on this tenant's requests.
     since
-        List only what was done at or after this time, such as 2026-11-23T08:00.
+        List only actions at or after this time, such as 2026-11-23T08:00.
     limit
         Maximum number of entries.
     json

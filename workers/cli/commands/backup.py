@@ -30,7 +30,7 @@ async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = No
     Parameters
     ----------
     path
-        New folder, or new file that ends in `.zip`. It holds prompts and answers.
+        New folder, or new file that ends in `.zip`. It will contain prompts and answers.
     """
     with _StreamDisplay() as display, new_archive(path) as archive:
         async with (
@@ -59,7 +59,7 @@ async def restore(
     path
         Folder or file that `pagemill backup` has written.
     replace
-        Remove the streams of Pagemill that the broker has, with all that is in them.
+        Remove the streams of Pagemill that the broker has, with all of their messages.
     """
     loaded = load(config)
     with read_archive(path) as archive:
@@ -78,13 +78,13 @@ async def restore(
             " the backup was taken"
         )
     if mended.requeued_responses:
-        print_note(f"gave {mended.requeued_responses} responses to the agents again")
+        print_note(f"queued {mended.requeued_responses} responses again")
     return 0
 
 
 @contextlib.asynccontextmanager
 async def _broker(config: Config, url: str | None) -> AsyncIterator[Bus]:
-    """Connect to the broker; the embedded one is started if it does not run."""
+    """Connect to the broker, and start the embedded one if it does not run."""
     is_ours = url is None and config.nats.url is None
     own = None
     if is_ours and not is_listening(config.nats.port):
@@ -103,7 +103,7 @@ class _StreamDisplay(PullDisplay):
     """Progress of streams, one after the other."""
 
     def __init__(self) -> None:
-        super().__init__(errors, live=errors.is_terminal, waiting="asking the broker …")
+        super().__init__(errors, live=errors.is_terminal, waiting="connecting to the broker …")
         self._shown = ("", 0)
 
     def show(self, stream: str, done: int, size: int) -> None:

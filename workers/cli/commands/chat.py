@@ -27,6 +27,6 @@ def chat(
     if sys.stdin is None:
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
     login, model = find_login_and_model(config, nats, model)
-    # Log lines of the connection would stand in the middle of an answer.
+    # Log lines of the connection would appear in the middle of an answer.
     logs.configure_logging("error", role="chat")
     return Chat(login, model, system).run()

@@ -28,26 +28,26 @@ def key(
     tenant: str | None = None,
     right: Annotated[list[Right] | None, Parameter(negative=())] = None,
 ) -> int:
-    """Make an API key for the gateway; print the key, which is not stored, and its configuration.
+    """Create an API key for the gateway, and print the key and its configuration.
 
     Parameters
     ----------
     name
         Name of the key's owner, for the log.
     tenant
-        Tenant whose caches and requests the key shares; by default a tenant of its own.
+        Tenant whose caches and requests the key shares; by default a separate tenant.
     right
-        What the key allows: requests (the default), or metrics for `/metrics`. Repeat the
+        Right of the key: requests (the default), or metrics for `/metrics`. Repeat the
         option for both.
     """
     stderr = Console(stderr=True)
-    made = make_key()
-    entry: dict[str, object] = {"name": name, "sha256": digest(made)}
+    secret = make_key()
+    entry: dict[str, object] = {"name": name, "sha256": digest(secret)}
     entry |= {} if tenant is None else {"tenant": tenant}
     entry |= {} if right is None else {"rights": right}
     lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
-    stderr.print("This key is stored nowhere; give it to its owner:")
-    sys.stdout.write(f"{made}\n")
+    stderr.print("This key is not stored and cannot be printed again. Pass it to its owner:")
+    sys.stdout.write(f"{secret}\n")
     stderr.print(f"\nAdd this to the configuration:\n\n{lines}", highlight=False)
     return 0
 
@@ -77,7 +77,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
 
 
 def _check_models(config: Config) -> None:
-    """Raises ConfigError for a folder that an engine refuses."""
+    """Raise ConfigError for a folder that an engine refuses."""
     folders: list[tuple[str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
@@ -100,8 +100,10 @@ def _print_kernels() -> int:
     try:
         records = read_records(library.cache_folder())
     except OSError as error:
-        raise ConfigError(f"nothing can be kept: {error}", field="XDG_CACHE_HOME") from error
-    here = [one for one in records if one.key.processor == library.processor_name()]
+        raise ConfigError(
+            f"the folder of measured kernels cannot be read: {error}", field="XDG_CACHE_HOME"
+        ) from error
+    here = [record for record in records if record.key.processor == library.processor_name()]
     if not here:
         sys.stdout.write("# nothing has been measured on this processor\n")
     for record in here:
@@ -122,7 +124,7 @@ def _print_kernels() -> int:
 
 
 def _graph_lines(pipeline: Pipeline) -> list[str]:
-    """The pipeline as text: one line an edge, then those of chunks, then one an output."""
+    """Return the pipeline as text: a line for each edge, each chunked stage, and each output."""
     lines = []
     for edge in pipeline.edges:
         arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶", "detour": "··▶"}[edge.mode]

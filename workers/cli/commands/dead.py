@@ -85,10 +85,10 @@ async def requeue_letter(
         if letter.role == AGENT:
             async with recorded:
                 await dead_letters.requeue_response(bus, letter)
-            out.print(f"given to the agents again: pagemill where {request_id}", highlight=False)
+            out.print(f"queued again: pagemill where {request_id}", highlight=False)
             return 0
         if not letter.request:
-            raise NotFound(f"the dead letter of {request_id} does not hold the request")
+            raise NotFound(f"the dead letter of {request_id} does not contain the request")
         try:
             request = decode_request(_edit(letter.request) if edit else letter.request)
         except msgspec.MsgspecError as error:
@@ -122,7 +122,7 @@ def _print_letter(letter: DeadLetter) -> None:
 
 
 def _edit(data: bytes) -> bytes:
-    """Open a request in the editor and return the text that the user has saved."""
+    """Open a request in the editor and return the saved text."""
     if is_packed(data):
         data = msgspec.json.encode(msgspec.msgpack.decode(data))
     with contextlib.suppress(msgspec.MsgspecError):  # Other bytes are edited as they are.

@@ -26,14 +26,14 @@ def health(
 ) -> int:
     """Check the workers of this machine or container, at `metrics.listen` and `metrics.port`.
 
-    The exit code is 0 if there are workers and all of them are well, and otherwise 1.
+    The exit code is 0 if there are workers and all of them are healthy, and otherwise 1.
 
     Parameters
     ----------
     role
         Check the workers of this role only.
     ready
-        Check also whether they take work.
+        Check also whether they accept work.
     """
     metrics = load(config).metrics
     if metrics.listen is None or metrics.port == 0:
@@ -41,22 +41,22 @@ def health(
             "health: workers answer only if metrics.listen and metrics.port are set",
             field="metrics.port",
         )
-    asked = _ask_all(metrics, "ready" if ready else "health")
-    found = [status for status in asked if role is None or status.role in (role, "")]
-    for status in found:
+    answers = _ask_all(metrics, "ready" if ready else "health")
+    statuses = [status for status in answers if role is None or status.role in (role, "")]
+    for status in statuses:
         about = [status.status]
         if status.reads is not None:
             about.append(
                 f"version {status.version} reads messages of versions {range_words(status.reads)}"
             )
         print_line(f"{status.worker}: {', '.join(about)}")
-    if not found:
+    if not statuses:
         print_line(f"no {role or 'worker'} answers at {metrics.listen} from port {metrics.port} on")
-    return 0 if found and all(status.is_ok for status in found) else 1
+    return 0 if statuses and all(status.is_ok for status in statuses) else 1
 
 
 def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:
-    """Yield the status of each worker. One that does not answer has no role."""
+    """Yield the status of each worker, without a role if the worker does not answer."""
     for port in range(config.port, min(config.port + METRICS_PORTS, 65536)):
         # A connection to the address 0.0.0.0 or :: reaches this machine.
         connection = http.client.HTTPConnection(config.listen or "", port, timeout=TIMEOUT_S)
@@ -67,6 +67,6 @@ def _ask_all(config: MetricsConfig, probe: str) -> Iterator[WorkerStatus]:
         except TimeoutError:
             yield WorkerStatus("", f"{config.listen}:{port}", "no answer")
         except (OSError, http.client.HTTPException):
-            continue  # No listener, or one of another program.
+            continue  # No listener, or a listener of another program.
         finally:
             connection.close()

@@ -21,21 +21,20 @@ from workers.keyring import Keyring
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
 RELOAD_S = 1.0
 
-keys = App(
-    name="keys", help="Make and replace keys, with which clients and workers sign in to the broker."
-)
+keys = App(name="keys", help="Create and replace the keys of clients and workers for the broker.")
 
 Folder = Annotated[
     Path | None,
-    Parameter(name="--dir", help="Folder of the keys; by default that of the configuration."),
+    Parameter(name="--dir", help="Folder of the keys; by default the configured one."),
 ]
 
 
 @keys.command(name="make")
 async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Make the keys that are missing, of all roles and of the operator, and the server's accounts.
+    """Create the missing keys of all roles and of the operator, and the server's accounts.
 
-    The accounts allow what this version's roles need: run this again after an upgrade.
+    The accounts permit the subjects that this version's roles need: run this again after an
+    upgrade.
     """
     async with _changing("keys.make", "", directory, config) as keyring:
         for name in keyring.complete():
@@ -45,9 +44,9 @@ async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> i
 
 @keys.command(name="add-tenant")
 async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Make a key for the clients of a tenant, and print its file.
+    """Create a key for the clients of a tenant, and print its file.
 
-    They can do nothing but send requests, cancel them and read their answers, as this tenant.
+    With it, clients can send requests, cancel them and read their answers, as this tenant only.
     """
     async with _changing("keys.add-tenant", name, directory, config) as keyring:
         print_line(str(keyring.add_tenant(name)))
@@ -58,7 +57,7 @@ async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFi
 async def remove_tenant(
     name: str, /, *, directory: Folder = None, config: ConfigFile = None
 ) -> int:
-    """Remove the key of a tenant, whose clients are then disconnected."""
+    """Remove the key of a tenant. The server then disconnects the tenant's clients."""
     async with _changing("keys.remove-tenant", name, directory, config) as keyring:
         keyring.remove_tenant(name)
     return 0
@@ -66,9 +65,9 @@ async def remove_tenant(
 
 @keys.command(name="rotate")
 async def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Replace the keys of roles, such as `engine`, or of tenants, such as `tenants/acme`; or all.
+    """Replace the keys of roles such as `engine`, or of tenants such as `tenants/acme`; or all.
 
-    The server disconnects workers with the old key; they read the new one and connect again.
+    The server disconnects workers with an old key. They read the new one and connect again.
     """
     async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
         for file in keyring.rotate(names):
@@ -103,7 +102,7 @@ async def _changing(
 
 
 def _reload(keyring: Keyring, config: Path | None) -> None:
-    """Make the embedded server accept the new keys; of any other server an operator is reminded."""
+    """Make the embedded server accept the new keys, or print a reminder for another server."""
     loaded = load(config)
     if keyring.folder.resolve() == settings.keys_folder(loaded).resolve():
         try:

@@ -43,17 +43,17 @@ def manifests(
     """
     file = settings.find_config_file(config)
     if file is None:
-        raise ConfigError("no pagemill.yaml here: give one with --config", field="--config")
+        raise ConfigError("no pagemill.yaml here: name one with --config", field="--config")
     loaded = settings.load_config(file)
     target = Target(namespace, image, scaling, models_claim)
     sizes = sizes_of(loaded, str(file))
-    made = make_manifests(loaded, file.read_text(encoding="utf-8"), sizes, target)
+    objects = make_manifests(loaded, file.read_text(encoding="utf-8"), sizes, target)
     if loaded.nats.replicas == 1:
         Console(stderr=True).print("nats.replicas is 1: with three brokers, set it to 3.")
     if chart is None:
-        sys.stdout.write(to_yaml(made))
+        sys.stdout.write(to_yaml(objects))
         return 0
-    for name, text in to_chart(made, target, version("pagemill")).items():
+    for name, text in to_chart(objects, target, version("pagemill")).items():
         path = chart / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

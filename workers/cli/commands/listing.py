@@ -42,7 +42,7 @@ async def requests(
     state
         List only requests in this state.
     model
-        List only requests that are known to be for this model.
+        List only requests of this model.
     limit
         Maximum number of requests in the list.
     follow
@@ -60,11 +60,11 @@ async def requests(
         lister = RequestLister(bus)
         listing = await lister.update()
         rows = [row for row in listing.requests if is_wanted(row)]
-        shown = rows[:limit]
-        if shown and not json:
+        newest = rows[:limit]
+        if newest and not json:
             print_line(HEADER)
-        # The newest stands last, where new ones follow.
-        for row in reversed(shown):
+        # The newest request is printed last, because new ones follow it.
+        for row in reversed(newest):
             print_json(row) if json else print_line(_line(row))
         if note := _note(listing, len(rows), limit):
             print_note(note)
@@ -107,7 +107,7 @@ def _or_dash(value: object) -> str:
 
 
 def _note(listing: Listing, num_rows: int, limit: int) -> str:
-    """Return what the list leaves out."""
+    """Return a note about requests that are missing in the list."""
     notes = [f"{num_rows - limit} more match: --limit shows them"] if num_rows > limit else []
     if listing.is_cut:
         notes.append("older requests were not searched: `pagemill where ID` finds them")

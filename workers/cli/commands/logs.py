@@ -31,7 +31,7 @@ async def logs(
     json: bool = False,
     config: ConfigFile = None,
 ) -> int:
-    """Print the log of `pagemill up`: its last lines, and with -f new ones as they are written.
+    """Print the last lines of the log of `pagemill up`, and with -f also new lines.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ async def logs(
     lines
         Print at most this many of the last lines that match.
     role
-        Print only lines of workers of this role; `up` selects those of `pagemill up` itself.
+        Print only lines of workers of this role; `up` selects lines of `pagemill up` itself.
     level
         Print only lines of this level or a more severe one.
     worker

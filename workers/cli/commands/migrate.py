@@ -23,17 +23,18 @@ async def migrate(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Show where the broker's streams differ from the configuration, and change them after asking.
+    """Show the differences between the broker's streams and the configuration, and apply them.
 
-    Workers create the streams that are missing, and never change one. The exit code is 1 when
-    something would be changed and is not.
+    Workers create missing streams, but never change existing ones. The exit code is 1 if any
+    difference remains.
 
     Parameters
     ----------
     yes
-        Do not ask.
+        Apply the changes without a question.
     shrink
-        Also set limits for which more is stored than they have room for.
+        Also set limits below the size of the stored messages: messages are deleted, or new ones
+        refused.
     json
         Print one JSON object for each difference, and change nothing.
     """
@@ -49,25 +50,25 @@ async def migrate(
             print_line("all streams are as configured")
             return 0
         _show(changes)
-        wanted = [change for change in changes if not change.difference.is_fixed]
-        refused = [change for change in wanted if change.shrinks and not shrink]
+        possible = [change for change in changes if not change.difference.is_fixed]
+        refused = [change for change in possible if change.shrinks and not shrink]
         if refused:
             names = ", ".join(f"{c.difference.stream} {c.difference.setting}" for c in refused)
             raise ConfigError(
-                f"--shrink is needed for what has no room for all that is stored: {names};"
-                " nothing was changed",
+                f"limits are below the size of the stored messages: {names}; nothing was changed:"
+                " --shrink sets them, with the listed effects",
                 field="shrink",
             )
-        if not wanted:
+        if not possible:
             print_line("the broker cannot change any of these")
             return 1
-        if not (yes or _confirm(len(wanted))):
+        if not (yes or _confirm(len(possible))):
             print_line("nothing was changed")
             return 1
-        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in wanted)
+        names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in possible)
         async with audited(bus, "migrate", names):
-            await bus.change_streams(wanted)
-        print_line(f"changed: {len(wanted)}")
+            await bus.change_streams(possible)
+        print_line(f"changed: {len(possible)}")
     return 0
 
 
@@ -76,8 +77,8 @@ def _row(change: StreamChange) -> dict[str, str]:
     return {
         "stream": difference.stream,
         "setting": difference.setting,
-        "is": difference.found_words,
-        "will_be": difference.wanted_words,
+        "is": difference.current_words,
+        "will_be": difference.target_words,
         "effect": change.effect,
     }
 
@@ -90,7 +91,7 @@ def _show(changes: Sequence[StreamChange]) -> None:
 
 
 def _confirm(number: int) -> bool:
-    """Ask whether to go on. Raises ConfigError where nobody can answer."""
+    """Ask for confirmation. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("--yes is needed where nobody can be asked", field="yes")
+        raise ConfigError("without a terminal, --yes is needed to apply changes", field="yes")
     return input(f"make these {number} changes? [y/N] ").strip().lower() in ("y", "yes")

@@ -25,8 +25,9 @@ COLUMNS = ("name", "family", "size", "state")
 def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
     """Download the files of a model that serving needs, or continue an interrupted download.
 
-    The hub is that of HF_ENDPOINT, and HF_TOKEN is the token for gated models. Only configuration,
-    tokenizer and safetensors are downloaded, and each file's checksum is compared with the hub's.
+    HF_ENDPOINT is the address of the hub, and HF_TOKEN the token for gated models. Only
+    configuration, tokenizer and safetensors are downloaded, and each file's checksum is compared
+    with the hub's.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ def pull_model(name: str, revision: str | None = None, folder: Path | None = Non
     """Download a model and show the progress on stderr. Raises PagemillError."""
     local.check_endpoint()
     with PullDisplay(errors, live=errors.is_terminal) as display:
-        display.say("asking the hub …")
+        display.say("connecting to the hub …")
         # The hub's client takes a quarter of a second to import, which no other command needs.
         from workers.cli.models.download import download
         from workers.cli.models.hub import find_model
@@ -68,9 +69,9 @@ async def models(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """List the models that are configured or in the hub's cache, and which of them are served.
+    """List the models that are configured or in the hub's cache, and their state.
 
-    Without a broker, none is served, and that is no error.
+    Without a broker, no model is listed as served. This is not an error.
     """
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
@@ -86,8 +87,8 @@ async def models(
         entry = loaded.models.get(str(row["name"]))
         if entry is not None and entry.quantization is not None:
             row["quantization"] = entry.quantization
-    known = {row["name"] for row in rows}
-    rows += [{"name": name, "state": "served"} for name in sorted(served - known)]
+    names = {row["name"] for row in rows}
+    rows += [{"name": name, "state": "served"} for name in sorted(served - names)]
     if json:
         for row in rows:
             print_json(row)
@@ -97,7 +98,7 @@ async def models(
 
 
 async def _read_served(login: Login) -> set[str]:
-    """Return the models that have a worker of their own; none without a broker."""
+    """Return the models with a worker that serves no other model; none without a broker."""
     roles = {role.name for role in all_roles() if role.one_model}
     try:
         async with connected(login, "models") as bus:
@@ -114,14 +115,14 @@ async def _read_served(login: Login) -> set[str]:
 def _describe(
     configured: Sequence[local.LocalModel], cached: Sequence[local.LocalModel], served: set[str]
 ) -> list[dict[str, object]]:
-    found = [*configured, *cached]
-    here = [model for model in found if (model.folder / "config.json").is_file()]
+    models = [*configured, *cached]
+    here = [model for model in models if (model.folder / "config.json").is_file()]
     checked = reports.check_folders(
         [model.folder for model in here], [model.pooling for model in here]
     )
     model_to_report = dict(zip(here, checked, strict=True))
     rows: list[dict[str, object]] = []
-    for model in found:
+    for model in models:
         report = model_to_report.get(model)
         missing = local.missing_files(model.folder)
         reason = f"it lacks {', '.join(missing[:3])}" if missing else None
@@ -143,8 +144,8 @@ def _print_table(rows: Sequence[dict[str, object]]) -> None:
     lines = [COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS) - 1)]
     for *cells, state in lines:
-        shown = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
-        print_line("  ".join([*shown, state]))
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+        print_line("  ".join([*padded, state]))
 
 
 def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:

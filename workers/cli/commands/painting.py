@@ -1,4 +1,4 @@
-"""`pagemill draw`: a text becomes images."""
+"""The command `pagemill draw`."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,21 +46,21 @@ async def draw(
     Parameters
     ----------
     prompt
-        What the images are to show.
+        Description of the images.
     output
-        The PNG file. With several images, their numbers come behind its name.
+        The PNG file. With several images, their numbers are appended to its name.
     size
         Width and height in pixels, such as 120x120; by default the first size of the model.
     n
         Number of images.
     seed
-        The noise that the images begin with; by default a new one for each request.
+        Seed of the noise from which the images are made; by default a random one.
     steps
         Denoising steps of each image; by default as configured.
     guidance
         Scale of the guidance by the prompt, 1 for none; by default as configured.
     negative
-        What the images are guided away from.
+        Description of what the images must not show.
     timeout_s
         Maximum seconds from acceptance to the last image; by default as configured.
     json
@@ -84,9 +84,9 @@ async def draw(
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 
-def _params(*given: Any) -> ImageParams:
-    """Return the parameters in the order of ImageParams. Raises InvalidRequest."""
-    fields = dict(zip(ImageParams.__struct_fields__, given, strict=False))
+def _params(*values: Any) -> ImageParams:
+    """Return parameters from values in the order of ImageParams. Raises InvalidRequest."""
+    fields = dict(zip(ImageParams.__struct_fields__, values, strict=False))
     try:
         return msgspec.convert(fields, ImageParams)
     except msgspec.ValidationError as error:
@@ -94,22 +94,22 @@ def _params(*given: Any) -> ImageParams:
 
 
 def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
-    """Return a model that paints, by default the first one, and the name of its output of images.
+    """Return a model that paints, by default the first one, and the name of its image output.
 
-    Raises InvalidRequest for a model without one.
+    Raises InvalidRequest if there is none.
     """
     for name in config.models if model is None else [model]:
         painter = pipeline_of(config.models[name]).painter if name in config.models else None
         if painter is not None and painter.output is not None:
             return name, painter.output.name
-    who = "no configured model" if model is None else model
-    raise InvalidRequest(f"{who} has no output of images; see `pagemill check`", field="model")
+    owner = "no configured model" if model is None else model
+    raise InvalidRequest(f"{owner} has no output of images; see `pagemill check`", field="model")
 
 
 async def _while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
 ) -> AsyncIterator[LogRecord]:
-    """Yield the records of a request, and write its images to files when it has ended well."""
+    """Yield the records of a request, and write its images to files if it ends without an error."""
     async for record in records:
         yield record
         if isinstance(record, Finish):
@@ -117,13 +117,13 @@ async def _while_saving(
 
 
 async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
-    found = [
+    images = [
         record
         async for record in client.follow_output(bus, request_id, output)
         if isinstance(record, ImageRecord)
     ]
-    for image in sorted(found, key=lambda image: image.number):
-        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(found) > 1 else file
+    for image in sorted(images, key=lambda image: image.number):
+        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(images) > 1 else file
         data = await client.read_media(bus, image.media)
         try:
             numbered.write_bytes(data)

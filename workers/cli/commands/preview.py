@@ -1,4 +1,4 @@
-"""Commands that ask a renderer, without an engine: `pagemill render` and `pagemill tokenize`."""
+"""Commands that need a renderer and no engine: `pagemill render` and `pagemill tokenize`."""
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -87,7 +87,7 @@ async def tokenize(
 
 @contextlib.asynccontextmanager
 async def _unserved_named(bus: Bus, model: str) -> AsyncIterator[None]:
-    """Raise UnknownModel in place of Unavailable, if renderers serve other models."""
+    """Raise UnknownModel instead of Unavailable, if renderers serve other models."""
     try:
         yield
     except Unavailable:
@@ -100,7 +100,7 @@ async def _unserved_named(bus: Bus, model: str) -> AsyncIterator[None]:
 
 
 def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[str, Any]:
-    """Return a JSON object for a prompt; tensors are shown by dtype and shape."""
+    """Return a JSON object for a prompt, with the dtypes and shapes of its tensors."""
     return {
         "prompt_token_ids": rendered.prompt_token_ids,
         "items": [

@@ -44,7 +44,7 @@ from workers.cli.options import (
 from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import format_time, print_json, print_line, print_rows
 
-# A request that was published a moment ago is known as soon as a coordinator has read it.
+# A coordinator reads a new request within this time. Before that, the request is unknown.
 ARRIVAL_S = 1.0
 # Coordinators cancel within milliseconds, unless there is none.
 CANCEL_S = 5.0
@@ -56,7 +56,7 @@ EXIT_ENDED = 2
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Options of `pagemill ask` that choose its tokens."""
+    """Options of `pagemill ask` for sampling."""
 
     max_tokens: int | None = None
     """Maximum number of tokens in the answer."""
@@ -73,7 +73,7 @@ class SamplingOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class SpeechOptions:
-    """Options of `pagemill ask` about a spoken answer."""
+    """Options of `pagemill ask` for a spoken answer."""
 
     speak: bool = False
     """Have the answer spoken as well, and write the sound to a WAV file."""
@@ -82,7 +82,7 @@ class SpeechOptions:
     voice: str | None = None
     """Name of one of the model's voices; by default the first one."""
     on_late: OnLate = "fail"
-    """`text`: when the speech fails or is late, end with the text if that is complete."""
+    """`text`: if the speech fails or is late, end with the text alone if it is complete."""
 
 
 async def ask(
@@ -123,8 +123,8 @@ async def ask(
     loaded = load(config)
     login = settings.login_of(loaded, given_url=nats)
     model = model or next(iter(loaded.models))
-    given = sampling.given()
-    request = build_request(model, question, image or [], given, timeout_s, adapter)
+    params = sampling.given()
+    request = build_request(model, question, image or [], params, timeout_s, adapter)
     if speech.speak:
         spoken = find_audio(loaded, model)
         outputs, on_late = [TEXT, spoken], speech.on_late
@@ -132,7 +132,7 @@ async def ask(
     request_id = request_id or client.new_request_id()
     async with connected(login, "ask") as bus:
         parts = await media_parts(bus, video, audio)
-        records = client.ask(bus, with_media(request, parts), request_id, sampling=given)
+        records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if speech.speak:
             records = while_saving(bus, records, request_id, spoken, speech.output)
         return await print_answer(bus, request_id, records, as_json=json, durable=durable)
@@ -148,14 +148,14 @@ async def follow(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Print the answer of an earlier request; wait for the part that is still to come.
+    """Print the answer of an earlier request, and wait for the rest of it.
 
     Parameters
     ----------
     start
         Index of the first record to print.
     wait_s
-        Seconds to wait for a request that is not known yet.
+        Seconds to wait for a request that does not exist yet.
     json
         Print the records of the token log, one JSON object per line.
     """
@@ -173,10 +173,10 @@ async def follow(
 async def cancel(
     request_id: RequestId, /, *, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Cancel a request in any stage; its answer ends with the error `cancelled`.
+    """Cancel a request in any stage. Its answer ends with the error `cancelled`.
 
-    The exit code is 0 for a request that is cancelled, 1 for one that is not known, and 2 for one
-    that has ended in another way.
+    The exit code is 0 if the request is cancelled, 1 if it is unknown, and 2 if it has ended in
+    another way.
     """
     async with connected(find_login(config, nats), "cancel") as bus:
         before = await _find(bus, request_id, ARRIVAL_S)
@@ -185,7 +185,7 @@ async def cancel(
         if before.state == "unknown":
             if not before.num_unread:
                 raise _unknown(before)
-            # Until a coordinator reads the request, no more can be done than to store this.
+            # The cancellation is stored, and takes effect when a coordinator reads the request.
             await _cancel(bus, request_id)
             raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
         await _cancel(bus, request_id)
@@ -208,7 +208,7 @@ async def _find(
     wait_s: float,
     is_enough: Callable[[RequestStatus], bool] = lambda status: status.state != "unknown",
 ) -> RequestStatus:
-    """Look a request up until `is_enough`, for at most `wait_s`, and return the last status."""
+    """Poll the status of a request until `is_enough`, for at most `wait_s`, and return it."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while True:
@@ -225,7 +225,7 @@ def _unknown(status: RequestStatus, hint: str = "") -> NotFound:
 
 
 def _print_end(status: RequestStatus, when: str = "") -> int:
-    """Print how a request has ended, and return the exit code of `pagemill cancel`."""
+    """Print the end of a request, and return the exit code of `pagemill cancel`."""
     if status.error_code == Cancelled.code:
         print_line(f"{status.request_id} is {when}cancelled")
         return 0
@@ -236,7 +236,7 @@ def _print_end(status: RequestStatus, when: str = "") -> int:
 async def where(
     request_id: RequestId, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print the status of a request or a response: where it is, for how long, and why.
+    """Print the status of a request or a response: its stage, its waiting time, and the reason.
 
     Parameters
     ----------
@@ -248,35 +248,35 @@ async def where(
         if response is not None:
             print_json(response) if json else _print_response(response)
             return 0
-        found = await request_status.find(bus, request_id)
-    print_json(found) if json else _print_status(found)
-    return 0 if found.state != "unknown" else 1
+        status = await request_status.find(bus, request_id)
+    print_json(status) if json else _print_status(status)
+    return 0 if status.state != "unknown" else 1
 
 
-def _print_response(found: FoundResponse) -> None:
+def _print_response(response: FoundResponse) -> None:
     rows = {
-        "state": found.state.replace("_", " "),
-        "steps": found.steps,
-        "turn": found.turn,
-        "call": found.call,
-        "waiting": f"{found.waits_s:.1f} s since the last step",
-        "why": found.why,
+        "state": response.state.replace("_", " "),
+        "steps": response.steps,
+        "turn": response.turn,
+        "call": response.call,
+        "waiting": f"{response.waits_s:.1f} s since the last step",
+        "why": response.why,
     }
     print_rows(rows)
 
 
-def _print_status(found: RequestStatus) -> None:
+def _print_status(status: RequestStatus) -> None:
     rows = {
-        "state": found.state.replace("_", " "),
-        "stage": found.stage,
-        "worker": found.worker,
-        "attempt": found.attempt,
-        "waiting": None if found.waits_s is None else f"{found.waits_s:.1f} s in this stage",
-        "records": found.records,
-        "why": found.why,
+        "state": status.state.replace("_", " "),
+        "stage": status.stage,
+        "worker": status.worker,
+        "attempt": status.attempt,
+        "waiting": None if status.waits_s is None else f"{status.waits_s:.1f} s in this stage",
+        "records": status.records,
+        "why": status.why,
     }
     print_rows(rows)
-    for attempt in found.attempts:
+    for attempt in status.attempts:
         print_line(
             f"         {format_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
             f" {attempt.outcome.replace('_', ' ')}"

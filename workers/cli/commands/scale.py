@@ -28,9 +28,9 @@ class _PoolRow(Struct):
     pool: str
     state: str
     set: int | None
-    """What an operator has set."""
+    """Size set by an operator."""
     holds: int | None
-    """What that comes to within the pool's max and the budget."""
+    """Size in effect, within the pool's max and the budget."""
     plan: PoolPlan
 
 
@@ -44,14 +44,14 @@ async def scale(
 ) -> int:
     """Show the pools of workers, or set their sizes.
 
-    What is set here is stored with the broker. It stays until it is released.
+    A size is stored with the broker, and holds until it is released.
 
     Parameters
     ----------
     sizes
         POOL=N keeps a pool at N workers, and POOL=auto releases it.
     pause
-        Leave all pools as they are until --resume.
+        Keep the sizes of all pools until --resume.
     resume
         Scale pools again.
     json
@@ -65,8 +65,8 @@ async def scale(
     async with connected(settings.login_of(loaded, given_url=nats), "scale") as bus:
         if changes or pause or resume:
             paused = True if pause else False if resume else None
-            told = " ".join([*sizes, *["pause"] * pause, *["resume"] * resume])
-            async with audited(bus, "scale", told):
+            target = " ".join([*sizes, *["pause"] * pause, *["resume"] * resume])
+            async with audited(bus, "scale", target):
                 await scale_state.change_orders(
                     bus, lambda orders: _changed(orders, changes, paused)
                 )
@@ -77,7 +77,7 @@ async def scale(
 
 
 def _parse(size: str, pools: Pools) -> tuple[str, int | None]:
-    """Return a pool and its size, None for what the autoscaler chooses. Raises ConfigError."""
+    """Return a pool and its size, which is None for POOL=auto. Raises ConfigError."""
     name, _, count = size.rpartition("=")
     if not name or not (count == AUTO or count.isdecimal()):
         raise ConfigError(f"{size!r} is neither POOL=N nor POOL={AUTO}", field="sizes")
@@ -116,15 +116,15 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json:
         return
     print_line(HEADER)
     for row in rows:
-        seen, is_set = row.plan, "-" if row.holds is None else str(row.holds)
+        pool, is_set = row.plan, "-" if row.holds is None else str(row.holds)
         print_line(
-            f"{row.pool:<24} {row.state:<18} {seen.wanted:>6} {is_set:>4}"
-            f" {seen.running:>7} {seen.starting:>8} {seen.draining:>8}"
-            f" {seen.pending:>7} {seen.in_flight:>9} {seen.reason}"
+            f"{row.pool:<24} {row.state:<18} {pool.wanted:>6} {is_set:>4}"
+            f" {pool.running:>7} {pool.starting:>8} {pool.draining:>8}"
+            f" {pool.pending:>7} {pool.in_flight:>9} {pool.reason}"
         )
     for row in rows:
         if row.holds != row.set:
             limit = pools.by_name[row.pool].settings.max
             reason = f"its max is {limit}" if row.holds == limit else "the budget leaves no more"
-            print_note(f"{row.pool} is set to {row.set}, and {row.holds} hold: {reason}")
+            print_note(f"{row.pool} is set to {row.set}, and gets {row.holds}: {reason}")
     print_note(f"leader {plan.leader}" + "; paused" * orders.paused)

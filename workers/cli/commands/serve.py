@@ -43,7 +43,7 @@ def up(
 
     Ctrl-C drains: workers finish or requeue the requests in flight before they end. A second Ctrl-C
     makes them requeue at once. The workers' log is appended to a file, see `pagemill logs`. The
-    exit code is 78 for a configuration that will never work.
+    exit code is 78 for a configuration that cannot work.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def up(
         pools = pools_of(loaded)
         workers = [*workers_of(loaded, pools), WorkerSpec("gateway")]
         log_file = settings.find_log_file(loaded)
-        # The workers of a pool at zero are forked from the same process when they are wanted.
+        # The workers of a pool at zero are forked from the same process later.
         specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
         cluster = LocalCluster(
             loaded, file, workers, nats, log_file, preloader=preload(loaded, specs)
@@ -99,9 +99,9 @@ def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pu
                 continue
             if (model := find_local(name)) is None or missing_files(model.folder):
                 pull_model(name)
-    found = find_models(models)
-    with noted(f"checking whether {', '.join(model.name for model in found)} can be served …"):
-        file, lines = write_config(found, wishes)
+    local = find_models(models)
+    with noted(f"checking whether {', '.join(model.name for model in local)} can be served …"):
+        file, lines = write_config(local, wishes)
     for line in lines:
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
     return file

@@ -1,4 +1,4 @@
-"""`pagemill say`: a text becomes speech."""
+"""The command `pagemill say`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -36,7 +36,7 @@ def worker(
 ) -> int:
     """Run one worker until SIGTERM, Ctrl-C or the end of its terminal drains it.
 
-    The exit code is 78 for a configuration that will never work.
+    The exit code is 78 for a configuration that cannot work.
 
     Parameters
     ----------
@@ -91,12 +91,12 @@ def load_main(role: str) -> Callable[..., Awaitable[None]]:
         # A renderer needs the tokenizers and image processors of transformers.
         hide_torch()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        # The threads of a renderer are as many as it may compute with. numpy's library would divide
-        # each of their products, and its idle threads spin, and take the processors from images
-        # while a video is resized. It reads the variable when numpy is imported.
+        # A renderer already runs as many threads as it may use. OpenBLAS would split each of their
+        # products over more threads, whose idle spinning slows down images while a video is
+        # resized. It reads the variable when numpy is imported.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # An import of transformers makes millions of objects that stay: collections free nothing of
-    # them, take a seventh of the time of the import, and 0.2 s each behind it.
+    # An import of transformers creates millions of permanent objects. Collections of them free
+    # nothing, take a seventh of the time of the import, and 0.2 s each after it.
     gc.disable()
     try:
         main: Callable[..., Awaitable[None]] = importlib.import_module(spec.module).main

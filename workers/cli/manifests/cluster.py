@@ -12,7 +12,7 @@ from shared.scaling.pools import PoolSettings
 from shared.stage.pipelines import pipelines_of
 from workers.cli.manifests.deployments import (
     CONFIG_PATH,
-    DOOR,
+    GATEWAY,
     MODELS_PATH,
     make_deployment,
     make_disruption_budget,
@@ -32,9 +32,9 @@ Sizes = Mapping[WorkerSpec, PoolSettings]
 
 
 def make_manifests(config: Config, text: str, sizes: Sizes, target: Target) -> list[Manifest]:
-    """Return the manifests of all pools of a configuration, whose file has this text.
+    """Return the manifests of all pools of a configuration. `text` is the text of its file.
 
-    Raises ConfigError for settings that cannot hold in a pod.
+    Raises ConfigError for settings that cannot work in a pod.
     """
     check_for_pods(config)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -56,13 +56,13 @@ def make_manifests(config: Config, text: str, sizes: Sizes, target: Target) -> l
 
 
 def sizes_of(config: Config, source: str) -> dict[WorkerSpec, PoolSettings]:
-    """Return the sizes of all pools of a configuration, whose file is `source`.
+    """Return the sizes of all pools of a configuration. `source` names its file in errors.
 
-    Workers of all models are two of a kind at least, because one is there while the other is
+    Roles that serve all models have at least two workers, so that one is left while the other is
     replaced. Raises ConfigError.
     """
     fixed = Counter(default_workers(config))
-    fixed[WorkerSpec(DOOR)] = fixed[WorkerSpec(AGENT)] = 1
+    fixed[WorkerSpec(GATEWAY)] = fixed[WorkerSpec(AGENT)] = 1
     sizes = {
         worker: PoolSettings(min=size, max=size)
         for worker, num in fixed.items()
@@ -80,7 +80,7 @@ def _make_pool(
         is_fixed = worker not in {pool.spec for pool in pools_of(config).by_name.values()}
     replicas = max(1, size.min) if is_fixed else None
     manifests = [make_deployment(worker, config, target, digest, replicas)]
-    if worker.role == DOOR:
+    if worker.role == GATEWAY:
         manifests.append(make_service(worker, target))
     if size.min > 1:
         manifests.append(make_disruption_budget(worker, target))
@@ -92,16 +92,16 @@ def _make_pool(
 
 def _make_autoscaler(config: Config, target: Target, digest: str) -> Manifest:
     """Return the Deployment of two autoscalers: one leads, and the other takes its place."""
-    made = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
-    pod = made["spec"]["template"]["spec"]
+    deployment = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
+    pod = deployment["spec"]["template"]["spec"]
     pod["serviceAccountName"] = ACCOUNT
     pod["automountServiceAccountToken"] = True
     pod["containers"][0]["env"].append({"name": "PAGEMILL_SCALE__ACTUATOR", "value": "kubernetes"})
-    return made
+    return deployment
 
 
 def check_for_pods(config: Config) -> None:
-    """Refuse settings that would not hold in a pod. Raises ConfigError, which names the setting."""
+    """Raise ConfigError for a setting that cannot work in a pod."""
     for key, path in _files(config).items():
         if not PurePosixPath(normpath(path)).is_relative_to(MODELS_PATH):
             message = f"{path} is not below {MODELS_PATH}, where pods have the claim of the models"
@@ -109,22 +109,22 @@ def check_for_pods(config: Config) -> None:
     # A user without a password is a token.
     if "@" in (config.nats.url or ""):
         raise ConfigError(
-            "nats.url: it holds a user or a password, which would be in a ConfigMap: leave them"
-            " out, because pods log in with the key of their role",
+            "nats.url: it contains a user or a password, which would be in a ConfigMap: remove"
+            " them, because pods log in with the key of their role",
             field="nats.url",
         )
     for name in ("password_file", "keys", "tls_ca", "tls_cert", "tls_key"):
         if (path := getattr(config.nats, name)) is not None:
             raise ConfigError(
-                f"nats.{name}: pods have no file {path}: leave it out, because they log in with the"
-                " key of their role, which they have from a Secret",
+                f"nats.{name}: pods have no file {path}: remove the setting, because pods log in"
+                " with the key of their role, from a Secret",
                 field=f"nats.{name}",
             )
     gateway = config.gateway
     if not gateway.api_keys and not gateway.allow_anonymous:
         raise ConfigError(
-            "gateway.api_keys: none, and a gateway that others can reach needs one: `pagemill key`"
-            " makes it (or set gateway.allow_anonymous)",
+            "gateway.api_keys: a gateway that others can reach needs at least one key: create it"
+            " with `pagemill key` (or set gateway.allow_anonymous)",
             field="gateway.api_keys",
         )
 

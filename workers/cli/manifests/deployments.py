@@ -12,14 +12,14 @@ USER = 10001
 METRICS_PORT = 9401
 BLOBS_PORT = 7070
 GATEWAY_PORT = 8000
-DOOR = "gateway"
-"""The role that speaks HTTP with clients."""
+GATEWAY = "gateway"
+"""Role that serves HTTP clients."""
 MODELS_PATH = "/models"
 CONFIG_PATH = f"/config/{CONFIG}.yaml"
 KEYS_PATH = "/keys"
-# Readable for the group of the pod, which is that of its user.
+# Readable for the group of the pod, which is the group of its user.
 KEYS_MODE = 0o440
-# Beyond the time in which a worker drains: for the end of the process itself.
+# Time for the end of the process, after the time in which a worker drains.
 SPARE_S = 10
 # A worker that is neither ready nor reports anything is started again after this time.
 START_LIMIT_S = 600
@@ -32,8 +32,8 @@ def make_deployment(
 ) -> Manifest:
     """Return the Deployment of a pool.
 
-    `digest` is that of the configuration: pods are replaced when it changes. `replicas` is None for
-    a pool that is scaled, because a further apply would set its number back.
+    `digest` is the digest of the configuration: pods are replaced when it changes. `replicas` is
+    None for a pool that is scaled, because a second apply would reset its number of pods.
     """
     labels = labels_of(worker)
     spec: Manifest = {
@@ -121,7 +121,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    if worker.role == DOOR:
+    if worker.role == GATEWAY:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
     if _device(worker, config).startswith("cuda"):
@@ -130,7 +130,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
 
 
 def _device(worker: WorkerSpec, config: Config) -> str:
-    """Return the device of a role whose section of the configuration has one."""
+    """Return the device of a role, from its section of the configuration."""
     section = role_of(worker.role).section or worker.role
     return getattr(getattr(config, section, None), "device", "")
 
@@ -154,7 +154,7 @@ def _key(worker: WorkerSpec) -> Manifest:
 
 
 def _environment(config: Config, target: Target) -> list[Manifest]:
-    """Return the settings that a pod needs whatever the configuration file says."""
+    """Return the settings of a pod that override the configuration file."""
     values = {
         "PAGEMILL_BLOBS__LISTEN": "0.0.0.0",
         "PAGEMILL_BLOBS__PORT": str(BLOBS_PORT),
@@ -184,7 +184,7 @@ def _probe(check: str, failures: int, port: str = "metrics") -> Manifest:
 
 
 def make_service(worker: WorkerSpec, target: Target) -> Manifest:
-    """Return the Service that is the door of the cluster."""
+    """Return the Service of the gateways, which clients connect to."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -197,7 +197,7 @@ def make_service(worker: WorkerSpec, target: Target) -> Manifest:
 
 
 def make_disruption_budget(worker: WorkerSpec, target: Target) -> Manifest:
-    """Return a budget that keeps one worker while nodes are drained."""
+    """Return a budget that keeps at least one worker while nodes are drained."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

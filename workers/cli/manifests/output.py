@@ -7,7 +7,7 @@ import yaml
 
 from workers.cli.manifests.target import APP, Manifest, Target
 
-# A chart's version; charts follow semantic versioning, and `appVersion` is that of Pagemill.
+# Version of the chart, which follows semantic versioning. `appVersion` is the version of Pagemill.
 CHART_VERSION = "0.1.0"
 
 
@@ -35,7 +35,7 @@ def to_yaml(manifests: Iterable[Manifest]) -> str:
 
 
 def to_chart(manifests: Iterable[Manifest], target: Target, version: str) -> dict[str, str]:
-    """Return the files of a Helm chart of the manifests, whose only value is the image."""
+    """Return the files of a Helm chart with the manifests. Its only value is the image."""
     chart = {
         "apiVersion": "v2",
         "name": APP,
@@ -52,9 +52,9 @@ def to_chart(manifests: Iterable[Manifest], target: Target, version: str) -> dic
 
 
 def _as_template(node: Any, key: str = "") -> Any:
-    """Return a manifest whose images are the chart's value.
+    """Return a manifest with the chart's value as its images.
 
-    Helm would take other braces, such as those of a chat template, for its own.
+    Other braces, for example in a chat template, are escaped from Helm.
     """
     if isinstance(node, dict):
         return {name: _as_template(child, name) for name, child in node.items()}

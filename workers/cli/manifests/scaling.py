@@ -1,8 +1,8 @@
 """Objects that scale pools: by KEDA, or by the autoscaler of Pagemill. Pure.
 
-KEDA adds pending tasks and those in flight of one consumer, asks the brokers' monitoring for both,
-and takes the trigger that wants most: see `pkg/scalers/nats_jetstream_scaler.go` of KEDA. Where a
-lane has a consumer for each slot, a formula adds up all triggers instead.
+KEDA reads a consumer's pending tasks and tasks in flight from the brokers' monitoring, adds them,
+and follows the trigger with the highest number: see `pkg/scalers/nats_jetstream_scaler.go` of KEDA.
+For a lane with a consumer for each slot, a formula adds up all triggers instead.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from workers.roles import AUTOSCALER, WorkerSpec
 POLL_S = 5
 # The window in which KEDA and its HorizontalPodAutoscaler wait before they stop pods.
 COOLDOWN_S = 120
-# An engine has work for several steps of its batch lane before another one is worth its start.
+# A batch task counts a quarter: another engine starts only for several times as many of them.
 BATCH_FACTOR = 4
 ACCOUNT = f"pagemill-{AUTOSCALER}"
 
@@ -52,7 +52,7 @@ def make_scaled_object(
             "cooldownPeriod": COOLDOWN_S,
             "minReplicaCount": pool.min,
             "maxReplicaCount": pool.max,
-            # Without figures there is a worker, so that nothing waits for ever.
+            # Without figures there is one worker, so that no task waits forever.
             "fallback": {"failureThreshold": 3, "replicas": max(1, pool.min)},
             "advanced": advanced,
             "triggers": triggers,
@@ -65,9 +65,9 @@ def _trigger_name(number: int) -> str:
 
 
 def _sum_of_triggers(consumers: list[PoolConsumer], pool: PoolSettings) -> Manifest:
-    """Return the formula that counts the tasks of all slots, of the batch lane as parts of one."""
+    """Return the formula that adds the tasks of all slots, and a part of the batch lane's tasks."""
     lanes = [
-        " + ".join(_trigger_name(i) for i, one in enumerate(consumers) if one.lane == lane)
+        " + ".join(_trigger_name(i) for i, item in enumerate(consumers) if item.lane == lane)
         for lane in subjects.LANES
     ]
     return {
@@ -108,7 +108,7 @@ def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[
 
 
 def make_autoscaler_rights(pools: Iterable[WorkerSpec], target: Target) -> list[Manifest]:
-    """Return the autoscaler's account, which may only read and set the sizes of these pools."""
+    """Return the autoscaler's account, which may read and set the sizes of these pools alone."""
     name = ACCOUNT
     rule = {
         "apiGroups": ["apps"],

@@ -1,4 +1,4 @@
-"""Where manifests are to be applied, and names of the objects in them. Pure."""
+"""Target of manifests: a namespace of a cluster, and the names of its objects. Pure."""
 
 from typing import Any, Literal
 
@@ -11,12 +11,12 @@ Manifest = dict[str, Any]
 Scaling = Literal["keda", "pagemill", "none"]
 
 APP = "pagemill"
-# An object of this name holds the configuration file; so does the volume of a pod.
+# Name of the ConfigMap with the configuration file, and of the volume in a pod.
 CONFIG = "pagemill"
 
 
 class Target(Struct, frozen=True):
-    """A namespace of a Kubernetes cluster, and what is there already."""
+    """Namespace of a Kubernetes cluster, and objects that exist in it already."""
 
     namespace: str = "pagemill"
     image: str = "pagemill"
@@ -24,12 +24,12 @@ class Target(Struct, frozen=True):
     models_claim: str = "models"
     """PersistentVolumeClaim with the folders of the models."""
     nats_service: str = "nats-headless"
-    """Headless Service of the brokers, whose pods are named like their servers."""
+    """Headless Service of the brokers."""
     nats_account: str = "PAGEMILL"
 
     @property
     def nats_url(self) -> str:
-        """URL of the Service of the brokers that clients use."""
+        """URL of the brokers' Service for clients."""
         return f"nats://{self.nats_service.removesuffix('-headless')}.{self.namespace}:4222"
 
     @property

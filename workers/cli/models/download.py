@@ -1,9 +1,9 @@
 """Download of a model into the hub's cache, or into a folder.
 
-The library deletes what it has of a file when a transfer ends early, and compares only the size of
-what it has received. So the transfers are made here, by its client: a partial file stays and is
-continued, and a file gets its name only with the checksum that the hub has told. The library then
-links the checked files into its cache.
+The library deletes a partial file when a transfer ends early, and checks only the size of complete
+ones. So the transfers are made here, with the library's HTTP client: a partial file stays and is
+continued, and a file gets its name only if it has the checksum that the hub reports. The library
+then links the checked files into its cache.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ PARTIAL_CONTENT = 206
 TRY_LATER = (408, 429)
 # Pauses after answers such as 503, and after connections that break.
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
-# What a file system needs for itself.
+# Bytes that are left free, for the file system itself.
 SPARE_BYTES = 64 * 2**20
 CHUNK_BYTES = 1 << 20
 SHA256_LEN = 64
 
 
 class Progress(Protocol):
-    """Receiver of what a download does."""
+    """Receiver of the progress of a download."""
 
     def begin(self, name: str, size: int, done: int) -> None: ...
 
@@ -56,12 +56,12 @@ class Progress(Protocol):
 
 
 def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Path:
-    """Download a model into `folder`, by default into the hub's cache; return where it is.
+    """Download a model into `folder`, by default into the hub's cache, and return its folder.
 
-    The weights are left where they are if the engine refuses the model for its small files.
-    Raises PagemillError. What was received until then stays, and the next call continues it.
+    Weights are downloaded only if the engine accepts the small files of the model. Raises
+    PagemillError. Partial files stay, and the next call continues them.
     """
-    # Its warnings would break the progress.
+    # Warnings of the library would break the display of the progress.
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     cache = Path(constants.HF_HUB_CACHE)
     store = folder or cache / repo_folder_name(repo_id=model.name, repo_type="model") / "blobs"
@@ -71,35 +71,35 @@ def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Pat
             file: store / (file.digest if folder is None else file.name) for file in model.files
         }
         _check_links(store, targets)
-        wanted = [file for file in model.files if not _has(targets[file], file, folder)]
-        check_disk(store, wanted, targets)
+        missing = [file for file in model.files if not _has(targets[file], file, folder)]
+        check_disk(store, missing, targets)
         descriptions = [file for file in model.files if is_description(file.name)]
         for file in descriptions:
-            if file in wanted:
-                wanted.remove(file)
+            if file in missing:
+                missing.remove(file)
                 _fetch(model, file, targets[file], progress)
-        if wanted:
+        if missing:
             progress.say(f"checking whether {model.name} can be served")
             _check_served(model, {file.name: targets[file] for file in descriptions})
-        for file in wanted:
+        for file in missing:
             _fetch(model, file, targets[file], progress)
         return folder or _link(model, cache)
 
 
 def check_disk(store: Path, files: list[RemoteFile], targets: dict[RemoteFile, Path]) -> None:
-    """Raises DiskFull, with needed and free bytes, where `files` do not fit."""
+    """Raise DiskFull, with needed and free bytes, if `files` do not fit."""
     partial = sum(_size(_partial_of(targets[file])) for file in files)
     needed = max(0, sum(file.size for file in files) - partial)
     free = shutil.disk_usage(store).free
     if files and needed + SPARE_BYTES > free:
         raise DiskFull(
             f"the download needs {needed} bytes and {SPARE_BYTES} to spare, and {store} has {free}"
-            " free: free some space, or choose another disk with --dir or HF_HOME"
+            " free: delete files, or choose another disk with --dir or HF_HOME"
         )
 
 
 def _check_links(store: Path, targets: dict[RemoteFile, Path]) -> None:
-    """Raises ConfigError where a folder of the store is a link that leads out of it."""
+    """Raise ConfigError if a folder of the store is a link that leads out of it."""
     for target in targets.values():
         if not Path(os.path.realpath(target.parent)).is_relative_to(os.path.realpath(store)):
             raise ConfigError(
@@ -108,7 +108,7 @@ def _check_links(store: Path, targets: dict[RemoteFile, Path]) -> None:
 
 
 def _check_served(model: RemoteModel, name_to_file: dict[str, Path]) -> None:
-    """Raises ConfigError for a model that the engine refuses after a look at these files."""
+    """Raise ConfigError for a model that the engine refuses because of these files."""
     with tempfile.TemporaryDirectory() as folder:
         for name, file in name_to_file.items():
             link = Path(folder) / name
@@ -123,16 +123,16 @@ def _check_served(model: RemoteModel, name_to_file: dict[str, Path]) -> None:
 
 
 def _link(model: RemoteModel, cache: Path) -> Path:
-    """Have the library link the downloaded files into the folder of their commit; return it."""
+    """Make the library link the files into the folder of their commit, and return the folder."""
     blobs = cache / repo_folder_name(repo_id=model.name, repo_type="model") / "blobs"
     folder = Path()
     for file in model.files:
         with calling_library():
             linked = Path(hf_hub_download(model.name, file.name, revision=model.commit))
-        # The library asks for the checksum again, and downloads the file itself where it differs.
+        # The library requests the checksum again, and downloads the file itself if it differs.
         if linked.is_symlink() and not linked.samefile(blobs / file.digest):
             raise CorruptDownload(
-                f"{file.name} of {model.name}: the hub tells two checksums", field=file.name
+                f"{file.name} of {model.name}: the hub reports two checksums", field=file.name
             )
         folder = linked.parents[file.name.count("/")]
     # The revision is recorded last, so that its name never leads to an incomplete folder.
@@ -144,7 +144,7 @@ def _link(model: RemoteModel, cache: Path) -> Path:
 
 
 def _has(target: Path, file: RemoteFile, folder: Path | None) -> bool:
-    """Return whether a file is there; in a folder, it may be of another revision."""
+    """Return whether a file exists. In a folder, its content may be of another revision."""
     if _size(target) != file.size or not target.is_file():
         return False
     return folder is None or _digest(target, file) == file.digest
@@ -161,7 +161,7 @@ def _fetch(model: RemoteModel, file: RemoteFile, target: Path, progress: Progres
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Unavailable(
-                f"another process is downloading {file.name} of {model.name}; wait for its end"
+                f"another process is downloading {file.name} of {model.name}; wait until it ends"
             ) from error
         _receive(model, file, out, progress)
         out.flush()
@@ -170,15 +170,15 @@ def _fetch(model: RemoteModel, file: RemoteFile, target: Path, progress: Progres
         if _digest(partial, file) != file.digest:
             partial.unlink()
             raise CorruptDownload(
-                f"{file.name} of {model.name} does not have the checksum that the hub tells; it was"
-                " deleted: run the command again, and look at the proxy if it happens again",
+                f"{file.name} of {model.name} does not have the checksum that the hub reports, and"
+                " was deleted: run the command again, and check the proxy if it fails again",
                 field=file.name,
             )
         partial.rename(target)
 
 
 def _receive(model: RemoteModel, file: RemoteFile, out: IO[bytes], progress: Progress) -> None:
-    """Append to `out` what it lacks of a file; try again where another attempt may succeed."""
+    """Append the rest of a file to `out`, with retries of temporary failures."""
     url = hf_hub_url(model.name, file.name, revision=model.commit)
     pauses = list(RETRY_PAUSES_S)
     while (done := out.seek(0, os.SEEK_END)) != file.size:
@@ -201,7 +201,7 @@ def _receive(model: RemoteModel, file: RemoteFile, out: IO[bytes], progress: Pro
 def _transfer(url: str, file: RemoteFile, out: IO[bytes], done: int, progress: Progress) -> None:
     """Append the rest of a file to `out`, which has `done` bytes of it.
 
-    Raises TransportError when the rest ends early, and CorruptDownload when it is too long.
+    Raises TransportError if the rest ends early, and CorruptDownload if it is too long.
     """
     # A compressed answer could not be continued at a byte of the file.
     headers = {"Accept-Encoding": "identity"}
@@ -212,7 +212,7 @@ def _transfer(url: str, file: RemoteFile, out: IO[bytes], done: int, progress: P
     timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
     with contextlib.ExitStack() as stack:
         with calling_library():
-            # The client drops the token where a redirect leads to another host.
+            # The client drops the token at a redirect to another host.
             transfer = get_session().stream("GET", url, headers=headers, timeout=timeout_s)
             response = stack.enter_context(transfer)
             hf_raise_for_status(response)
@@ -225,8 +225,8 @@ def _transfer(url: str, file: RemoteFile, out: IO[bytes], done: int, progress: P
             if done > file.size:
                 out.truncate(0)
                 raise CorruptDownload(
-                    f"{file.name} is longer than the {file.size} bytes that the hub tells; it was"
-                    " deleted: run the command again, and look at the proxy if it happens again",
+                    f"{file.name} is longer than the {file.size} bytes that the hub reports, and"
+                    " was deleted: run the command again, and check the proxy if it fails again",
                     field=file.name,
                 )
             out.write(chunk)
@@ -251,7 +251,7 @@ def _digest(path: Path, file: RemoteFile) -> str:
     if len(file.digest) == SHA256_LEN:
         digest = hashlib.sha256()
     else:
-        # The id that git gives to a file.
+        # Git's object id of a file.
         digest = hashlib.sha1(usedforsecurity=False)
         digest.update(f"blob {file.size}\0".encode())
     with path.open("rb") as read:

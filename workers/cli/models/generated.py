@@ -1,4 +1,4 @@
-"""Configuration of `pagemill up` with names of models: written to a file that all workers read."""
+"""Configuration of `pagemill up MODEL`, written to a file that all workers read."""
 
 import hashlib
 import os
@@ -29,17 +29,17 @@ HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the command line sets for every model."""
+    """Settings of the command line, for every model."""
 
     dtype: str | None = None
     max_model_len: int | None = None
     quantization: str | None = None
 
 
-def find_models(given: Sequence[str]) -> list[LocalModel]:
-    """Return the models of these names and folders. Raises ConfigError for one that is not here."""
+def find_models(names_or_folders: Sequence[str]) -> list[LocalModel]:
+    """Return the models of these names and folders. Raises ConfigError if a model is missing."""
     models = []
-    for name in given:
+    for name in names_or_folders:
         model = find_local(name)
         if model is None:
             raise ConfigError(
@@ -49,7 +49,7 @@ def find_models(given: Sequence[str]) -> list[LocalModel]:
         if missing := missing_files(model.folder):
             place, remedy = model.name, f"run `pagemill pull {model.name}`"
             if is_folder(name):
-                place, remedy = str(model.folder), "copy that into the folder"
+                place, remedy = str(model.folder), "copy the missing files into the folder"
             raise ConfigError(
                 f"{place} is incomplete, it lacks {', '.join(missing[:3])}: {remedy}",
                 field="models",
@@ -57,14 +57,14 @@ def find_models(given: Sequence[str]) -> list[LocalModel]:
         models.append(model)
     names = [model.name for model in models]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"two models of the name {', '.join(sorted(twice))}", field="models")
+        raise ConfigError(f"two models have the name {', '.join(sorted(twice))}", field="models")
     return models
 
 
 def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, list[str]]:
-    """Write the configuration of `models`; return its file and what was chosen, for people.
+    """Write the configuration of `models`. Return its file and lines that describe the choices.
 
-    Raises ConfigError for a model that is not served, and where the memory does not suffice.
+    Raises ConfigError for a model that is refused, and if there is not enough memory.
     """
     base = _parse({model.name: {"path": str(model.folder)} for model in models})
     reports = check_folders([model.folder for model in models])
@@ -73,7 +73,7 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
     tree, lines = _choose(models, reports, wishes, base)
     text = HEADER + yaml.safe_dump(tree, sort_keys=False)
-    # The workers of another `pagemill up` read their own file again whenever they are restarted.
+    # Restarted workers of another `pagemill up` read its file again, so it must not be overwritten.
     digest = hashlib.sha256(text.encode()).hexdigest()
     file = Path(base.nats.store_dir).absolute() / FILE.format(digest=digest)
     draft = file.with_name(f"{file.name}.{os.getpid()}")
@@ -96,11 +96,11 @@ def _choose(
         for model in models
     }
     if base.engine.device != "cpu":
-        wanted = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
+        options = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
         if wishes.quantization is not None:
-            wanted |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
+            options |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
         for entry, report in zip(entries.values(), reports, strict=True):
-            chosen = {"dtype": report.dtype, **{k: v for k, v in wanted.items() if v is not None}}
+            chosen = {"dtype": report.dtype, **{k: v for k, v in options.items() if v is not None}}
             entry.update({name: value for name, value in chosen.items() if value is not None})
         return {"models": entries}, [f"engines compute on {base.engine.device}"]
     plan = _plan(models, reports, wishes, base)

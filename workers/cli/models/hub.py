@@ -1,7 +1,7 @@
-"""A model on a hub: the files that serving needs, and the errors of asking for them.
+"""Model on a hub: the list of files that serving needs, and the errors of requests to the hub.
 
-The hub's address and the token are those of the library: `HF_ENDPOINT`, and `HF_TOKEN` or that of
-`hf auth login`.
+The hub's address and the token are configured as for the library: with `HF_ENDPOINT`, and with
+`HF_TOKEN` or `hf auth login`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from shared.errors import AccessDenied, ConfigError, DiskFull, NotFound, Pagemil
 from shared.vision.quantized import SETTINGS_FILES
 from shared.vision.weight_files import INDEX
 
-# Names of a few forms, which lead out of no folder: nothing else of a repository is ever written.
+# Files of a repository with other names are never written, so no name can lead out of a folder.
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 POOLING = re.compile(r"\d_Pooling/config\.json")
 SMALL_FILES = frozenset(
@@ -54,9 +54,9 @@ SMALL_FILES = frozenset(
     }
 )
 DESCRIPTIONS = frozenset({"config.json", "modules.json", INDEX, *SETTINGS_FILES})
-# They become names of files.
+# Digests become names of files.
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-# The library raises some of these for JSON of another shape than a hub's.
+# Errors of the library for answers that are not a hub's, such as JSON of another shape.
 NO_HUB = (
     AttributeError,
     LookupError,
@@ -83,7 +83,7 @@ class RemoteFile:
     name: str
     size: int
     digest: str
-    """SHA-256 of a large file, or the id that git gives to a small one, in hexadecimal digits."""
+    """SHA-256 of a large file, or git's object id of a small one, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,14 @@ def is_description(name: str) -> bool:
 
 
 def find_model(name: str, revision: str | None) -> RemoteModel:
-    """Ask the hub for the files of a model. Raises PagemillError."""
+    """Request the list of a model's files from the hub. Raises PagemillError."""
     with translated(name, revision), calling_library():
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
     return _read_info(name, revision, info)
 
 
 def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
-    # The library checks no type of what the hub tells.
+    # The library does not check the types in the hub's answer.
     files = [
         RemoteFile(
             sibling.rfilename,
@@ -138,8 +138,8 @@ def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
         )
     for digest in (info.sha, *(file.digest for file in files)):
         if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
-            raise _no_hub(f"it tells no checksum of a file of {name}")
-    # Small files first: they fail at once where the weights would.
+            raise _no_hub(f"it has no checksum for a file of {name}")
+    # Small files first: if downloads fail, they fail at once.
     return RemoteModel(name, revision, info.sha, sorted(files, key=lambda file: file.size))
 
 
@@ -157,9 +157,9 @@ def _checked_size(file: str, size: object) -> int:
 
 @contextlib.contextmanager
 def calling_library() -> Iterator[None]:
-    """Raise what the library raises for an answer of no hub as Unavailable.
+    """Translate the library's errors for answers that are not a hub's into Unavailable.
 
-    Only calls of the library belong inside: the same errors of other code are faults of that code.
+    Only calls of the library belong into the body: in other code, the same errors are bugs.
     """
     try:
         yield
@@ -171,7 +171,7 @@ def calling_library() -> Iterator[None]:
 
 def _no_hub(reason: str) -> Unavailable:
     return Unavailable(
-        f"{constants.ENDPOINT} cannot be reached, or is no hub ({reason}); check"
+        f"{constants.ENDPOINT} cannot be reached, or is not a hub ({reason}); check"
         " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
         " where it stopped"
     )
@@ -179,7 +179,7 @@ def _no_hub(reason: str) -> Unavailable:
 
 @contextlib.contextmanager
 def translated(name: str, revision: str | None, target: Path | None = None) -> Iterator[None]:
-    """Raise the errors of the library and of the disk as PagemillError, with what to do."""
+    """Translate errors of the library and of the disk into PagemillErrors that name the remedy."""
     try:
         yield
     except REPORTED as error:
@@ -205,10 +205,10 @@ def _translate(
             )
         case RevisionNotFoundError():
             return NotFound(
-                f"{name} has no revision {revision or 'main'!r}: give a branch, a tag or a commit",
+                f"{name} has no revision {revision or 'main'!r}: name a branch, a tag or a commit",
                 field="revision",
             )
-        # The library's word for a hub that does not answer while it links the files.
+        # Raised by the library if the hub does not answer while it links the files.
         case LocalEntryNotFoundError():
             return Unavailable(f"{where} does not answer any more; run the command again")
         case EntryNotFoundError():

@@ -1,4 +1,4 @@
-"""Models on this machine: folders in Hugging Face format, and those of the hub's cache."""
+"""Models on this machine: folders in Hugging Face format, and the hub's cache."""
 
 import math
 import os
@@ -24,17 +24,17 @@ class LocalModel:
 
 
 def check_endpoint() -> None:
-    """Raises ConfigError for an HF_ENDPOINT with which the hub's library cannot be imported."""
+    """Raise ConfigError if the hub's library cannot be imported with this HF_ENDPOINT."""
     try:
         urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError as error:
-        raise ConfigError(f"it is no URL: {error}", field="HF_ENDPOINT") from error
+        raise ConfigError(f"it is not a URL: {error}", field="HF_ENDPOINT") from error
 
 
 def list_cached() -> list[LocalModel]:
-    """Return the models of the hub's cache, each with the commit that is served.
+    """Return the models of the hub's cache, each with the folder of its main branch.
 
-    Raises ConfigError.
+    A model without a main branch there has the folder of its last commit. Raises ConfigError.
     """
     check_endpoint()
     from huggingface_hub import CacheNotFound, scan_cache_dir
@@ -53,32 +53,32 @@ def list_cached() -> list[LocalModel]:
     return models
 
 
-def is_folder(given: str) -> bool:
+def is_folder(name: str) -> bool:
     """Return whether this is a path, and not a name in the hub's cache."""
-    return given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file()
+    return name.startswith((".", "/", "~")) or (Path(name) / "config.json").is_file()
 
 
-def find_local(given: str) -> LocalModel | None:
-    """Return the model of a folder or of the hub's cache; None for one that is not here.
+def find_local(name: str) -> LocalModel | None:
+    """Return the model of a folder or of the hub's cache, or None if it is not here.
 
-    A folder is served under its own name. Raises ConfigError for a path that is no model.
+    The name of a folder is the model's name. Raises ConfigError for a path without a model.
     """
-    if is_folder(given):
+    if is_folder(name):
         try:
-            folder = Path(given).expanduser().absolute()
+            folder = Path(name).expanduser().absolute()
         except RuntimeError as error:
-            message = f"{given}: the home directory is not known"
+            message = f"{name}: the home directory is unknown"
             raise ConfigError(message, field="models") from error
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"{given} is not a Hugging Face model folder (no config.json)", field="models"
+                f"{name} is not a Hugging Face model folder (no config.json)", field="models"
             )
         return LocalModel(folder.resolve().name, folder)
-    return next((model for model in list_cached() if model.name == given), None)
+    return next((model for model in list_cached() if model.name == name), None)
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a folder lacks of the files that serving needs."""
+    """Return the files that serving needs and the folder does not have."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if (folder / INDEX).is_file():
         try:
@@ -92,17 +92,17 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Return the bytes of the files of a folder, where links lead."""
+    """Return the total size of the files in a folder, and of files that links there lead to."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def count_parameters(folder: Path) -> int:
-    """Return how many numbers the weights of a folder are. Raises ConfigError."""
+    """Return the number of parameters of a folder's weights. Raises ConfigError."""
     return sum(math.prod(tensor.shape) for _, tensor in read_headers(folder))
 
 
 def count_int8_parameters(folder: Path) -> int:
-    """Return how many of them an engine with `quantization: int8` rounds. Raises ConfigError."""
+    """Return the number of parameters that `quantization: int8` rounds. Raises ConfigError."""
     return sum(
         math.prod(tensor.shape)
         for name, tensor in read_headers(folder)

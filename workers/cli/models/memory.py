@@ -1,4 +1,4 @@
-"""Memory of this machine, and how much of it the KV cache and the context of models may take."""
+"""Plan of the memory of this machine: sizes of the KV cache and of the context of models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from rich.filesize import decimal
 
 from shared.errors import ConfigError
 
-# The other roles, the modules of torch, and the activations of a step.
+# For the other roles, the modules of torch, and the activations of a step.
 RESERVE_BYTES = 1536 * 2**20
-# Kernels round the sizes of heads and blocks up.
+# Kernels round up the sizes of heads and blocks.
 KV_MARGIN = 1.25
 MIN_MODEL_LEN = 512
-# One cache holds so many sequences of the longest kind, where there is memory for them.
+# Number of sequences of maximum length that a cache holds, if there is memory for them.
 NUM_LONG_SEQUENCES = 16
 STEP_TOKENS = 256
 MIN_KV_CACHE_MIB = 64
@@ -27,7 +27,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """The size of a model; `dtype` is None for one that the plan chooses."""
+    """Size of a model. The plan chooses the dtype if it is None."""
 
     name: str
     num_parameters: int
@@ -37,7 +37,7 @@ class ModelNeeds:
     dtype: str | None = None
     max_model_len: int | None = None
     num_int8_parameters: int = 0
-    """The parameters that are loaded as int8; all others have the dtype."""
+    """Number of parameters that are loaded as int8. All others have the dtype."""
 
     def weights_bytes(self, dtype: str) -> int:
         num_full = self.num_parameters - self.num_int8_parameters
@@ -50,7 +50,7 @@ class ModelNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one model gets."""
+    """Memory and context of one model."""
 
     name: str
     dtype: str
@@ -78,10 +78,10 @@ class Plan:
 def make_plan(
     models: Sequence[ModelNeeds], available: int, kv_cache_mib: int | None = None
 ) -> Plan:
-    """Divide the memory among models. Raises ConfigError where the weights do not fit.
+    """Divide the memory among models. Raises ConfigError if the weights do not fit.
 
-    A model that was saved in bfloat16 stays so. Others are served in float32, which is exact, or in
-    bfloat16 where that does not fit. With int8 all are served in bfloat16.
+    A model that was saved in bfloat16 keeps this dtype. Other models are served in float32, which
+    is exact, or in bfloat16 if float32 does not fit. With int8, all are served in bfloat16.
     """
     dtypes = [model.dtype or _exact_dtype(model) for model in models]
     if _rest(models, dtypes, available) <= 0:
@@ -90,22 +90,22 @@ def make_plan(
     weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
     if rest <= 0:
         raise ConfigError(
-            f"{', '.join(model.name for model in models)}: the weights take {weights} bytes as"
+            f"{', '.join(model.name for model in models)}: the weights need {weights} bytes as"
             f" {', '.join(dict.fromkeys(dtypes))}, all else {RESERVE_BYTES}, and {available} bytes"
             " of memory are available",
             field="models",
         )
-    # The other half is for caches of images, for prompts in flight, and for what grows elsewhere.
+    # The other half is for caches of images, for prompts in flight, and for growing processes.
     budget = kv_cache_mib * 2**20 if kv_cache_mib else rest // 2 // len(models)
     lengths = [
         _choose_len(model, model.kv_bytes(dtype), budget)
         for model, dtype in zip(models, dtypes, strict=True)
     ]
-    wanted = max(
+    useful = max(
         NUM_LONG_SEQUENCES * length * model.kv_bytes(dtype)
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
     )
-    mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, wanted) // 2**20))
+    mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, useful) // 2**20))
     shares = [
         Share(model.name, dtype, length, model.weights_bytes(dtype), model.num_int8_parameters > 0)
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
@@ -125,36 +125,36 @@ def _rest(models: Sequence[ModelNeeds], dtypes: Sequence[str], available: int) -
 
 
 def _choose_len(model: ModelNeeds, kv_bytes: int, budget: int) -> int:
-    """Return the longest context that fits. Raises ConfigError with what it would take."""
+    """Return the longest context that fits. Raises ConfigError if none does."""
     num_tokens = budget // max(1, kv_bytes)
     if model.max_model_len is not None:
         if model.max_model_len > num_tokens:
             raise ConfigError(
-                f"{model.name}: {model.max_model_len} tokens take"
-                f" {model.max_model_len * kv_bytes} bytes of KV cache, and {budget} are there for"
-                " it: lower --max-model-len",
+                f"{model.name}: {model.max_model_len} tokens need"
+                f" {model.max_model_len * kv_bytes} bytes of KV cache, and {budget} are available:"
+                " lower --max-model-len",
                 field="max_model_len",
             )
         return model.max_model_len
     length = min(model.longest, num_tokens)
     if length < min(MIN_MODEL_LEN, model.longest):
         raise ConfigError(
-            f"{model.name}: {budget} bytes are there for the KV cache, and {MIN_MODEL_LEN} tokens"
-            f" take {MIN_MODEL_LEN * kv_bytes}",
+            f"{model.name}: {budget} bytes are available for the KV cache, and {MIN_MODEL_LEN}"
+            f" tokens need {MIN_MODEL_LEN * kv_bytes}",
             field="models",
         )
     return length if length < STEP_TOKENS else length - length % STEP_TOKENS
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Return the memory that new processes can have, within the limit of a container."""
+    """Return the memory available to new processes, within the limit of a container."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         pairs = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        # Cached files, such as those that were just downloaded, make room.
+        # The kernel frees cached files, such as recent downloads, when memory is needed.
         cached = sum(int(n) for name, n in pairs if name in ("active_file", "inactive_file"))
         return min(available, limit - used + cached)
     except (OSError, ValueError):

@@ -27,7 +27,7 @@ class PullDisplay:
         *,
         live: bool,
         line_s: float = LINE_S,
-        waiting: str = "asking the hub …",
+        waiting: str = "connecting to the hub …",
     ) -> None:
         self._console = console
         self._waiting = waiting
@@ -72,7 +72,7 @@ class PullDisplay:
             self._bars.update(self._bar, completed=self._done)
 
     def say(self, text: str) -> None:
-        """Print a line as it is: it may hold names from a hub."""
+        """Print a line without markup, because it may contain names from a hub."""
         self._console.print(Text(text), soft_wrap=True, highlight=False)
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""What the engine says of model folders, from a process that may import transformers."""
+"""Reports of the engine about model folders, from a process that may import transformers."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:
-    """Return a report for each folder, whose model has that `models.NAME.pooling`, by default none.
+    """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None.
 
     Raises ConfigError.
     """
@@ -46,8 +46,8 @@ def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) 
         return msgspec.json.decode(done.stdout, type=list[Report])
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"the check of the models takes more than {CHECK_TIMEOUT_S:g} s", field="models"
+            f"the check of the models took more than {CHECK_TIMEOUT_S:g} s", field="models"
         ) from error
     except msgspec.MsgspecError as error:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(f"the models cannot be checked: {said}", field="models") from error
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
