@@ -192,7 +192,7 @@ def _own_mib(pid: int) -> float:
 
 async def _pids(port: int, store_dir: Path) -> dict[str, int]:
     bus = await Bus.connect(f"nats://127.0.0.1:{port}", "leaks")
-    found = {beat.role: beat.pid for beat in await bus.read_heartbeats()}
+    found = {beat.role: beat.pid for beat in await bus.heartbeats.read()}
     await bus.close()
     return found | {"broker": int((store_dir / "nats-server.pid").read_text())}
 

@@ -9,7 +9,7 @@ from shared.protocol import subjects
 
 async def consume_requests(bus: Bus) -> Consumer:
     """Join the coordinators' consumer, of which the stream allows only one."""
-    return await bus.consume(
+    return await bus.queues.consume(
         subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER, 1, 60.0
     )
 

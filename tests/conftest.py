@@ -246,6 +246,6 @@ async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
     """A connection of the test's own to the broker."""
     connection = await Bus.connect(broker.url, "test")
     # The check of the server's durability asks all servers that there may be, which takes long.
-    await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await connection.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()

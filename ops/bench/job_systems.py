@@ -64,7 +64,7 @@ class System:
 @contextlib.asynccontextmanager
 async def our_client(url: str) -> AsyncIterator[Submit]:
     bus = await Bus.connect(url, "bench")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
 
     async def submit(job: str) -> None:
         number = job[:NUMBER_LEN]
@@ -76,9 +76,9 @@ async def our_client(url: str) -> AsyncIterator[Submit]:
 
 async def our_worker(site: Site) -> None:
     bus = await Bus.connect(site.url, "bench")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     queue = subjects.stage_filter(*STAGE)
-    consumer = await bus.consume(subjects.STAGES_STREAM, "bench", queue, site.window, 30.0)
+    consumer = await bus.queues.consume(subjects.STAGES_STREAM, "bench", queue, site.window, 30.0)
 
     async def handle(delivery: Delivery) -> None:
         await site.report(delivery.data.decode())

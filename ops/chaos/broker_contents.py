@@ -130,7 +130,7 @@ class Store:
         return {name: (await self._js.stream_info(name)).state.consumer_count for name in COUNTED}
 
     async def beats(self) -> list[Heartbeat]:
-        return await self._bus.read_heartbeats()
+        return await self._bus.heartbeats.read()
 
     async def logs(self) -> Logs:
         found = Logs({}, {}, {})

@@ -142,7 +142,7 @@ class Fleet:
         bus = await Bus.connect(Login(self.url), "rolling")
         try:
             pids = {process.pid for process in self._running.values()}
-            return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
+            return [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
         finally:
             await bus.close()
 

@@ -139,7 +139,7 @@ class Blobs:
         now_s = time.monotonic()
         if now_s > self._neighbours_until_s:
             self._neighbours_until_s = now_s + NEIGHBOURS_TTL_S
-            beats = await self._bus.read_heartbeats()
+            beats = await self._bus.heartbeats.read()
             self._neighbours = {
                 beat.worker: beat.blobs
                 for beat in beats

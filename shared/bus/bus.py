@@ -1,49 +1,71 @@
-"""Connection to the broker: publishing, reading, live messages, consumers and heartbeats.
+"""The connection to the broker: publishing, reading and live messages, and its named parts.
 
 This package handles delivery. It does not know the content of messages or the logic of stages.
 """
 
 import asyncio
 import contextlib
-import math
+import json
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
-from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import api
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
-from shared.bus.connection import MAX_RETRY_S, connect, local_address
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    FIRST_RETRY_S,
+    REPLY_TIMEOUT_S,
+    Connection,
+    connect,
+    local_address,
+    retry_until,
+)
+from shared.bus.consumer import acknowledge
+from shared.bus.figures import StreamFigures
+from shared.bus.heartbeats import Heartbeats
 from shared.bus.login import Login
-from shared.bus.messaging import Messenger
-from shared.bus.metering import StreamMeter
-from shared.bus.publishing import Publisher
+from shared.bus.messaging import GroupResponder, LiveSubscription, Responder
 from shared.bus.queues import Queues
-from shared.bus.reading import StreamReader
-from shared.bus.snapshots import StreamSnapshots
-from shared.bus.store_probes import StoreProbes
-from shared.errors import PagemillError, Unavailable
-from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
+from shared.bus.reading import StoredMessage, answered, direct_get
+from shared.bus.stream_keeper import StreamKeeper
+from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable, UnsupportedVersion
+from shared.protocol.requests import tenant_header
+from shared.protocol.versions import OLDEST_VERSION, VERSION_HEADER, version_header
 
 WILDCARDS = ("", "0.0.0.0", "::")
 
-# Heartbeats are published every second. A worker without one for this time counts as dead.
-# A replica that serves reads may lag for a moment.
-STALE_READ_S = 0.02
-DEAD_AFTER_S = 3.0
+# A flush is lost together with its connection. nats-py accepts only whole seconds.
+FLUSH_TIMEOUT_S = 1
+# Server error codes (nats-server's errors.json) for a sequence without a message.
+_NO_SUCH_MESSAGE = (10043, 10057)
+
+READ_BATCH = 256
+READ_BATCH_BYTES = 4 * 2**20
+# The headers share the server's limit with the payload.
+HEADER_BYTES = 1024
+
+# Server error codes (nats-server's errors.json).
+_WRONG_LAST_SEQUENCE = 10071
+_STORE_FAILED = 10077
 
 _log = structlog.get_logger()
 
 
-class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnapshots, Messenger):
-    """Connection to the broker, which reconnects without a limit on attempts."""
+class Bus:
+    """A connection to the broker that reconnects forever."""
 
-    def __init__(self, nc: NatsClient) -> None:
-        super().__init__(nc)
-        self._restoring: asyncio.Task[None] | None = None
-        self._is_stale = False
-        """Whether streams or consumers may be missing."""
-        self._restore_again_s = 0.0
-        """Loop time of the next attempt to restore them."""
+    def __init__(self, connection: Connection, *, creates_streams: bool = True) -> None:
+        self.connection = connection
+        self._nc, self._js = connection.nc, connection.js
+        self.streams = StreamKeeper(connection, creates_streams=creates_streams)
+        self.queues = Queues(connection, self.streams)
+        self.figures = StreamFigures(self)
+        self.heartbeats = Heartbeats(self)
+        self._live: set[LiveSubscription] = set()
         self._closing = False
 
     @classmethod
@@ -63,61 +85,36 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         async def on_reconnect() -> None:
             if bus is not None:
                 _log.info("broker_reconnected", url=url)
-                bus._restore()
+                bus._on_reconnect()
 
-        bus = cls(await connect(login, name, timeout_s, on_disconnect, on_reconnect))
-        bus.creates_streams = login.creates_streams
+        nc = await connect(login, name, timeout_s, on_disconnect, on_reconnect)
+        bus = cls(Connection(nc), creates_streams=login.creates_streams)
         try:
-            await bus.sync_clock()
+            await bus.connection.sync_clock()
         except Unavailable:
             await bus.close()
             raise
         return bus
 
-    def _restore(self) -> None:
-        """Restore pulls, streams and consumers, and wake readers, after a reconnect."""
-        for consumer in self._consumers:
-            consumer.on_reconnect()
+    def _on_reconnect(self) -> None:
+        self.queues.on_reconnect()
+        # Messages may have been published in the meantime.
         for live in self._live:
             live.wake()
-        # The tasks may be lost. Until this is known, every request counts as older than the stream.
-        self.tasks = self.tasks._replace(since_ms=math.inf)
-        self.check_streams()
-
-    def check_streams(self) -> None:
-        self._is_stale = True
-        if self.is_prepared and (self._restoring is None or self._restoring.done()):
-            self._restoring = asyncio.create_task(self._restore_streams())
-
-    async def _restore_streams(self) -> None:
-        # A single broker restarts without its in-memory streams and their consumers.
-        logged, loop = "", asyncio.get_running_loop()
-        while self._is_stale and not self._closing:
-            await asyncio.sleep(self._restore_again_s - loop.time())
-            self._restore_again_s = loop.time() + MAX_RETRY_S
-            self._is_stale = False
-            try:
-                await self.restore_streams()
-                if self._is_stale:
-                    self.tasks = self.tasks._replace(since_ms=math.inf)
-            except (NatsError, PagemillError) as error:
-                self._is_stale = True
-                if (reason := str(error) or type(error).__name__) != logged:
-                    _log.warning("streams_not_restored", error=reason)
-                    logged = reason
 
     async def close(self) -> None:
         """Stop the consumers and close the connection."""
         self._closing = True
-        if self._restoring is not None:
-            self._restoring.cancel()
-        for consumer in self._consumers:
-            await consumer.stop()
-        # Without a server, nats-py's close fails.
+        await self.queues.close()
+        # Without a server there is no peer to say goodbye to.
         with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.flush(timeout=2)
         with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.close()
+
+    def now_ms(self) -> float:
+        """Return the time of the broker's clock in Unix milliseconds."""
+        return self.connection.now_ms()
 
     @property
     def is_connected(self) -> bool:
@@ -130,46 +127,321 @@ class Bus(Publisher, StreamReader, StreamMeter, Queues, StoreProbes, StreamSnaps
         """
         return local_address(self._nc) if listen in WILDCARDS else listen
 
-    # -- heartbeats -----------------------------------------------------------------------------
+    # -- publishing -----------------------------------------------------------------------------
 
-    async def publish_heartbeat(self, worker: str, data: bytes) -> None:
-        await self.publish_without_id(subjects.heartbeat(worker), data)
+    @property
+    def max_payload(self) -> int:
+        """Maximum number of bytes of one message."""
+        return self._nc.max_payload
 
-    async def read_heartbeats(self) -> list[Heartbeat]:
-        """Return the latest heartbeat of every live worker.
+    def check_size(self, data: bytes, subject: str) -> None:
+        """Raise PayloadTooLarge if `data` does not fit into one message."""
+        limit = self.max_payload - HEADER_BYTES
+        if len(data) > limit:
+            raise PayloadTooLarge(
+                f"the message for {subject} has {len(data)} bytes, the limit is {limit}:"
+                " send fewer or smaller media",
+                field="messages",
+            )
 
-        Undecodable messages are skipped, because any client may publish on the bus.
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        msg_id: str,
+        tenant: str = "",
+        version: int = OLDEST_VERSION,
+    ) -> bool:
+        """Store `data` once. Return True if a message with this id was stored before.
+
+        `version` is the version that a reader needs, for a message that does not contain it.
+
+        A message without an ack may still be stored, so it is published again with the same id.
+        Unavailable is raised after BROKER_DEADLINE_S.
         """
-        stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
-        newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
-        latest = [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
-        return [beat for data in latest if (beat := decode_heartbeat(data)) is not None]
+        self.check_size(data, subject)
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant) | version_header(version)
+        ack = await self._publish(subject, data, headers)
+        return ack is None or bool(ack.duplicate)
 
-    async def publish_start_report(self, worker: str, data: bytes) -> None:
-        await self.publish_without_id(subjects.start_report(worker), data)
+    async def publish_without_id(
+        self, subject: str, data: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        """Store `data`, possibly twice if the broker fails meanwhile."""
+        self.check_size(data, subject)
+        await self._publish(subject, data, headers or {})
 
-    async def read_start_reports(self) -> list[StartReport]:
-        """Return the latest report of every live worker without a heartbeat."""
-        stored = await self.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
-        newest_ms = max((message.stored_ms for message in stored), default=0.0)
-        ready = {message.subject for message in stored}
-        reports = [
-            decode_start_report(message.data)
-            for message in stored
-            if newest_ms - message.stored_ms <= 1000 * DEAD_AFTER_S
-            and message.subject == subjects.start_report(subjects.last_token(message.subject))
-            and subjects.heartbeat(subjects.last_token(message.subject)) not in ready
-        ]
-        return [report for report in reports if report is not None]
+    async def append(
+        self,
+        subject: str,
+        data: bytes,
+        last_sequence: int,
+        ttl_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
+        """Store `data` if `last_sequence` is still the last sequence of its subject.
 
-    async def heartbeat_lag_s(self, worker: str, observer: str) -> float:
-        """Return the time from the latest heartbeat of `worker` to the latest one of `observer`.
-
-        Infinite for a worker without a stored heartbeat. During an outage of the broker no
-        heartbeat is stored, so only a comparison with a live worker shows that a worker is dead.
+        Return the sequence of `data`. It expires after `ttl_s`, or at the maximum age of its
+        stream. Raises Fenced if another writer has appended before.
         """
-        last = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
-        own = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(observer))
-        if last is None:
-            return math.inf
-        return 0.0 if own is None else (own.stored_ms - last.stored_ms) / 1000
+        self.check_size(data, subject)
+        fence = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)} | dict(headers or {})
+        if ttl_s is not None:
+            fence["Nats-TTL"] = f"{max(1, round(ttl_s))}s"
+        ack = await self._publish(subject, data, fence)
+        assert ack is not None, "a stream of logs has no limit on messages per subject"
+        return ack.seq
+
+    async def notify(self, subject: str) -> None:
+        """Publish an empty message to current subscribers. It is not stored and may be lost."""
+        with contextlib.suppress(NatsError):
+            await self._nc.publish(subject, b"")
+
+    async def acknowledge(self, receipt: str) -> bool:
+        """Acknowledge another worker's delivery. Return whether the server has confirmed it."""
+        return await acknowledge(self._nc, receipt)
+
+    async def _publish(
+        self, subject: str, data: bytes, headers: dict[str, str]
+    ) -> api.PubAck | None:
+        """Return the ack, or None if the stream has a message of this subject and accepts no other.
+
+        Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
+        """
+
+        async def attempt() -> api.PubAck | None:
+            try:
+                return await self._js.publish(subject, data, headers=headers)
+            except NoStreamResponseError:
+                self.queues.check()
+                raise
+            except APIError as error:
+                code, reason = error.err_code, error.description or ""
+                if code == _WRONG_LAST_SEQUENCE:
+                    raise Fenced(f"another writer appended to {subject}: {reason}") from error
+                if code == _STORE_FAILED and "per subject" in reason:
+                    return None
+                if code == _STORE_FAILED and "maximum" in reason:
+                    raise Overloaded(
+                        f"the queue of {subject} is full ({reason});"
+                        f" try again in {Overloaded.retry_after_s:g} s"
+                    ) from error
+                raise
+
+        # All other failures are temporary: no reply, no leader, no room, or, in a cluster, a store
+        # of the same message or its predecessor that has not ended.
+        return await retry_until(
+            BROKER_DEADLINE_S,
+            attempt,
+            (NatsError,),
+            "the broker did not store a message",
+            FIRST_RETRY_S,
+        )
+
+    # -- reading and removing -------------------------------------------------------------------
+
+    async def read(
+        self, stream: str, subject: str, first: int = 1, max_bytes: int | None = None
+    ) -> list[StoredMessage]:
+        """Return the messages of `subject` from sequence `first` on, oldest first.
+
+        Raises PayloadTooLarge as soon as they exceed `max_bytes`, and Unavailable if the broker
+        does not answer within BROKER_DEADLINE_S.
+        """
+        messages: list[StoredMessage] = []
+        num_bytes, more = 0, True
+        while more:
+            query = {
+                "seq": messages[-1].sequence + 1 if messages else first,
+                "next_by_subj": subject,
+                "batch": READ_BATCH,
+                "max_bytes": READ_BATCH_BYTES,
+            }
+            batch, more = await direct_get(self.connection, stream, query)
+            messages += batch
+            num_bytes += sum(len(message.data) for message in batch)
+            if max_bytes is not None and num_bytes > max_bytes:
+                raise PayloadTooLarge(f"{subject} has more than {max_bytes} bytes")
+        return messages
+
+    async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
+        """Return the latest message of `subject`, which may have wildcards."""
+        messages, _ = await direct_get(self.connection, stream, {"last_by_subj": subject})
+        return messages[0] if messages else None
+
+    async def has_messages(self, stream: str, subject: str) -> bool:
+        """Return whether `subject` has messages, according to the leader of the stream.
+
+        Other replicas, which serve reads, may lag. Raises Unavailable.
+        """
+        try:
+            await self._js.get_last_msg(stream, subject)
+        except NotFoundError:
+            return False
+        except NatsError as error:
+            raise Unavailable(f"the broker did not answer a read of {stream}") from error
+        return True
+
+    async def read_next(
+        self, stream: str, sequence: int, subject: str = ">"
+    ) -> StoredMessage | None:
+        """Return the message at `sequence`, or the next message if it was removed."""
+        query: dict[str, object] = {"seq": sequence, "next_by_subj": subject}
+        messages, _ = await direct_get(self.connection, stream, query)
+        return messages[0] if messages else None
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of `subject`.
+
+        Messages of work queues must be removed with `delete` instead: after a purge, nats-server
+        2.15.1 counts messages of other subjects as acknowledged if they were delivered before a
+        purged message.
+        """
+        try:
+            await self._js.purge_stream(stream, subject=subject)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not purge {subject}: {error}") from error
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Remove one message, if it exists.
+
+        Raises Unavailable.
+        """
+        # nats-py does not support `no_erase`. Without it, the server overwrites the bytes on disk.
+        query = json.dumps({"seq": sequence, "no_erase": True}).encode()
+        subject, failed = f"$JS.API.STREAM.MSG.DELETE.{stream}", f"a message of {stream}"
+        removing = self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
+        reply = json.loads((await answered(removing, failed)).data)
+        if reply.get("error", {}).get("err_code") not in (None, *_NO_SUCH_MESSAGE):
+            raise Unavailable(f"the broker did not remove {failed}: {reply['error']}")
+
+    # -- subscriptions --------------------------------------------------------------------------
+
+    async def subscribe(self, subject: str) -> LiveSubscription:
+        """Subscribe to `subject`. Return once the server has registered the subscription.
+
+        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
+        """
+        live = LiveSubscription()
+        live.subscription = await self._nc.subscribe(subject, cb=live.receive)
+        self._live.add(live)
+        try:
+            await self._flush()
+        except BaseException:
+            await self.unsubscribe(live)
+            raise
+        return live
+
+    async def unsubscribe(self, live: LiveSubscription) -> None:
+        """End a subscription. A second call does nothing."""
+        self._live.discard(live)
+        if live.subscription is not None:
+            with contextlib.suppress(NatsError):
+                await live.subscription.unsubscribe()
+
+    async def watch_subjects(
+        self, subject: str, callback: Callable[[str], None]
+    ) -> Callable[[], Awaitable[None]]:
+        """Call `callback` with the subject of every further message that `subject` matches.
+
+        Return a function that ends the watch.
+        """
+
+        async def receive(msg: Msg) -> None:
+            callback(msg.subject)
+
+        subscription = await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
+        async def end() -> None:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+
+        return end
+
+    # -- requests and replies -------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        tenant: str = "",
+        version: int = OLDEST_VERSION,
+    ) -> bytes:
+        """Return the reply of a responder on `subject` that reads `version`.
+
+        Raises TimeoutError, Unavailable at once if there is no responder, and UnsupportedVersion if
+        an older responder has received the request.
+        """
+        headers = (tenant_header(tenant) | version_header(version)) or None
+        try:
+            msg = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
+        except NatsTimeoutError as error:
+            raise TimeoutError from error
+        except NatsError as error:
+            raise Unavailable(f"no responder on {subject}") from error
+        # A worker without support for versions repeats the header.
+        if VERSION_HEADER in (msg.headers or {}):
+            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
+        return bytes(msg.data)
+
+    async def request_many(
+        self, subject: str, accept: Callable[[bytes], bool], timeout_s: float
+    ) -> None:
+        """Pass the replies of all responders on `subject` to `accept`.
+
+        Return when `accept` returns True, or after the timeout. Raises Unavailable without a
+        connection.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self.connection.inbox.request(subject, b"") as replies,
+            ):
+                done = False
+                while not done:
+                    msg = await replies.next(timeout_s)
+                    no_responders = (msg.headers or {}).get("Status") == "503"
+                    done = no_responders or accept(bytes(msg.data))
+        except TimeoutError:
+            pass
+        except NatsError as error:
+            raise Unavailable(f"requests on {subject} cannot be sent: {error}") from error
+
+    async def add_responder(self, subject: str, respond: Callable[[bytes], bytes]) -> None:
+        """Reply to every further request on `subject`."""
+
+        async def receive(msg: Msg) -> None:
+            await msg.respond(respond(msg.data))
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
+    async def add_group_responder(
+        self, subject: str, group: str, respond: Responder
+    ) -> GroupResponder:
+        """Join the queue group `group`. Its members share the requests on `subject`.
+
+        Requests are answered concurrently. `respond` must not raise.
+        """
+        responder = GroupResponder(self._nc, respond)
+        responder.subscription = await self._nc.subscribe(subject, group, cb=responder.receive)
+        await self._flush()
+        return responder
+
+    async def _flush(self) -> None:
+        """Return once the server has received all sent messages. Raises Unavailable."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BROKER_DEADLINE_S
+        while True:
+            try:
+                # The timeout is short, because a pong that is lost with the connection never
+                # arrives, while the next connection restores the subscriptions.
+                await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
+                return
+            except (NatsError, OSError, RuntimeError) as error:
+                # nats-py also writes to a lost connection until it notices the loss.
+                if loop.time() > deadline or self._nc.is_closed:
+                    raise Unavailable(f"the broker does not answer: {error}") from error
+            await asyncio.sleep(FIRST_RETRY_S)

@@ -1,9 +1,14 @@
-"""Client of nats-py, with corrections so that one caller's failure does not affect the others."""
+"""The connection to the broker: nats-py's client with corrections, and the broker's clock.
+
+The corrections keep the failure of one caller from affecting other callers.
+"""
 
 import asyncio
 import contextlib
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from datetime import datetime
 from typing import Any, TypeVar
 
 import structlog
@@ -34,18 +39,6 @@ FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 
 _log = structlog.get_logger()
-
-
-class BusPart:
-    """Base of the parts of `Bus`, which share one connection."""
-
-    def __init__(self, nc: NatsClient) -> None:
-        self._nc = nc
-        self._js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
-        self._replies = ReplyInbox(nc)
-
-    def check_streams(self) -> None:
-        """Search for missing streams and consumers. A `Bus` creates them again."""
 
 
 # The server's error for a request about a stream that a key does not permit.
@@ -120,6 +113,42 @@ class _CorrectedClient(NatsClient):
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         await _keep_cancellation(super().flush(*args, **kwargs))
+
+
+class Connection:
+    """A connection to the broker, which the parts of a `Bus` share.
+
+    All deadlines are set by the broker's clock, because the clocks of workers may differ by hours.
+    """
+
+    def __init__(self, nc: NatsClient) -> None:
+        self.nc = nc
+        self.js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+        self.inbox = ReplyInbox(nc)
+        self._clock_offset_ms = 0.0
+
+    async def sync_clock(self) -> None:
+        """Measure the offset to the broker's clock.
+
+        Raises Unavailable when the broker does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        sent_s = loop.time()
+        try:
+            reply = await self.nc.request("$SYS.REQ.USER.INFO", b"", timeout=REPLY_TIMEOUT_S)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not report its time: {error}") from error
+        half_way_s = (sent_s + loop.time()) / 2
+        broker_time = datetime.fromisoformat(json.loads(reply.data)["server"]["time"])
+        self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way_s)
+
+    def now_ms(self) -> float:
+        """Return the time of the broker's clock in Unix milliseconds."""
+        return self.to_broker_ms(asyncio.get_running_loop().time())
+
+    def to_broker_ms(self, monotonic_s: float) -> float:
+        """Convert a time of this machine's monotonic clock to the broker's clock."""
+        return 1000 * monotonic_s + self._clock_offset_ms
 
 
 def is_denied(nc: NatsClient, subject: str) -> bool:

@@ -8,24 +8,14 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
 
-from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart
 from shared.bus.reading import StoredMessage, to_stored_message
-from shared.errors import InvalidRequest, Unavailable, UnsupportedVersion
+from shared.errors import InvalidRequest
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
-from shared.protocol.requests import TENANT_HEADER, tenant_header
-from shared.protocol.versions import (
-    OLDEST_VERSION,
-    VERSION_HEADER,
-    WIRE_VERSION,
-    version_header,
-    version_of,
-)
+from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.versions import VERSION_HEADER, WIRE_VERSION, version_of
 
-# A flush is lost together with its connection. nats-py accepts only whole seconds.
-FLUSH_TIMEOUT_S = 1
 # Limit on live messages that wait for a slow reader. Dropped messages are in the stream.
 MAX_UNREAD_MESSAGES = 4096
 
@@ -108,142 +98,3 @@ def _can_read(headers: Mapping[str, str] | None) -> bool:
         return version_of(headers) <= WIRE_VERSION
     except InvalidRequest:
         return False
-
-
-class Messenger(BusPart):
-    """Part of `Bus` for messages that are not stored."""
-
-    def __init__(self, nc: NatsClient) -> None:
-        super().__init__(nc)
-        self._live: set[LiveSubscription] = set()
-
-    # -- subscriptions --------------------------------------------------------------------------
-
-    async def subscribe(self, subject: str) -> LiveSubscription:
-        """Subscribe to `subject`. Return once the server has registered the subscription.
-
-        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
-        """
-        live = LiveSubscription()
-        live.subscription = await self._nc.subscribe(subject, cb=live.receive)
-        self._live.add(live)
-        try:
-            await self._flush()
-        except BaseException:
-            await self.unsubscribe(live)
-            raise
-        return live
-
-    async def unsubscribe(self, live: LiveSubscription) -> None:
-        """End a subscription. A second call does nothing."""
-        self._live.discard(live)
-        if live.subscription is not None:
-            with contextlib.suppress(NatsError):
-                await live.subscription.unsubscribe()
-
-    async def watch_subjects(
-        self, subject: str, callback: Callable[[str], None]
-    ) -> Callable[[], Awaitable[None]]:
-        """Call `callback` with the subject of every further message that `subject` matches.
-
-        Return a function that ends the watch.
-        """
-
-        async def receive(msg: Msg) -> None:
-            callback(msg.subject)
-
-        subscription = await self._nc.subscribe(subject, cb=receive)
-        await self._flush()
-
-        async def end() -> None:
-            with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
-
-        return end
-
-    # -- requests and replies -------------------------------------------------------------------
-
-    async def request(
-        self,
-        subject: str,
-        data: bytes,
-        timeout_s: float,
-        tenant: str = "",
-        version: int = OLDEST_VERSION,
-    ) -> bytes:
-        """Return the reply of a responder on `subject` that reads `version`.
-
-        Raises TimeoutError, Unavailable at once if there is no responder, and UnsupportedVersion if
-        an older responder has received the request.
-        """
-        headers = (tenant_header(tenant) | version_header(version)) or None
-        try:
-            msg = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
-        except NatsTimeoutError as error:
-            raise TimeoutError from error
-        except NatsError as error:
-            raise Unavailable(f"no responder on {subject}") from error
-        # A worker without support for versions repeats the header.
-        if VERSION_HEADER in (msg.headers or {}):
-            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
-        return bytes(msg.data)
-
-    async def request_many(
-        self, subject: str, accept: Callable[[bytes], bool], timeout_s: float
-    ) -> None:
-        """Pass the replies of all responders on `subject` to `accept`.
-
-        Return when `accept` returns True, or after the timeout. Raises Unavailable without a
-        connection.
-        """
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._replies.request(subject, b"") as replies,
-            ):
-                done = False
-                while not done:
-                    msg = await replies.next(timeout_s)
-                    no_responders = (msg.headers or {}).get("Status") == "503"
-                    done = no_responders or accept(bytes(msg.data))
-        except TimeoutError:
-            pass
-        except NatsError as error:
-            raise Unavailable(f"requests on {subject} cannot be sent: {error}") from error
-
-    async def add_responder(self, subject: str, respond: Callable[[bytes], bytes]) -> None:
-        """Reply to every further request on `subject`."""
-
-        async def receive(msg: Msg) -> None:
-            await msg.respond(respond(msg.data))
-
-        await self._nc.subscribe(subject, cb=receive)
-        await self._flush()
-
-    async def add_group_responder(
-        self, subject: str, group: str, respond: Responder
-    ) -> GroupResponder:
-        """Join the queue group `group`. Its members share the requests on `subject`.
-
-        Requests are answered concurrently. `respond` must not raise.
-        """
-        responder = GroupResponder(self._nc, respond)
-        responder.subscription = await self._nc.subscribe(subject, group, cb=responder.receive)
-        await self._flush()
-        return responder
-
-    async def _flush(self) -> None:
-        """Return once the server has received all sent messages. Raises Unavailable."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + BROKER_DEADLINE_S
-        while True:
-            try:
-                # The timeout is short, because a pong that is lost with the connection never
-                # arrives, while the next connection restores the subscriptions.
-                await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
-                return
-            except (NatsError, OSError, RuntimeError) as error:
-                # nats-py also writes to a lost connection until it notices the loss.
-                if loop.time() > deadline or self._nc.is_closed:
-                    raise Unavailable(f"the broker does not answer: {error}") from error
-            await asyncio.sleep(FIRST_RETRY_S)

@@ -12,7 +12,8 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
 
-from shared.bus.connection import REPLY_TIMEOUT_S, BusPart, next_message, pull
+from shared.bus.bus import Bus
+from shared.bus.connection import REPLY_TIMEOUT_S, next_message, pull
 from shared.errors import Unavailable
 from shared.protocol.stored_size import SIZE_HEADER, tenant_and_bytes
 
@@ -31,8 +32,11 @@ class LogUse:
     next_sequence: int = 1
 
 
-class StreamMeter(BusPart):
-    """Part of `Bus` that measures streams."""
+class StreamMeter:
+    """Measures streams by the headers of their messages."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._nc, self._js = bus.connection.nc, bus.connection.js
 
     async def measure_logs(self, stream: str, subject: str, before: LogUse) -> LogUse:
         """Return `before` plus the messages that were appended since, and are still stored.

@@ -7,17 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
-from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import BROKER_DEADLINE_S, REPLY_TIMEOUT_S, retry_until
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    MAX_RETRY_S,
+    REPLY_TIMEOUT_S,
+    Connection,
+    retry_until,
+)
 from shared.bus.consumer import Consumer, Puller
 from shared.bus.outages import Outages
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.stream_keeper import StreamKeeper
-from shared.errors import Unavailable
+from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 
 # Limit on the waiting pull requests of one consumer. Each worker has up to three of them, so the
@@ -46,11 +51,13 @@ class _Queue(NamedTuple):
     feeds_tasks: bool
 
 
-class Queues(StreamKeeper):
-    """Part of `Bus` that creates consumers and pulls from them."""
+class Queues:
+    """Creates consumers and pulls from them, and creates again what a broker has lost."""
 
-    def __init__(self, nc: NatsClient) -> None:
-        super().__init__(nc)
+    def __init__(self, connection: Connection, streams: StreamKeeper) -> None:
+        self._connection = connection
+        self._nc, self._js = connection.nc, connection.js
+        self._streams = streams
         self._consumers: list[Puller] = []
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._on_tasks_lost: list[Callable[[], None]] = []
@@ -60,8 +67,14 @@ class Queues(StreamKeeper):
         older messages as new ones."""
         self._has_queues = True
         """False until consumers that were lost with their tasks are created again."""
+        self._restoring: asyncio.Task[None] | None = None
+        self._is_stale = False
+        """Whether streams or consumers may be missing."""
+        self._restore_again_s = 0.0
+        """When they may be looked for again, by the clock of the event loop."""
+        self._closing = False
 
-    async def create_consumer(
+    async def create(
         self,
         stream: str,
         durable: str,
@@ -101,7 +114,7 @@ class Queues(StreamKeeper):
             # could starve the others.
             max_ack_pending=-1,
             max_waiting=MAX_WAITING_PULLS,
-            metadata={_FED: str(self.tasks.first_sequence)} if queue.feeds_tasks else None,
+            metadata={_FED: str(self._streams.tasks.first_sequence)} if queue.feeds_tasks else None,
         )
         try:
             existing = await self._js.consumer_info(queue.stream, queue.durable)
@@ -120,7 +133,7 @@ class Queues(StreamKeeper):
         A consumer without the metadata key has fed the stream of an older version, which is on
         disk.
         """
-        if metadata.get(_FED, "0") == str(self.tasks.first_sequence):
+        if metadata.get(_FED, "0") == str(self._streams.tasks.first_sequence):
             return
         _log.warning("tasks_lost", stream=queue.stream, consumer=queue.durable)
         # A reset has the same effect as a new consumer. If a consumer is deleted and recreated at
@@ -140,22 +153,20 @@ class Queues(StreamKeeper):
         *,
         feeds_tasks: bool = False,
     ) -> Consumer:
-        """Create the durable consumer `durable` like `create_consumer`, and join it.
+        """Create the durable consumer `durable` like `create`, and join it.
 
         Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
         """
-        await self.create_consumer(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
+        await self.create(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
         return await self._start(Consumer(self._nc, stream, durable, capacity, self.outages))
 
-    async def create_slot_consumers(
+    async def create_slots(
         self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
     ) -> None:
-        """Create the consumers of `queues`, like `create_consumer`, several at a time."""
+        """Create the consumers of `queues`, like `create`, several at a time."""
         for first in range(0, len(queues), CREATED_AT_ONCE):
             creating = [
-                self.create_consumer(
-                    stream, durable, subject, ack_wait_s, is_prioritized=slot is not None
-                )
+                self.create(stream, durable, subject, ack_wait_s, is_prioritized=slot is not None)
                 for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
             ]
             await asyncio.gather(*creating)
@@ -169,7 +180,7 @@ class Queues(StreamKeeper):
         load: Callable[[], float],
     ) -> SlotConsumer:
         """Join the consumers of all `queues`, like `consume`, with one capacity for all."""
-        await self.create_slot_consumers(stream, queues, ack_wait_s)
+        await self.create_slots(stream, queues, ack_wait_s)
         consumer = SlotConsumer(self._nc, stream, queues, capacity, load, self.outages)
         return await self._start(consumer)
 
@@ -182,14 +193,51 @@ class Queues(StreamKeeper):
         """Call `callback` whenever a single broker has lost all tasks in its memory."""
         self._on_tasks_lost.append(callback)
 
-    async def restore_streams(self) -> None:
+    def check(self) -> None:
+        """Look for streams and consumers that are missing, and create them again."""
+        self._is_stale = True
+        if self._streams.is_prepared and (self._restoring is None or self._restoring.done()):
+            self._restoring = asyncio.create_task(self._restore_until_done())
+
+    def on_reconnect(self) -> None:
+        """Restore what the server loses with a connection."""
+        for consumer in self._consumers:
+            consumer.on_reconnect()
+        self._on_refused()
+
+    async def close(self) -> None:
+        """Stop the consumers."""
+        self._closing = True
+        if self._restoring is not None:
+            self._restoring.cancel()
+        for consumer in self._consumers:
+            await consumer.stop()
+
+    async def _restore_until_done(self) -> None:
+        # A single broker restarts without its in-memory streams, and the consumers of these.
+        logged, loop = "", asyncio.get_running_loop()
+        while self._is_stale and not self._closing:
+            await asyncio.sleep(self._restore_again_s - loop.time())
+            self._restore_again_s = loop.time() + MAX_RETRY_S
+            self._is_stale = False
+            try:
+                await self.restore()
+                if self._is_stale:
+                    self._doubt_tasks()
+            except (NatsError, PagemillError) as error:
+                self._is_stale = True
+                if (reason := str(error) or type(error).__name__) != logged:
+                    _log.warning("streams_not_restored", error=reason)
+                    logged = reason
+
+    async def restore(self) -> None:
         """Create the streams and consumers that were deleted, or lost with a broker's memory.
 
         Raises NotFoundError until a coordinator has created the stream of tasks.
         """
-        await super().restore_streams()
-        before, tasks = self.tasks, await self.find_tasks()
-        self.tasks = tasks._replace(since_ms=math.inf)
+        await self._streams.restore()
+        before, tasks = self._streams.tasks, await self._streams.find_tasks()
+        self._streams.tasks = tasks._replace(since_ms=math.inf)
         if tasks.first_sequence != before.first_sequence:
             self._has_queues = False
             self._forget_tasks()
@@ -198,22 +246,25 @@ class Queues(StreamKeeper):
             if self.outages.is_refused(queue.stream, queue.durable):
                 await self._create_or_update(queue)
                 if queue.feeds_tasks:
-                    self._refilled_ms = self.now_ms()
+                    self._refilled_ms = self._connection.now_ms()
             elif not self._has_queues and (
                 queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM
             ):
                 await self._create_or_update(queue)
         self._has_queues = True
-        self.tasks = tasks._replace(since_ms=max(tasks.since_ms, self._refilled_ms))
+        self._streams.tasks = tasks._replace(since_ms=max(tasks.since_ms, self._refilled_ms))
 
     def _on_refused(self) -> None:
-        # A consumer may be lost. Until this is known, no request counts as new.
-        self.tasks = self.tasks._replace(since_ms=math.inf)
-        self.check_streams()
+        self._doubt_tasks()
+        self.check()
+
+    def _doubt_tasks(self) -> None:
+        # Tasks may be lost; until that is known, no request counts as one that is new.
+        self._streams.tasks = self._streams.tasks._replace(since_ms=math.inf)
 
     def _forget_tasks(self) -> None:
         for consumer in self._consumers:
             if consumer.stream == subjects.STAGES_STREAM:
-                consumer.first_sequence = self.tasks.first_sequence
+                consumer.first_sequence = self._streams.tasks.first_sequence
         for callback in self._on_tasks_lost:
             callback()

@@ -12,7 +12,8 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import FIRST_RETRY_S, BusPart, next_message, retry_until
+from shared.bus.bus import Bus
+from shared.bus.connection import FIRST_RETRY_S, next_message, retry_until
 from shared.errors import Unavailable
 
 # Within the 1 MiB that every accepted server takes.
@@ -36,8 +37,11 @@ class Snapshot:
     chunks: AsyncIterator[bytes]
 
 
-class StreamSnapshots(BusPart):
-    """Part of `Bus` that copies whole streams."""
+class StreamSnapshots:
+    """Copies whole streams."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._nc, self._js = bus.connection.nc, bus.connection.js
 
     async def streams_among(self, names: Iterable[str]) -> list[str]:
         """Return the names of existing streams among `names`. Raises Unavailable."""

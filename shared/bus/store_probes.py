@@ -2,14 +2,15 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import structlog
+from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus.connection import REPLY_TIMEOUT_S, is_denied
-from shared.bus.stream_keeper import StreamKeeper
 from shared.protocol import subjects
 
 REFUSING_STREAMS = "refusing_streams"
@@ -34,38 +35,36 @@ class Refusal(NamedTuple):
     """Whether the stream refuses all messages until the server is restarted."""
 
 
-class StoreProbes(StreamKeeper):
-    """Part of `Bus` that finds streams on disk that cannot store."""
+async def probe_streams(nc: NatsClient, configs: Iterable[api.StreamConfig]) -> dict[str, Refusal]:
+    """Probe the streams on disk, and return the failures by stream.
 
-    async def probe_streams(self) -> dict[str, Refusal]:
-        """Probe the streams on disk, and return the failures by stream.
+    When one write of a stream fails, for example on a full disk, nats-server 2.15.1 does not
+    answer any further publish to this stream until it is restarted. It also refuses purges,
+    even one that would remove nothing. The audit log is not probed, because it cannot be
+    purged.
+    """
+    names = [
+        config.name or ""
+        for config in configs
+        if config.storage is not api.StorageType.MEMORY and not config.deny_purge
+    ]
+    refusals = await asyncio.gather(*(_probe(nc, name) for name in names))
+    return {name: refusal for name, refusal in zip(names, refusals, strict=True) if refusal}
 
-        When one write of a stream fails, for example on a full disk, nats-server 2.15.1 does not
-        answer any further publish to this stream until it is restarted. It also refuses purges,
-        even one that would remove nothing. The audit log is not probed, because it cannot be
-        purged.
-        """
-        names = [
-            config.name or ""
-            for config in self._configs
-            if config.storage is not api.StorageType.MEMORY and not config.deny_purge
-        ]
-        refusals = await asyncio.gather(*map(self._probe, names))
-        return {name: refusal for name, refusal in zip(names, refusals, strict=True) if refusal}
 
-    async def _probe(self, stream: str) -> Refusal | None:
-        subject = f"$JS.API.STREAM.PURGE.{stream}"
-        if is_denied(self._nc, subject):
-            return None  # The keys are from a version without probes.
-        query = json.dumps({"filter": subjects.PROBE}).encode()
-        try:
-            reply = await self._nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
-        except NatsError as failure:
-            if is_denied(self._nc, subject):
-                _log.warning("stream_not_probed", stream=stream, hint=NEW_KEYS)
-                return None
-            return Refusal(f"no answer: {failure or type(failure).__name__}", needs_restart=False)
-        error = json.loads(reply.data).get("error")
-        if error is None:
+async def _probe(nc: NatsClient, stream: str) -> Refusal | None:
+    subject = f"$JS.API.STREAM.PURGE.{stream}"
+    if is_denied(nc, subject):
+        return None  # The keys are from a version without probes.
+    query = json.dumps({"filter": subjects.PROBE}).encode()
+    try:
+        reply = await nc.request(subject, query, timeout=REPLY_TIMEOUT_S)
+    except NatsError as failure:
+        if is_denied(nc, subject):
+            _log.warning("stream_not_probed", stream=stream, hint=NEW_KEYS)
             return None
-        return Refusal(error.get("description", ""), error.get("err_code") == _WRITE_FAILED)
+        return Refusal(f"no answer: {failure or type(failure).__name__}", needs_restart=False)
+    error = json.loads(reply.data).get("error")
+    if error is None:
+        return None
+    return Refusal(error.get("description", ""), error.get("err_code") == _WRITE_FAILED)

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import structlog
-from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
 
 from shared.bus import stream_changes, streams
-from shared.bus.clock import BrokerClock
-from shared.bus.connection import FIRST_RETRY_S, retry_until
+from shared.bus.connection import FIRST_RETRY_S, Connection, retry_until
 from shared.bus.server_settings import check_server
+from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
@@ -34,12 +33,13 @@ class TaskStream(NamedTuple):
     """First sequence, which is higher than all sequences of earlier streams of tasks."""
 
 
-class StreamKeeper(BrokerClock):
-    """Part of `Bus` that creates streams and compares them with a configuration."""
+class StreamKeeper:
+    """Creates streams, and compares them with a configuration."""
 
-    def __init__(self, nc: NatsClient) -> None:
-        super().__init__(nc)
-        self.creates_streams = True
+    def __init__(self, connection: Connection, *, creates_streams: bool) -> None:
+        self._connection = connection
+        self._nc, self._js = connection.nc, connection.js
+        self.creates_streams = creates_streams
         """Whether this identity may create streams. Otherwise it waits for them."""
         self._durable: list[api.StreamConfig] = []
         self._volatile: list[api.StreamConfig] = []
@@ -58,13 +58,13 @@ class StreamKeeper(BrokerClock):
         Raises ConfigError if the server cannot give the delivery guarantees or if a stream lacks an
         essential setting, and Unavailable if it does not answer within PREPARE_DEADLINE_S.
         """
-        self.configure_streams(nats, delivery, agent or AgentConfig())
+        self.configure(nats, delivery, agent or AgentConfig())
 
         async def attempt() -> list[Difference]:
-            await check_server(self._nc, self._replies, nats)
+            await check_server(self._nc, self._connection.inbox, nats)
             if self.creates_streams:
-                await self._create_missing(self._configs)
-            differences = await stream_changes.find_differences(self._nc, self._configs)
+                await self._create_missing(self.configs)
+            differences = await stream_changes.find_differences(self._nc, self.configs)
             missing = [difference.stream for difference in differences if not difference.setting]
             if missing:
                 raise Unavailable(f"no coordinator has created stream {missing[0]}")
@@ -81,15 +81,13 @@ class StreamKeeper(BrokerClock):
         )
         _report(differences)
 
-    def configure_streams(
-        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig
-    ) -> None:
+    def configure(self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig) -> None:
         """Set the configuration of the streams."""
         self._durable = streams.durable_streams(delivery, agent, nats.replicas)
         is_alone = not self._nc._server_info.get("cluster")
         self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
 
-    async def restore_streams(self) -> None:
+    async def restore(self) -> None:
         """Create the streams that a single broker has lost with its memory, and lost queues.
 
         A lost log on disk is not created again, because requests in flight would write another text
@@ -108,7 +106,7 @@ class StreamKeeper(BrokerClock):
     async def _create_missing(self, configs: list[api.StreamConfig]) -> list[str]:
         # A time in microseconds is higher than any earlier sequence: no broker stores a message in
         # each microsecond.
-        first_sequence = int(1000 * self.now_ms())
+        first_sequence = int(1000 * self._connection.now_ms())
         return await streams.create_missing(self._nc, configs, first_sequence)
 
     async def find_tasks(self) -> TaskStream:
@@ -117,32 +115,37 @@ class StreamKeeper(BrokerClock):
         since_ms = 0.0 if info.created is None else 1000 * info.created.timestamp()
         return TaskStream(since_ms, info.config.first_seq or 0)
 
-    async def find_stream_changes(self, now_ms: float) -> list[StreamChange]:
+    async def find_changes(self, now_ms: float) -> list[StreamChange]:
         """Return the changes that make the streams equal to the configuration, and their effects.
 
         Raises Unavailable.
         """
         try:
-            return await stream_changes.find_changes(self._nc, self._configs, now_ms)
+            return await stream_changes.find_changes(self._nc, self.configs, now_ms)
         except NatsError as error:
             raise Unavailable(f"the broker did not describe its streams: {error}") from error
 
-    async def change_streams(self, changes: Iterable[StreamChange]) -> None:
-        """Apply changes that `find_stream_changes` has returned.
+    async def change(self, changes: Iterable[StreamChange]) -> None:
+        """Apply changes that `find_changes` has returned.
 
         Raises ConfigError for a change that the broker refuses, and Unavailable.
         """
         changes = list(changes)
         try:
             if any(not change.difference.setting for change in changes):
-                await self._create_missing(self._configs)
+                await self._create_missing(self.configs)
             others = [change for change in changes if change.difference.setting]
-            await stream_changes.apply_changes(self._nc, self._configs, others)
+            await stream_changes.apply_changes(self._nc, self.configs, others)
         except NatsError as error:
             raise Unavailable(f"the broker did not change its streams: {error}") from error
 
+    async def probe(self) -> dict[str, Refusal]:
+        """Return the streams on disk that refuse to store, see `store_probes`."""
+        return await probe_streams(self._nc, self.configs)
+
     @property
-    def _configs(self) -> list[api.StreamConfig]:
+    def configs(self) -> list[api.StreamConfig]:
+        """The configured streams."""
         return self._durable + self._volatile
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 import structlog
 from msgspec.structs import replace
 
-from shared.bus.bus import DEAD_AFTER_S, Bus
+from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
+from shared.bus.heartbeats import DEAD_AFTER_S
 from shared.config.schema import DeliveryConfig
 from shared.errors import UnsupportedVersion
 from shared.protocol import subjects
@@ -105,7 +106,7 @@ class ClaimedJobs:
         workers = {a.worker for a in job.attempts if a.stage == self._stage and a.outcome == "open"}
         others = sorted(workers - {self._worker})
         silences = await asyncio.gather(
-            *(self._bus.heartbeat_lag_s(w, self._worker) for w in others)
+            *(self._bus.heartbeats.lag_s(w, self._worker) for w in others)
         )
         if any(ALIVE_S < silence_s <= DEAD_AFTER_S for silence_s in silences):
             return False

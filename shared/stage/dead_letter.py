@@ -9,6 +9,7 @@ from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import DeadLetter
 from shared.protocol.records import error_info
 from shared.stage.job import Job
+from shared.state import request_queue
 from shared.tenants.storage_quotas import has_exceeded
 
 # The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.
@@ -31,7 +32,7 @@ async def write(
     They are left out for a tenant whose letters take too much of their stream.
     """
     delivery, sequence = job.delivery, job.request_sequence
-    queued = None if sequence is None else await bus.get_queued_request(sequence)
+    queued = None if sequence is None else await request_queue.queued_request(bus, sequence)
     if queued is not None:
         request = queued.data
     else:

@@ -6,7 +6,8 @@ Each is read from its beginning by every attempt, so a stage needs nothing of th
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S
 from shared.protocol.records import AnyRecord, CodeChunk, OutputEnd, TokenChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.state.log_reader import LogReader

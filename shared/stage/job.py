@@ -11,6 +11,7 @@ from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
 from shared.stage.retry import NO_HISTORY, History
+from shared.state import request_queue
 from shared.state.token_log import LogWriter
 from shared.telemetry.metrics import Metrics
 
@@ -122,6 +123,6 @@ async def request_is_settled(bus: Bus, job: Job) -> bool:
     # A server that was cut off may have given out a receipt that its successor has never heard of.
     # A request that is still in the queue then comes to a coordinator again, which settles it.
     try:
-        return await bus.get_queued_request(ticket.sequence) is None
+        return await request_queue.queued_request(bus, ticket.sequence) is None
     except Unavailable:
         return False

@@ -180,7 +180,7 @@ class Context:
             return "starting"
         if not self.bus.is_connected:
             return "no broker"
-        if self.bus.outages.is_open:
+        if self.bus.queues.outages.is_open:
             return "no queue"
         unheard_s = asyncio.get_running_loop().time() - self._heard_s
         return "ok" if unheard_s < UNHEARD_S else "no streams"
@@ -190,7 +190,7 @@ class Context:
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
         self.stage.blobs = self._blobs
-        self.bus.on_tasks_lost(self._blobs.release_all)
+        self.bus.queues.on_tasks_lost(self._blobs.release_all)
         return self._blobs
 
     async def drain_blobs(self) -> None:
@@ -213,7 +213,7 @@ class Context:
             for reader in pipeline.readers_of(self.stage.name)
         }
         try:
-            beats = await self.bus.read_heartbeats()
+            beats = await self.bus.heartbeats.read()
         except Unavailable:
             return False
         return any((b.stage or b.role, model) in readers for b in beats for model in b.models)
@@ -237,7 +237,7 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            reported = load() | ({"refused": 1.0} if self.bus.outages.is_open else {})
+            reported = load() | ({"refused": 1.0} if self.bus.queues.outages.is_open else {})
             if self._blobs is not None:
                 reported |= self._blobs.load()
             beat = Heartbeat(
@@ -255,11 +255,11 @@ class Context:
                 host=host_id(),
             )
             try:
-                await self.bus.publish_heartbeat(self.worker, to_json(beat))
+                await self.bus.heartbeats.publish(self.worker, to_json(beat))
                 self._heard_s = asyncio.get_running_loop().time()
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
-                    await self.bus.sync_clock()
-                    self.bus.check_streams()
+                    await self.bus.connection.sync_clock()
+                    self.bus.queues.check()
             except Exception as error:
                 # The broker is unreachable; the connection waits for it.
                 self.log.warning("heartbeat_failed", error=str(error))
@@ -303,7 +303,7 @@ async def run(
     context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)
-        await bus.prepare(config.nats, config.delivery, config.agent)
+        await bus.streams.prepare(config.nats, config.delivery, config.agent)
         context.start_reports()
         await compare_settings(bus, worker, config, log)
         await context.open_metrics()

@@ -40,7 +40,7 @@ async def find_slots(context: Context, model: str) -> list[int]:
     num_slots = 1 if pipeline is None else pipeline.slots_of(stage)
     depths = await retry_until(
         BROKER_DEADLINE_S,
-        lambda: context.bus.queue_depths(subjects.STAGES_STREAM),
+        lambda: context.bus.figures.depths(subjects.STAGES_STREAM),
         (Unavailable,),
         "the broker did not list the consumers",
     )
@@ -71,7 +71,7 @@ class SlotOwner:
 
     async def _look(self) -> None:
         stage, own = self._context.stage.name, self._context.worker
-        beats = await self._context.bus.read_heartbeats()
+        beats = await self._context.bus.heartbeats.read()
         workers = {
             beat.worker
             for beat in beats

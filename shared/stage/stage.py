@@ -30,7 +30,7 @@ from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
 from shared.stage.endings import end_with_error, leave_queues
 from shared.stage.job import Job, StageCounters, request_is_settled
-from shared.state import output_ends
+from shared.state import output_ends, request_queue
 from shared.state.log_records import is_final
 from shared.state.token_log import LogWriter, finish_request, last_record
 from shared.telemetry.metrics import Metrics
@@ -195,7 +195,7 @@ class Stage:
         header, pipeline = job.header, self._pipeline_of(job)
         if header is None or header.ticket is None or pipeline is None:
             raise lost
-        request = await self.bus.get_queued_request(header.ticket.sequence)
+        request = await request_queue.queued_request(self.bus, header.ticket.sequence)
         edges = pipeline.restart_edges(self.name)
         if request is None or not edges or header.round >= self.policy.max_deliver:
             raise lost

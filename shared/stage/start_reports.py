@@ -59,7 +59,7 @@ class StartReporter:
                 done = None if measure is None else await asyncio.to_thread(measure)
                 num_done, num_total = done or (0, 0)
                 now = replace(report, step=step, done_bytes=num_done, total_bytes=num_total)
-                await self._bus.publish_start_report(report.worker, to_json(now))
+                await self._bus.heartbeats.publish_start(report.worker, to_json(now))
             except Exception as error:
                 # The broker is unreachable, or older than these reports.
                 _log.info("start_report_failed", error=str(error))

@@ -123,7 +123,7 @@ class WorkerLoop:
         for lane in subjects.LANES:
             durable = subjects.stage_consumer(self._stage.name, model, lane)
             where = subjects.stage_filter(self._stage.name, model, lane)
-            self.consumers[model, lane] = await bus.consume(
+            self.consumers[model, lane] = await bus.queues.consume(
                 subjects.STAGES_STREAM, durable, where, capacity, ack_wait_s
             )
 
@@ -134,7 +134,7 @@ class WorkerLoop:
         owner = SlotOwner(self._context, model, slots)
         for lane in subjects.LANES:
             queues = slot_queues.queues_of(self._stage.name, model, lane, [None, *slots])
-            consumer = await bus.consume_slots(
+            consumer = await bus.queues.consume_slots(
                 subjects.STAGES_STREAM, queues, capacity, ack_wait_s, load
             )
             self.consumers[model, lane] = consumer
@@ -236,7 +236,7 @@ async def create_queues(context: Context) -> None:
             for lane in subjects.LANES:
                 queues = slot_queues.queues_of(stage.name, model, lane, stage.queue_slots)
                 stream = subjects.STAGES_STREAM
-                await context.bus.create_slot_consumers(stream, queues, ack_wait_s)
+                await context.bus.queues.create_slots(stream, queues, ack_wait_s)
 
 
 async def serve(

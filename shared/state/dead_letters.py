@@ -14,7 +14,7 @@ from shared.state.response_status import find_any_tenants
 
 async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
     """Yield the latest `limit` letters, the newest first."""
-    first, sequence = await bus.sequence_range(subjects.DEAD_STREAM)
+    first, sequence = await bus.figures.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
-from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json

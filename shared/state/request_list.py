@@ -198,14 +198,14 @@ class RequestLister:
         records = await self._read_end(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
         for message in records:
             self._table.add_name(message.subject)
-        queued = await self._bus.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
+        queued = await self._bus.figures.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
         self._table.set_queued(queued)
         await self._look_up()
         return Listing(self._table.rows(self._bus.now_ms()), self._is_cut)
 
     async def _read_end(self, stream: str, subject: str) -> list[StoredMessage]:
         """Return what is new in a stream: of the first time, the latest messages."""
-        first, last = await self._bus.sequence_range(stream)
+        first, last = await self._bus.figures.sequence_range(stream)
         start = max(self._next.get(stream, first), last - self._window + 1)
         self._is_cut |= start > first and stream not in self._next
         self._next[stream] = last + 1

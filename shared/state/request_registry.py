@@ -6,7 +6,8 @@ from collections.abc import Callable
 import structlog
 from msgspec.structs import replace
 
-from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
@@ -69,7 +70,7 @@ async def _are_dead(bus: Bus, workers: set[str]) -> bool:
     """
     for pause_s in SEARCH_PAUSES_S:
         await asyncio.sleep(pause_s)
-        living = {beat.worker for beat in await bus.read_heartbeats()}
+        living = {beat.worker for beat in await bus.heartbeats.read()}
         if living & workers:
             return False
     return True

@@ -168,9 +168,9 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
         return replace(status, state="queued", why=why)
     # Requests that wait for a coordinator are counted, because they cannot be read by id.
     try:
-        queue = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+        queue = await bus.figures.depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     except NotFound:
-        num_unread, _ = await bus.stream_size(subjects.REQUESTS_STREAM)
+        num_unread, _ = await bus.figures.size(subjects.REQUESTS_STREAM)
         why = f"no stage has it, no coordinator has ever run here, and {num_unread} requests wait"
         return replace(status, num_unread=num_unread, why=why)
     why = (
@@ -194,19 +194,19 @@ async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> Re
 
 async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     stage, model, lane = subjects.parts_of_stage(work.subject)
-    beats = await bus.read_heartbeats()
+    beats = await bus.heartbeats.read()
     workers = [
         beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
     ]
     if not workers:
         why = f"no worker of stage {stage} for model {model} is alive"
-        for report in await bus.read_start_reports():
+        for report in await bus.heartbeats.read_starts():
             if (report.stage or report.role) == stage and report.model in ("", model):
                 return f"{why}; {report.worker} is starting: {report.step}"
         return why
     slot = subjects.slot_of_stage(work.subject)
     try:
-        depth = await bus.queue_depth(
+        depth = await bus.figures.depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane, slot)
         )
     except NotFound as error:
@@ -220,7 +220,7 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
 
 
 async def _why_running(bus: Bus, attempt: Attempt) -> str:
-    beats = await bus.read_heartbeats()
+    beats = await bus.heartbeats.read()
     beat = next((beat for beat in beats if beat.worker == attempt.worker), None)
     if beat is None:
         return f"{attempt.worker} is dead: another worker gets the request after its ack wait"

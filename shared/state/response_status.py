@@ -58,7 +58,7 @@ async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
 async def _why(bus: Bus, state: ResponseState) -> str:
     if state.ended is not None:
         return _end_of(state)
-    if not any(beat.role == AGENT for beat in await bus.read_heartbeats()):
+    if not any(beat.role == AGENT for beat in await bus.heartbeats.read()):
         return "no agent is alive"
     assert state.begun is not None
     unlisted = [use.label for use in state.begun.servers if use.label not in state.listings]
@@ -66,7 +66,7 @@ async def _why(bus: Bus, state: ResponseState) -> str:
     if state.num_steps == 1:
         queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
         try:
-            depth = await bus.queue_depth(*queue)
+            depth = await bus.figures.depth(*queue)
         except NotFound as error:
             return error.message
         return f"no agent has begun it: {depth.num_pending} responses wait for one"

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 
 from shared.bus.bus import Bus
-from shared.bus.reading import QueueDepth
+from shared.bus.figures import QueueDepth
 from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import (
@@ -32,12 +32,12 @@ BROKER_DOWN = MetricSeries("broker_up", {}, 0)
 async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     """Take a snapshot. Raises Unavailable without a broker, or without Pagemill's streams."""
     # These reads come first, because they fail at once without the streams.
-    in_flight, oldest_ms = await bus.stream_size(subjects.REQUESTS_STREAM)
-    dead_letters, _ = await bus.stream_size(subjects.DEAD_STREAM)
-    beats = await bus.read_heartbeats()
-    starting = await bus.read_start_reports()
+    in_flight, oldest_ms = await bus.figures.size(subjects.REQUESTS_STREAM)
+    dead_letters, _ = await bus.figures.size(subjects.DEAD_STREAM)
+    beats = await bus.heartbeats.read()
+    starting = await bus.heartbeats.read_starts()
     queues, metrics = await asyncio.gather(
-        bus.queue_depths(subjects.STAGES_STREAM),
+        bus.figures.depths(subjects.STAGES_STREAM),
         _request_metrics(bus, {beat.worker for beat in beats}),
     )
     return ClusterSnapshot(
@@ -73,7 +73,7 @@ async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
     """
     try:
         stream, consumer = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
-        depth = await bus.queue_depth(stream, consumer)
+        depth = await bus.figures.depth(stream, consumer)
     except NotFound:
         return []
     return [StageQueue("coordinator", "", "", depth.num_pending, depth.num_in_flight, None)]
@@ -84,7 +84,7 @@ async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
         *subjects.parts_of_stage(depth.subject),
         num_pending=depth.num_pending,
         num_in_flight=depth.num_in_flight,
-        oldest_ms=await bus.oldest_pending_ms(subjects.STAGES_STREAM, depth),
+        oldest_ms=await bus.figures.oldest_pending_ms(subjects.STAGES_STREAM, depth),
     )
 
 

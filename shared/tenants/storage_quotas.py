@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import structlog
 
 from shared.bus.bus import Bus
+from shared.bus.metering import StreamMeter
 from shared.errors import QuotaExceeded, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -102,7 +103,7 @@ class MediaQuotas:
     async def _measure(self) -> None:
         began_s, counted = time.monotonic(), self._unmeasured_bytes
         try:
-            max_bytes, _ = await self._bus.stream_fill(subjects.MEDIA_STREAM)
+            max_bytes, _ = await self._bus.figures.fill(subjects.MEDIA_STREAM)
             self._max_unmeasured = max_bytes // UNMEASURED_PARTS
             self._exceeded = await measure_exceeded(self._bus, self._weights, MEDIA_STREAMS)
         except Unavailable as error:
@@ -170,9 +171,9 @@ async def measure_exceeded(
     """
     exceeded: list[ExceededShare] = []
     for stream in streams:
-        max_bytes, num_bytes = await bus.stream_fill(stream)
+        max_bytes, num_bytes = await bus.figures.fill(stream)
         if may_be_exceeded(max_bytes, num_bytes, weights):
-            by_tenant = await bus.measure_tenants(stream)
+            by_tenant = await StreamMeter(bus).measure_tenants(stream)
             use = StreamUse(stream, max_bytes, num_bytes, by_tenant)
             exceeded += exceeded_shares(use, weights)
     return exceeded

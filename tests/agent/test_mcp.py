@@ -290,7 +290,7 @@ async def test_no_secret_is_in_any_stream_or_log(
     assert TOKEN not in logs
     assert "ready" in logs
     async with httpx.AsyncClient(trust_env=False) as http:
-        for beat in await agent_bus.read_heartbeats():
+        for beat in await agent_bus.heartbeats.read():
             if beat.metrics is not None:
                 host, port = beat.metrics
                 assert TOKEN not in (await http.get(f"http://{host}:{port}/metrics")).text

@@ -73,7 +73,7 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
     sent = rig.model.requests[f"{followed.id}-t0"].messages or []
     assert [message.role for message in sent] == ["user", "assistant", "tool", "user"]
     await openai_client.responses.delete(whole.id)
-    left = await agent_bus.subjects_of(subjects.TOKENS_STREAM, "pm.>")
+    left = await agent_bus.figures.subjects_of(subjects.TOKENS_STREAM, "pm.>")
     assert not [subject for subject in left if whole.id in subject]
 
 

@@ -208,7 +208,7 @@ async def consume_alone(bus: Bus) -> Consumer:
     """The queue of responses, without those that other tests have left."""
     await bus.purge(subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER)
     queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
-    return await bus.consume(*queue, subjects.RESPONSES_FILTER, 4, 5.0)
+    return await bus.queues.consume(*queue, subjects.RESPONSES_FILTER, 4, 5.0)
 
 
 async def test_a_log_that_nobody_can_read_is_a_dead_letter(bus: Bus) -> None:
@@ -219,7 +219,7 @@ async def test_a_log_that_nobody_can_read_is_a_dead_letter(bus: Bus) -> None:
     task = to_json(ResponseTask(log.response_id, ""))
     await bus.publish(subjects.response("m"), task, log.response_id)
     await Agent(context_of(bus))._handle(await consumer.next())
-    assert (await bus.stream_size(subjects.RESPONSES_STREAM))[0] == 0
+    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
     letter = await dead_letters.find(bus, log.response_id)
     assert (letter.role, letter.error.code) == ("agent", "undecodable_message")
 
@@ -294,7 +294,7 @@ async def test_an_error_of_a_renderer_is_stored_as_it_is(
     log = await begin(bus, TRUNCATED)
     await handle(Agent(context_of(bus, timeout_s)), bus, log)
     assert (await ended_of(bus, log)).error == error_info(error)
-    assert (await bus.stream_size(subjects.RESPONSES_STREAM))[0] == 0
+    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
 
 
 async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Renderer) -> None:
@@ -305,7 +305,7 @@ async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Rend
     context.shutdown.begin()
     await handling
     # The next agent gets it.
-    assert (await bus.stream_size(subjects.RESPONSES_STREAM))[0] == 1
+    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     assert (await open_log(bus, "", log.response_id)).state.ended is None
 
 

@@ -64,7 +64,7 @@ def test_requests_that_were_heard_or_are_with_a_renderer_wake_the_pools_of_their
 
 async def publish(bus: Bus, *beats: Heartbeat) -> None:
     for one in beats:
-        await bus.publish_heartbeat(one.worker, to_json(one))
+        await bus.heartbeats.publish(one.worker, to_json(one))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, reader: Reader) -> None
     for slot, num_tasks in ((None, 1), (0, 2), (1, 0), (2, 3)):
         durable = subjects.stage_consumer(name, "demo", lane, slot)
         filter_ = subjects.stage_filter(name, "demo", lane, slot)
-        await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
+        await bus.queues.create(subjects.STAGES_STREAM, durable, filter_, 1.0)
         for number in range(num_tasks):
             request_id = f"slotted-{slot}-{number}"
             subject = subjects.stage(name, "demo", lane, request_id, slot)
@@ -154,7 +154,7 @@ async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
     name, subject = "scaled", subjects.stage("scaled", "demo", "batch", "r1")
     durable = subjects.stage_consumer(name, "demo", "batch")
     filter_ = subjects.stage_filter(name, "demo", "batch")
-    await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
+    await bus.queues.create(subjects.STAGES_STREAM, durable, filter_, 1.0)
     await bus.publish(subject, b"", "r1:1:scaled:0")
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
     await scale_state.write_report(bus, report([]))

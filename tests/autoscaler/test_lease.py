@@ -106,7 +106,7 @@ async def test_the_lead_is_not_released_without_a_broker(
     server = EmbeddedServer(tmp_path)
     server.start()
     own = await Bus.connect(server.url, "test")
-    await own.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await own.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     lease = Lease(own, "first")
     assert await lease.take()
     server.stop()

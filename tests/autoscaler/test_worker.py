@@ -80,12 +80,12 @@ async def test_a_slow_look_does_not_cost_the_lead(
 async def test_an_autoscaler_without_a_broker_ends_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("publishing", "reading", "messaging"):
+    for module in ("bus", "reading"):
         monkeypatch.setattr(f"shared.bus.{module}.BROKER_DEADLINE_S", 1.0)
     server = EmbeddedServer(tmp_path)
     await asyncio.to_thread(server.start)
     bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     made, shutdown = make_autoscaler(bus)
     with structlog.testing.capture_logs() as lines:
         serving = asyncio.create_task(made.serve())

@@ -59,7 +59,7 @@ async def site(server: EmbeddedServer) -> AsyncIterator[Site]:
     config.write_text(json.dumps({"models": models, "nats": nats}))
     login = Login(server.url, OPERATOR, seed_file(folder / "keys", OPERATOR))
     bus = await Bus.connect(login, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     yield Site(folder, config, bus, login)
     await bus.close()
 
@@ -108,7 +108,7 @@ ACTS: list[tuple[str, str, str, Callable[[Site], Awaitable[object]]]] = [
 async def test_each_act_is_recorded(
     site: Site, action: str, target: str, outcome: str, act: Callable[[Site], Awaitable[object]]
 ) -> None:
-    before, _ = await site.bus.stream_size(subjects.AUDIT_STREAM)
+    before, _ = await site.bus.figures.size(subjects.AUDIT_STREAM)
     try:
         await act(site)
     except PagemillError as error:
@@ -117,7 +117,7 @@ async def test_each_act_is_recorded(
 
     async def read() -> tuple[audit_log.AuditEntry, int]:
         newest = await anext(audit_log.read_newest(bus))
-        number, _ = await bus.stream_size(subjects.AUDIT_STREAM)
+        number, _ = await bus.figures.size(subjects.AUDIT_STREAM)
         return newest, number
 
     try:

@@ -46,8 +46,8 @@ class Talk:
         """Return the exit code after all lines."""
         data = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
         self._monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
-        listener = await self._bus._nc.subscribe(subjects.REQUESTS_FILTER)
-        await self._bus._nc.flush()
+        listener = await self._bus.connection.nc.subscribe(subjects.REQUESTS_FILTER)
+        await self._bus.connection.nc.flush()
         chat = Chat(Login.of_operator(self._url), self.model, **options)
         running = asyncio.create_task(asyncio.to_thread(chat.run))
         for steps in answers:
@@ -151,7 +151,7 @@ async def test_an_answer_that_is_cut_off_names_the_command_that_prints_it(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     talk = Talk(own_broker.url, bus, monkeypatch)
 
     def end_broker() -> None:

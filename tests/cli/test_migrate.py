@@ -24,7 +24,7 @@ NUM_MESSAGES = 1500
 @pytest.fixture
 async def filled(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     for number in range(NUM_MESSAGES):
         await bus.publish_without_id(subjects.append(f"r-{number}"), bytes(1024))
     yield bus
@@ -32,7 +32,7 @@ async def filled(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
 
 
 async def num_stored(bus: Bus) -> int:
-    return int((await bus._js.stream_info(subjects.TOKENS_STREAM)).state.messages)
+    return int((await bus.connection.js.stream_info(subjects.TOKENS_STREAM)).state.messages)
 
 
 def write(folder: Path, mib: int) -> str:
@@ -123,8 +123,8 @@ async def test_up_fits_the_streams_of_its_own_broker_and_loses_nothing(tmp_path:
         bus = await Bus.connect(url, "test")
         if fill:
             for number in range(NUM_MESSAGES):
-                await bus._js.publish(subjects.append(f"r-{number}"), bytes(1024))
-        info = await bus._js.stream_info(subjects.TOKENS_STREAM)
+                await bus.connection.js.publish(subjects.append(f"r-{number}"), bytes(1024))
+        info = await bus.connection.js.stream_info(subjects.TOKENS_STREAM)
         await bus.close()
         return int(info.config.max_bytes or 0) // 2**20, int(info.state.messages)
 

@@ -51,7 +51,7 @@ def start_coordinator(url: str, log: Path) -> preloaded.ForkedCommand:
 async def coordinator(broker: EmbeddedServer, bus: Bus, tmp_path: Path) -> AsyncIterator[None]:
     """A running coordinator of the embedded default configuration."""
     process = start_coordinator(broker.url, tmp_path / "coordinator.log")
-    while not any(beat.pid == process.pid for beat in await bus.read_heartbeats()):
+    while not any(beat.pid == process.pid for beat in await bus.heartbeats.read()):
         assert process.poll() is None
         await asyncio.sleep(0.05)
     yield
@@ -188,7 +188,7 @@ async def test_cancel_without_a_coordinator_is_stored(
     await bus.publish(subject, b"task", f"{request_id}:1:engine:0")
     code, out, _ = await run(broker, "cancel", request_id)
     assert (code, out.count("not cancelled yet")) == (0, 1)
-    assert (await bus.stream_size(subjects.CANCELS_STREAM))[0] == 1
+    assert (await bus.figures.size(subjects.CANCELS_STREAM))[0] == 1
     await bus.purge(subjects.CANCELS_STREAM, subjects.cancel(request_id))
     await bus.purge(subjects.STAGES_STREAM, subject)
 
@@ -239,7 +239,7 @@ async def test_a_preview_of_a_model_that_is_not_served_names_those_that_are(
     broker: EmbeddedServer, bus: Bus, command: str
 ) -> None:
     beat = Heartbeat("renderer", "renderer-x", "0", 1, ["demo", "other"], {})
-    await bus.publish_heartbeat("renderer-x", to_json(beat))
+    await bus.heartbeats.publish("renderer-x", to_json(beat))
     code, _, err = await run(broker, command, "--model", "nosuch", "hello")
     assert code == 1
     assert "unknown_model: no model 'nosuch'; served: demo, other" in err
@@ -266,7 +266,7 @@ async def test_ask_sends_what_is_given_even_if_it_is_a_default(
 ) -> None:
     options = ("--temperature", "1.0", "--request-id", request_id, "--model", request_id)
     subject = subjects.request(request_id)
-    listener = await bus._nc.subscribe(subject)
+    listener = await bus.connection.nc.subscribe(subject)
     asking = asyncio.create_task(run(broker, "ask", *options, "hello"))
     message = await listener.next_msg(60)
     assert json.loads(message.data)["sampling_params"] == {"temperature": 1.0}

@@ -54,7 +54,7 @@ async def finish(bus: Bus, request_id: str) -> None:
 @pytest.fixture
 async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
     """A broker with one request in each state."""
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     if await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(f"done-{RUN}")) is None:
         await attempt(bus, f"done-{RUN}", "engine")
         await finish(bus, f"done-{RUN}")

@@ -168,7 +168,7 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
 
 async def living(bus: Bus, role: str) -> list[Heartbeat]:
     """Heartbeats of the workers of a role; those of the dead linger for some seconds."""
-    return [beat for beat in await bus.read_heartbeats() if beat.role == role and _lives(beat.pid)]
+    return [beat for beat in await bus.heartbeats.read() if beat.role == role and _lives(beat.pid)]
 
 
 def _lives(pid: int) -> bool:

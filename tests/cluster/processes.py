@@ -96,7 +96,7 @@ def running(
 
 async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
     async with asyncio.timeout(150):
-        while {b.stage or b.role for b in await bus.read_heartbeats()} < set(workers):  # noqa: ASYNC110
+        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
@@ -122,8 +122,8 @@ async def until_nothing_is_left(bus: Bus) -> None:
     streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.CANCELS_STREAM]
 
     async def is_empty() -> bool:
-        num_queued = sum([(await bus.stream_size(stream))[0] for stream in streams])
-        beats = await bus.read_heartbeats()
+        num_queued = sum([(await bus.figures.size(stream))[0] for stream in streams])
+        beats = await bus.heartbeats.read()
         return not num_queued and not any(beat.load.get("held") for beat in beats)
 
     await until(is_empty)

@@ -177,10 +177,10 @@ async def test_a_deleted_queue_comes_back_and_its_pool_scales(scaled: Cluster, b
     run(scaled, "scale", "engine=1")
     await until(lambda: has_plan(bus, "engine/demo", 1))
     consumer = subjects.stage_consumer("engine", "demo", "batch")
-    await bus._js.delete_consumer(subjects.STAGES_STREAM, consumer)
+    await bus.connection.js.delete_consumer(subjects.STAGES_STREAM, consumer)
     run(scaled, "scale", "engine=auto")
     await until(lambda: at_zero(bus))
-    assert await bus.queue_depth(subjects.STAGES_STREAM, consumer)
+    assert await bus.figures.depth(subjects.STAGES_STREAM, consumer)
 
 
 async def test_a_cluster_at_zero_says_so(scaled: Cluster, bus: Bus) -> None:

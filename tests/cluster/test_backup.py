@@ -98,7 +98,7 @@ async def lose_a_cluster(folder: Path, backup: Path) -> Asked:
             waiting = [asyncio.create_task(read_first(bus, name)) for name in asked.waiting]
 
             async def all_queued() -> bool:
-                return (await bus.stream_size(subjects.REQUESTS_STREAM))[0] == 4
+                return (await bus.figures.size(subjects.REQUESTS_STREAM))[0] == 4
 
             await until(all_queued, 60, "the requests are not queued")
             printed = await asyncio.to_thread(run, cluster, "backup", str(backup))
@@ -140,7 +140,7 @@ async def test_requests_end_once_in_another_cluster(tmp_path: Path) -> None:
         assert found.json()["status"] == "completed"
 
         async def none_queued() -> bool:
-            return (await bus.stream_size(subjects.REQUESTS_STREAM))[0] == 0
+            return (await bus.figures.size(subjects.REQUESTS_STREAM))[0] == 0
 
         await until(none_queued, 60, "a request that has ended is still queued")
         refused = restore(backup, second, "--replace", "--nats", cluster.url)

@@ -132,8 +132,8 @@ async def terminal(cluster: Cluster) -> AsyncIterator[Terminal]:
 
 async def messages_of(bus: Bus, terminal: Terminal, line: str) -> tuple[list[Message], str]:
     """Ask, and return the messages of the request on the bus, and the answer."""
-    listener = await bus._nc.subscribe(subjects.REQUESTS_FILTER)
-    await bus._nc.flush()
+    listener = await bus.connection.nc.subscribe(subjects.REQUESTS_FILTER)
+    await bus.connection.nc.flush()
     answer, _ = await terminal.ask(line)
     request = decode_request((await listener.next_msg(10)).data)
     await listener.unsubscribe()

@@ -180,7 +180,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
 
 
 async def nothing_queued(bus: Bus, stream: str) -> bool:
-    first, last = await bus.sequence_range(stream)
+    first, last = await bus.figures.sequence_range(stream)
     return first > last
 
 
@@ -205,7 +205,7 @@ async def test_an_encoder_killed_with_an_image_in_hand(
 
 async def _in_hand(bus: Bus) -> bool:
     durable = subjects.stage_consumer("encoder", "demo", "interactive")
-    return (await bus.queue_depth(subjects.STAGES_STREAM, durable)).num_in_flight > 0
+    return (await bus.figures.depth(subjects.STAGES_STREAM, durable)).num_in_flight > 0
 
 
 async def test_embeddings_that_are_lost_are_made_again(
@@ -234,7 +234,7 @@ async def test_embeddings_that_are_lost_are_made_again(
 async def _is_encoded(bus: Bus) -> bool:
     """Whether a result is there, and no encoder has a task, which would make another one."""
     filters = [subjects.stage_filter("encoder", "demo", lane) for lane in subjects.LANES]
-    if any([await bus.subjects_of(subjects.STAGES_STREAM, one) for one in filters]):
+    if any([await bus.figures.subjects_of(subjects.STAGES_STREAM, one) for one in filters]):
         return False
     return await bus.read_last(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER) is not None
 

@@ -61,7 +61,7 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 async def api(hearing: Cluster) -> AsyncIterator[AsyncOpenAI]:
     bus = await Bus.connect(hearing.url, "test")
-    beats = await bus.read_heartbeats()
+    beats = await bus.heartbeats.read()
     await bus.close()
     (url,) = (beat.url for beat in beats if beat.role == "gateway" and beat.url)
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

@@ -106,7 +106,7 @@ async def bus(processes: Processes) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
     assert found[0] is not None
     return found[0]
 
@@ -173,7 +173,7 @@ async def test_equal_requests_are_painted_once_for_each_tenant(
     try:
 
         async def are_three() -> bool:
-            return [beat.role for beat in await bus.read_heartbeats()].count("generator") == 3
+            return [beat.role for beat in await bus.heartbeats.read()].count("generator") == 3
 
         await until(are_three, 150)
         # Lanes share no images, and a tenant with many requests may be moved to the batch lane.
@@ -498,11 +498,11 @@ async def test_an_image_goes_on_at_another_gateway(
     events = {"accept": "text/event-stream", "x-request-id": "streamed"}
     named = {"x-request-id": "named"}
     path = "/v1/images/generations"
-    before = {beat.url for beat in await bus.read_heartbeats()}
+    before = {beat.url for beat in await bus.heartbeats.read()}
     dying = processes.fork("gateway")
 
     async def new_url() -> list[str]:
-        urls = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+        urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
         return [found for found in urls if found is not None and found not in before]
 
     (other,) = await until(new_url, 150)

@@ -208,7 +208,7 @@ def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
 async def test_every_worker_tells_its_health_and_whether_it_takes_work(
     cluster: Cluster, client: Bus
 ) -> None:
-    beats = await client.read_heartbeats()
+    beats = await client.heartbeats.read()
     assert {"coordinator", "renderer", "engine", "gateway"} <= {beat.role for beat in beats}
     async with httpx.AsyncClient(timeout=30) as http:
         for beat in beats:

@@ -40,7 +40,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 @pytest.fixture
 async def url(client: Bus) -> str:
     """URL of the gateway."""
-    return next(beat.url for beat in await client.read_heartbeats() if beat.url is not None)
+    return next(beat.url for beat in await client.heartbeats.read() if beat.url is not None)
 
 
 @pytest.fixture
@@ -111,4 +111,4 @@ async def test_commands_and_metrics_show_the_name_as_it_is(client: Bus, cluster:
     text = run(cluster, "metrics")
     assert f'model="{NAME}"' in text
     assert TOKEN not in shown + text
-    assert all(beat.models == [NAME] for beat in await client.read_heartbeats() if beat.models)
+    assert all(beat.models == [NAME] for beat in await client.heartbeats.read() if beat.models)

@@ -146,7 +146,7 @@ async def test_a_worker_that_dies_with_prompts_costs_a_prefill(apart: Cluster, b
         asking = asyncio.create_task(ask_all(bus, requests))
         async with asyncio.timeout(30):
             while True:
-                depth = await bus.queue_depth(subjects.STAGES_STREAM, consumer)
+                depth = await bus.figures.depth(subjects.STAGES_STREAM, consumer)
                 if depth.num_in_flight + depth.num_pending or asking.done():
                     break
                 await asyncio.sleep(0.05)

@@ -137,7 +137,7 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
 async def test_an_engine_killed_amid_embeddings(
     cluster: Cluster, client: Bus, path: str, kind: str
 ) -> None:
-    url = next(beat.url for beat in await client.read_heartbeats() if beat.url is not None)
+    url = next(beat.url for beat in await client.heartbeats.read() if beat.url is not None)
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
         # An engine may be done with a whole batch before it is killed.
         for round_ in range(5):

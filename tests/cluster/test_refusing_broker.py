@@ -59,7 +59,7 @@ def fill(disk: Path) -> Path:
 async def publish_media(bus: Bus, count: int) -> None:
     """Publish so much that the broker has to open further files."""
     for number in range(count):
-        await bus._js.publish(subjects.media(f"{number:064}"), os.urandom(MIB))
+        await bus.connection.js.publish(subjects.media(f"{number:064}"), os.urandom(MIB))
 
 
 async def wait_for_status(http: httpx.AsyncClient, status: str) -> None:

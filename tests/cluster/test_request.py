@@ -447,7 +447,7 @@ async def test_no_key_is_shown_and_no_worker_is_refused(cluster: Cluster, client
     folder = cluster.config.parent
     server_log = (folder / "data" / "nats" / "nats-server.log").read_bytes()
     shown = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
-    for pid in {beat.pid for beat in await client.read_heartbeats()} | {cluster.process.pid}:
+    for pid in {beat.pid for beat in await client.heartbeats.read()} | {cluster.process.pid}:
         process = Path("/proc") / str(pid)
         shown += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
     stored = await client.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)

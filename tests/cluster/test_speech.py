@@ -278,7 +278,7 @@ async def test_a_talker_that_drains_hands_back_what_waits_for_its_text(
 
 
 async def is_opening(bus: Bus) -> bool:
-    return any(b.stage == "talker" and b.load["opening"] for b in await bus.read_heartbeats())
+    return any(b.stage == "talker" and b.load["opening"] for b in await bus.heartbeats.read())
 
 
 async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
@@ -318,7 +318,7 @@ async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
 
 async def are_held(bus: Bus, number: int) -> bool:
     # A talker that an earlier test has killed may have left its last heartbeat.
-    loads = [beat.load for beat in await bus.read_heartbeats() if beat.stage == "talker"]
+    loads = [beat.load for beat in await bus.heartbeats.read() if beat.stage == "talker"]
     return any(
         load.get("opening") == number and load["held"] == load["running"] == load["waiting"] == 0
         for load in loads
@@ -391,7 +391,7 @@ async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
 
 @pytest.fixture
 async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway"]
+    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
     assert found[0] is not None
     return found[0]
 

@@ -361,12 +361,12 @@ def whole_events(lines: list[str]) -> list[str]:
 
 async def gateway_url(bus: Bus) -> str:
     return next(
-        beat.url for beat in await bus.read_heartbeats() if beat.role == "gateway" and beat.url
+        beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway" and beat.url
     )
 
 
 async def another_gateway(bus: Bus, killed: str) -> str | None:
-    beats = await bus.read_heartbeats()
+    beats = await bus.heartbeats.read()
     return next((b.url for b in beats if b.role == "gateway" and b.url and b.url != killed), None)
 
 

@@ -87,7 +87,7 @@ class Fleet:
 
     async def until_ready(self, bus: Bus) -> None:
         async def all_beat() -> bool:
-            beating = {(b.role, b.reads == (1, NEWER)) for b in await bus.read_heartbeats()}
+            beating = {(b.role, b.reads == (1, NEWER)) for b in await bus.heartbeats.read()}
             return beating >= self._running.keys()
 
         await until(all_beat, 240)

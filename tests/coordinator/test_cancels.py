@@ -64,7 +64,7 @@ class Site:
 
     async def sizes(self) -> list[int]:
         """Return how many requests and how many tasks are queued."""
-        return [(await self.bus.stream_size(stream))[0] for stream in QUEUES]
+        return [(await self.bus.figures.size(stream))[0] for stream in QUEUES]
 
     async def until_queued(self, num_requests: int, num_tasks: int) -> None:
         async with asyncio.timeout(30):
@@ -75,7 +75,9 @@ class Site:
         """Take tasks as a renderer does."""
         queue = "renderer", "demo", "interactive"
         durable, where = subjects.stage_consumer(*queue), subjects.stage_filter(*queue)
-        return await self.bus.consume(subjects.STAGES_STREAM, durable, where, capacity, ack_wait_s)
+        return await self.bus.queues.consume(
+            subjects.STAGES_STREAM, durable, where, capacity, ack_wait_s
+        )
 
     async def cancel(self, names: Sequence[str]) -> None:
         """Cancel requests, and return as soon as each shows its end."""
@@ -89,7 +91,7 @@ class Site:
 @pytest.fixture
 async def site(own_broker: EmbeddedServer) -> AsyncIterator[Site]:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DELIVERY)
+    await bus.streams.prepare(NatsConfig(unchecked=True), DELIVERY)
     site = Site(bus, own_broker)
     yield site
     for context in site.contexts:
@@ -151,7 +153,7 @@ async def test_a_task_that_is_put_off_leaves_its_queue_with_its_request(site: Si
     await (await asyncio.wait_for(renderer.next(), 30)).retry(3600)
     await site.cancel(names)
     assert await site.sizes() == [0, 0]
-    depth = await site.bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+    depth = await site.bus.figures.depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     assert (depth.num_pending, depth.num_in_flight) == (0, 0)
 
 

@@ -23,6 +23,7 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Forward, WorkerLoop
+from shared.state import request_queue
 from workers.coordinator import worker as coordinator
 
 CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})
@@ -39,7 +40,7 @@ async def monitored(tmp_path: Path) -> AsyncIterator[tuple[Bus, int]]:
     server = EmbeddedServer(tmp_path / "store", config_file=tmp_path / "nats.conf")
     await asyncio.to_thread(server.start)
     bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield bus, port
     await bus.close()
     await asyncio.to_thread(server.stop)
@@ -117,7 +118,9 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     slots: dict[str, int | None] = {}
     async with asyncio.timeout(30):
         while slots.keys() != keys.keys():
-            for subject in await bus.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER):
+            for subject in await bus.figures.subjects_of(
+                subjects.STAGES_STREAM, subjects.STAGES_FILTER
+            ):
                 if subjects.parts_of_stage(subject)[0] == "engine":
                     slots[subjects.last_token(subject)] = subjects.slot_of_stage(subject)
             await asyncio.sleep(0.02)
@@ -140,7 +143,7 @@ async def admit_first(bus: Bus, subject: str, data: bytes) -> int:
     await bus.publish(subject, data, "r")
     tasks = subjects.stages_of("r")
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, tasks))
-    return (await bus.sequence_range(subjects.REQUESTS_STREAM))[1]
+    return (await bus.figures.sequence_range(subjects.REQUESTS_STREAM))[1]
 
 
 async def test_a_request_that_is_published_again_takes_one_place(
@@ -154,8 +157,8 @@ async def test_a_request_that_is_published_again_takes_one_place(
         await bus.publish(subject, data, "r")
 
     async def only_first_is_left() -> bool:
-        queued = [request async for request in bus.queued_requests()]
-        return len(queued) == 1 and await bus.get_queued_request(first) is not None
+        queued = [request async for request in request_queue.queued_requests(bus)]
+        return len(queued) == 1 and await request_queue.queued_request(bus, first) is not None
 
     await until(only_first_is_left)
     assert len(await bus.read(subjects.STAGES_STREAM, subjects.stages_of("r"))) == 1
@@ -175,13 +178,13 @@ async def test_a_task_without_its_request_stops_no_later_request(
 
     async def is_delayed() -> bool:
         """Whether a coordinator has the request until its deadline."""
-        depth = await bus.queue_depth(*queue)
+        depth = await bus.figures.depth(*queue)
         return depth.last_delivered == first + 1 and depth.num_in_flight == 1
 
     await until(is_delayed)
     await bus.publish(subject, data, "last")
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
-    assert await bus.get_queued_request(first + 1) is not None
+    assert await request_queue.queued_request(bus, first + 1) is not None
     running.cancel()
 
 
@@ -205,13 +208,15 @@ async def test_streams_that_are_deleted_under_workers_come_back(
             rendered: set[str] = set()
             while not {*names} <= rendered:
                 with contextlib.suppress(Unavailable):
-                    stored = await bus.subjects_of(subjects.STAGES_STREAM, "pm.stage.engine.>")
+                    stored = await bus.figures.subjects_of(
+                        subjects.STAGES_STREAM, "pm.stage.engine.>"
+                    )
                     rendered = {subjects.last_token(subject) for subject in stored}
                 await asyncio.sleep(0.05)
 
     await bus.publish(subjects.request("demo"), data, "before")
     await until_rendered("before")
-    await bus._js.delete_stream(stream)
+    await bus.connection.js.delete_stream(stream)
     await bus.publish(subjects.request("demo"), data, "after")
     await until_rendered("before", "after")
     for context in contexts:

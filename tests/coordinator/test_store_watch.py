@@ -22,14 +22,14 @@ async def test_a_stream_that_refuses_for_long_is_counted_until_it_stores_again(
     monkeypatch.setattr(store_watch, "PATIENCE_S", patience_s)
     monkeypatch.setattr(store_watch, "PROBE_S", 0.05)
     bus = await Bus.connect(own_broker.url, "watch")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     watch = StoreWatch(bus)
     with capture_logs() as logs:
         watching = asyncio.create_task(watch.run())
         pid = int(own_broker.pid_file.read_text())
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         with pytest.raises(NatsTimeoutError):
-            await bus._js.publish(subjects.request("demo"), b"1", timeout=0.5)
+            await bus.connection.js.publish(subjects.request("demo"), b"1", timeout=0.5)
         async with asyncio.timeout(20):
             while subjects.REQUESTS_STREAM not in watch._since_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

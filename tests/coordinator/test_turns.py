@@ -85,7 +85,7 @@ def admitted(model: str, tenant: str = "", **fields: Any) -> Admitted:
 async def fill(bus: Bus, model: str, num_tasks: int, stage: str = "engine") -> None:
     durable = subjects.stage_consumer(stage, model, "batch")
     where = subjects.stage_filter(stage, model, "batch")
-    consumer = await bus.consume(subjects.STAGES_STREAM, durable, where, MANY_CLAIMED, 60.0)
+    consumer = await bus.queues.consume(subjects.STAGES_STREAM, durable, where, MANY_CLAIMED, 60.0)
     for number in range(num_tasks):
         name = f"{model}-{stage}-{number}"
         await bus.publish(subjects.stage(stage, model, "batch", name), b"x", name)
@@ -133,7 +133,7 @@ async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
     monkeypatch.setattr(subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
     turns = Turns(bus, {})
     asked = []
-    depths = bus.queue_depths
+    depths = bus.figures.depths
 
     async def counted(stream: str) -> Any:
         asked.append(stream)

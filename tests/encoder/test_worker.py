@@ -135,7 +135,7 @@ async def test_attempts_that_ended_well_are_not_held_against_the_image(
         await encoder.stop()
         await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat(encoder.worker))
     # One more, which is delivered twice for some other reason.
-    inbox = await bus.consume(
+    inbox = await bus.queues.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer("encoder", model, "interactive"),
         subjects.stage_filter("encoder", model, "interactive"),

@@ -27,7 +27,7 @@ from shared.protocol.records import Failure, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.protocol.task_messages import KVBlob, RequestTicket
 from shared.stage.runtime import Context
-from shared.state import dead_letters
+from shared.state import dead_letters, request_queue
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
 from tests.engine.core.test_kv_events import put_task
@@ -366,7 +366,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
             await asyncio.sleep(0.01)
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
-    assert await bus.get_queued_request(accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.sequence) is None
     assert (await dead_letters.find(bus, request_id)).request == b"what the client wrote"
     assert all(consumer.num_in_flight == 0 for consumer in worker._loop.consumers.values())
     context.shutdown.asked.set()

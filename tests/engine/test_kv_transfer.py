@@ -39,7 +39,7 @@ async def pair(bus: Bus) -> AsyncIterator[tuple[Blobs, Blobs]]:
         blobs = Blobs(bus, role, worker, BlobsConfig(arena_mib=1))
         await blobs.start()
         beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
-        await bus.publish_heartbeat(worker, to_json(beat))
+        await bus.heartbeats.publish(worker, to_json(beat))
         both.append(blobs)
     yield both[0], both[1]
     for blobs in both:

@@ -88,7 +88,7 @@ def new_model() -> str:
 
 
 async def consume(bus: Bus, stage: str, model: str) -> Consumer:
-    return await bus.consume(
+    return await bus.queues.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer(stage, model, "interactive"),
         subjects.stage_filter(stage, model, "interactive"),

@@ -245,7 +245,7 @@ async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
     headers: list[TaskHeader] = []
     queue = subjects.stage_consumer("dit", model, "interactive")
     where = subjects.stage_filter("dit", model, "interactive")
-    inbox = await bus.consume(subjects.STAGES_STREAM, queue, where, 1, 5.0)
+    inbox = await bus.queues.consume(subjects.STAGES_STREAM, queue, where, 1, 5.0)
     for pause_s in (2.0, 0.0):
         header = await asked(bus, model, "red", params)
         died = AttemptRecord("dit", "generator-dead", 1, bus.now_ms(), 0, model=model)

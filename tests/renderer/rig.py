@@ -80,7 +80,7 @@ class Sink:
     @classmethod
     async def open(cls, bus: Bus, model: str) -> "Sink":
         return cls(
-            await bus.consume(
+            await bus.queues.consume(
                 subjects.STAGES_STREAM,
                 subjects.stage_consumer("engine", model, "interactive"),
                 subjects.stage_filter("engine", model, "interactive"),
@@ -104,7 +104,7 @@ async def renderer(url: str, config: Config) -> AsyncIterator[RendererWorker]:
     """One that serves."""
     name = f"renderer-{secrets.token_hex(4)}"
     bus = await Bus.connect(url, name)
-    await bus.prepare(config.nats, config.delivery)
+    await bus.streams.prepare(config.nats, config.delivery)
     context = Context("renderer", name, None, config, bus, structlog.get_logger())
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()

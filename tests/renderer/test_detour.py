@@ -48,7 +48,7 @@ def model() -> str:
 
 async def beat(bus: Bus, model: str, worker: str = "", **load: float) -> str:
     worker = worker or f"prefill-{secrets.token_hex(4)}"
-    await bus.publish_heartbeat(
+    await bus.heartbeats.publish(
         worker, to_json(Heartbeat("prefill", worker, "0", 0, [model], load))
     )
     return worker
@@ -106,7 +106,7 @@ async def test_a_worker_of_another_model_or_stage_gets_none(bus: Bus, model: str
     await beat(bus, f"{model}-other")
     worker = f"prefill-{secrets.token_hex(4)}"
     other = Heartbeat("prefill", worker, "0", 0, [model], {}, stage="elsewhere")
-    await bus.publish_heartbeat(worker, to_json(other))
+    await bus.heartbeats.publish(worker, to_json(other))
     assert not await Detours(context_of(bus, model), [model]).suits(header_of(model), LONG, FIRST)
 
 
@@ -168,7 +168,7 @@ async def put(bus: Bus, model: str) -> str:
 @pytest.fixture
 async def engines(bus: Bus, model: str) -> AsyncIterator[Consumer]:
     """The engines' queue."""
-    consumer = await bus.consume(
+    consumer = await bus.queues.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer("engine", model, "interactive"),
         subjects.stage_filter("engine", model, "interactive"),

@@ -55,7 +55,7 @@ async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Start]:
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
-        await bus.publish_heartbeat(worker, to_json(beat))
+        await bus.heartbeats.publish(worker, to_json(beat))
         return ImageCache(blobs, MediaDecoders(RendererConfig(), in_thread), in_thread), blobs
 
     yield start

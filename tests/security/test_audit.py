@@ -58,11 +58,11 @@ async def test_the_server_itself_deletes_nothing(bus: Bus) -> None:
     """Also for someone whom no list of subjects holds back."""
     await audit_log.write(bus, OPERATOR, AuditRecord("scale", "root@host"))
     with pytest.raises(APIError, match="delete not permitted"):
-        await bus._js.delete_msg(STREAM, 1)
+        await bus.connection.js.delete_msg(STREAM, 1)
     with pytest.raises(APIError, match="purge not permitted"):
-        await bus._js.purge_stream(STREAM)
-    config = (await bus._js.stream_info(STREAM)).config
+        await bus.connection.js.purge_stream(STREAM)
+    config = (await bus.connection.js.stream_info(STREAM)).config
     for taken_back in ({"deny_delete": False}, {"deny_purge": False}):
         with pytest.raises(APIError, match="can not cancel"):
-            await bus._js.update_stream(config.evolve(**taken_back))
-    assert (await bus.stream_size(STREAM))[0] > 0
+            await bus.connection.js.update_stream(config.evolve(**taken_back))
+    assert (await bus.figures.size(STREAM))[0] > 0

@@ -21,6 +21,7 @@ from nats.aio.client import Client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.bus.login import Login, TlsFiles, seed_file
+from shared.bus.metering import StreamMeter
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
@@ -28,6 +29,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.requests import tenant_header
+from shared.state import request_queue
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas
@@ -94,7 +96,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 async def operator(site: Site) -> AsyncIterator[Bus]:
     bus = await Bus.connect(site.login(OPERATOR), "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     yield bus
     await bus.close()
 
@@ -169,8 +171,10 @@ async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus
     for attacker in (a, b):
         headers = {"Nats-Msg-Id": f"same-{attacker.who}", "Pagemill-Tenant": "b"}
         await attacker.nc.request(subjects.request("demo"), b"{}", headers=headers, timeout=60)
-    _, newest = await operator.sequence_range(subjects.REQUESTS_STREAM)
-    queued = [await operator.get_queued_request(number) for number in (newest - 1, newest)]
+    _, newest = await operator.figures.sequence_range(subjects.REQUESTS_STREAM)
+    queued = [
+        await request_queue.queued_request(operator, number) for number in (newest - 1, newest)
+    ]
     assert [one and one.tenant for one in queued] == ["a", "b"]
     assert not a.errors
     await a.nc.close()
@@ -183,7 +187,7 @@ async def test_those_who_have_to_measure_tenants_may(site: Site, operator: Bus) 
     await operator.publish_without_id(subjects.media("f" * 64), b"{}", headers)
     for who, measured in streams.items():
         bus = await Bus.connect(site.login(who), "test")
-        found = {stream: await bus.measure_tenants(stream) for stream in measured}
+        found = {stream: await StreamMeter(bus).measure_tenants(stream) for stream in measured}
         assert set(found[subjects.MEDIA_STREAM]) == {"a"}
         await storage_quotas.publish_exceeded(bus, [])
         assert await storage_quotas.read_exceeded(bus) == []
@@ -243,9 +247,9 @@ async def test_a_malformed_heartbeat_hides_no_other(
 ) -> None:
     beat = Heartbeat("renderer", "renderer-1", "1", 1, ["demo"], {})
     await operator.publish_without_id(subjects.heartbeat("aaa"), data, headers)
-    await operator.publish_heartbeat("renderer-1", to_json(beat))
+    await operator.heartbeats.publish("renderer-1", to_json(beat))
     await operator.publish_without_id(subjects.heartbeat("zzz"), data, headers)
-    assert await operator.read_heartbeats() == [beat]
+    assert await operator.heartbeats.read() == [beat]
     await operator.purge(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
 
 
@@ -264,9 +268,9 @@ async def test_a_replaced_key_is_used_without_a_restart(site: Site, tmp_path: Pa
     site.keyring.rotate(["encoder"])
     site.server.reload()
     async with asyncio.timeout(30):
-        while bus._nc.stats["reconnects"] == 0:  # noqa: ASYNC110
+        while bus.connection.nc.stats["reconnects"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await bus.publish_heartbeat("encoder-1", b"{}")
+    await bus.heartbeats.publish("encoder-1", b"{}")
     with pytest.raises(Unavailable, match="refuses"):
         await Bus.connect(Login(site.server.url, "encoder", old), "test", 0.3)
     await bus.close()
@@ -337,9 +341,9 @@ async def test_both_ends_want_a_certificate_of_their_own_authority(
     key = seed_file(site.keyring.folder, OPERATOR)
     try:
         bus = await Bus.connect(Login(server.url, OPERATOR, key, client_files), "test")
-        transport: Any = bus._nc._transport
+        transport: Any = bus.connection.nc._transport
         assert isinstance(transport._io_writer.get_extra_info("ssl_object"), ssl.SSLObject)
-        await bus.prepare(NatsConfig(), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(), DeliveryConfig())
         await bus.close()
         for refused in (
             None,

@@ -17,6 +17,7 @@ from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.metering import StreamMeter
 from shared.codec.envelope import TensorData
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Cancelled, WorkerFailure
@@ -80,7 +81,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 async def _prepare(server: EmbeddedServer) -> None:
     bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DELIVERY)
+    await bus.streams.prepare(NatsConfig(unchecked=True), DELIVERY)
     await bus.close()
 
 
@@ -106,7 +107,7 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def has_tasks(bus: Bus, subject: str) -> bool:
-    return bool(await bus.subjects_of(subjects.STAGES_STREAM, subject))
+    return bool(await bus.figures.subjects_of(subjects.STAGES_STREAM, subject))
 
 
 async def write_log(bus: Bus, request_id: str, tenant: str, num_records: int = 1) -> None:
@@ -169,7 +170,7 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
         assert failure.error.code == "storage_quota_exceeded"
         assert failure.error.retry_after_s
         assert "delivery.max_token_log_mib" in failure.error.message
-        records = await bus.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
+        records = await bus.figures.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
         body = {"model": "demo", "messages": [{"role": "user", "content": "?"}]}
         for headers in ({}, {"x-request-id": "named"}, {"x-request-id": "named"}):
             async with site.http("flood") as flood:
@@ -177,7 +178,7 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
             assert (answer.status_code, answer.json()["error"]["code"]) == (
                 *(429, "storage_quota_exceeded"),
             )
-        assert len(await bus.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
+        assert len(await bus.figures.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
             len(records) + 1
         ), "only a name has a record"
         await client.publish_request(bus, request, "admitted", "small")
@@ -258,8 +259,8 @@ async def test_what_tenants_have_stored_is_what_the_stream_has(bus: Bus) -> None
         await log.tokens(RECORD)
     await end_request(bus, "b-1", 3, Cancelled("cancelled"), [])
     await end_request(bus, "b-2", 1, Cancelled("cancelled"), [], "b")
-    _, num_bytes = await bus.stream_fill(subjects.TOKENS_STREAM)
-    measured = await bus.measure_tenants(subjects.TOKENS_STREAM)
+    _, num_bytes = await bus.figures.fill(subjects.TOKENS_STREAM)
+    measured = await StreamMeter(bus).measure_tenants(subjects.TOKENS_STREAM)
     assert set(measured) == {"a", "b"}
     assert measured["b"] == pytest.approx(6 * 90_200, rel=0.05)
     assert sum(measured.values()) == pytest.approx(num_bytes, rel=0.3)

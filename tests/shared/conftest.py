@@ -34,7 +34,7 @@ async def start(bus: Bus) -> AsyncIterator[StartBlobs]:
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
-        await bus.publish_heartbeat(worker, to_json(beat))
+        await bus.heartbeats.publish(worker, to_json(beat))
         return blobs
 
     yield start

@@ -39,7 +39,7 @@ async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
         bus = await asyncio.wait_for(connected, 30)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        assert bus._nc.is_closed
+        assert bus.connection.nc.is_closed
     finally:
         await cluster.stop()
 

@@ -50,14 +50,14 @@ async def test_progress_is_shown_until_the_first_heartbeat(bus: Bus, sleeper: Pr
     shown = Recorder()
     waiting = asyncio.create_task(wait_ready(bus, [ENGINE], {0: sleeper}.get, 600, shown))
     report = StartReport("engine", "engine-s", "0", sleeper.pid, "compiling kernels", "demo")
-    await bus.publish_start_report("engine-s", to_json(report))
+    await bus.heartbeats.publish_start("engine-s", to_json(report))
     while await shown.texts.get() != "engine demo: compiling kernels":
         pass
     # The gateway of another cluster may have the same process id on its machine.
     other = Heartbeat("gateway", "gateway-s", "0", sleeper.pid, ["demo"], {})
-    await bus.publish_heartbeat("gateway-s", to_json(other))
+    await bus.heartbeats.publish("gateway-s", to_json(other))
     beat = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
-    await bus.publish_heartbeat("engine-s", to_json(beat))
+    await bus.heartbeats.publish("engine-s", to_json(beat))
     assert await waiting == [beat]
 
 
@@ -78,13 +78,13 @@ async def test_a_worker_of_another_machine_with_the_same_process_id_is_not_ours(
 ) -> None:
     foreign = BlobAddress("another machine", "pagemill-x")
     other = Heartbeat("engine", "engine-o", "0", sleeper.pid, ["demo"], {}, blobs=foreign)
-    await bus.publish_heartbeat("engine-o", to_json(other))
+    await bus.heartbeats.publish("engine-o", to_json(other))
     with pytest.raises(Unavailable):
         await wait_ready(bus, [ENGINE], {0: sleeper}.get, 0.1, Quiet())
     own = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
-    await bus.publish_heartbeat("engine-s", to_json(own))
+    await bus.heartbeats.publish("engine-s", to_json(own))
     gateway = Heartbeat("gateway", "gateway-o", "0", sleeper.pid, ["demo"], {})
-    await bus.publish_heartbeat("gateway-o", to_json(gateway))
+    await bus.heartbeats.publish("gateway-o", to_json(gateway))
     assert await wait_ready(bus, [ENGINE], {0: sleeper}.get, 1.0, Quiet()) == [own]
 
 
@@ -93,7 +93,7 @@ async def test_progress_of_another_role_with_the_same_process_id_is_not_ours(
 ) -> None:
     for role, step in (("renderer", "loading tokenizers"), ("engine", "compiling kernels")):
         report = StartReport(role, f"{role}-p", "0", sleeper.pid, step)
-        await bus.publish_start_report(f"{role}-p", to_json(report))
+        await bus.heartbeats.publish_start(f"{role}-p", to_json(report))
     with pytest.raises(Unavailable, match=r"engine demo \(last: compiling kernels\)"):
         await wait_ready(bus, [ENGINE], {0: sleeper}.get, 0.1, Quiet())
 

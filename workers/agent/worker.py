@@ -58,7 +58,7 @@ class Agent:
 
     async def serve(self) -> None:
         context = self._context
-        consumer = await context.bus.consume(
+        consumer = await context.bus.queues.consume(
             subjects.RESPONSES_STREAM,
             subjects.RESPONSES_CONSUMER,
             subjects.RESPONSES_FILTER,

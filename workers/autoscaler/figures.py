@@ -8,7 +8,7 @@ import structlog
 from msgspec import Struct
 
 from shared.bus.bus import Bus
-from shared.bus.reading import QueueDepth
+from shared.bus.figures import QueueDepth
 from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, PoolReport
@@ -61,7 +61,7 @@ class Reader:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 reports = await self._read_reports()
-                beats = await self._bus.read_heartbeats()
+                beats = await self._bus.heartbeats.read()
                 queues = await self._read_queues()
         except (Unavailable, TimeoutError) as error:
             _log.warning("no_figures", reason=str(error) or "the broker does not answer")
@@ -95,7 +95,7 @@ class Reader:
         return workers
 
     async def _read_queues(self) -> Queues:
-        depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
+        depths = await self._bus.figures.depths(subjects.STAGES_STREAM)
         read = await asyncio.gather(*map(self._read_queue, depths))
         queues: dict[tuple[str, str, str], Queue] = {}
         for depth, queue in zip(depths, read, strict=True):

@@ -41,8 +41,8 @@ class StageWaits:
 
     async def _read_age_s(self, consumer: str) -> float:
         try:
-            depth = await self._bus.queue_depth(subjects.STAGES_STREAM, consumer)
+            depth = await self._bus.figures.depth(subjects.STAGES_STREAM, consumer)
         except NotFound:
             return 0.0
-        oldest_ms = await self._bus.oldest_pending_ms(subjects.STAGES_STREAM, depth)
+        oldest_ms = await self._bus.figures.oldest_pending_ms(subjects.STAGES_STREAM, depth)
         return 0.0 if oldest_ms is None else (self._bus.now_ms() - oldest_ms) / 1000

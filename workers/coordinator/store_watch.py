@@ -32,7 +32,7 @@ class StoreWatch:
         """Probe every PROBE_S, except while there is no broker."""
         while True:
             if self._bus.is_connected:
-                self._update(await self._bus.probe_streams(), time.monotonic())
+                self._update(await self._bus.streams.probe(), time.monotonic())
             await asyncio.sleep(PROBE_S)
 
     def _update(self, refusals: Mapping[str, Refusal], now_s: float) -> None:

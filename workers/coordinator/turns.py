@@ -53,7 +53,7 @@ class Turns:
         if time.monotonic() - self._read_s >= READ_S:
             self._read_s = time.monotonic()
             try:
-                depths = await self._bus.queue_depths(subjects.STAGES_STREAM)
+                depths = await self._bus.figures.depths(subjects.STAGES_STREAM)
             except Unavailable as error:
                 self._read_s += RETRY_S
                 _log.warning("queues_not_read", reason=error.message)

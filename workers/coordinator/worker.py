@@ -32,7 +32,7 @@ from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
-from shared.state import output_ends
+from shared.state import output_ends, request_queue
 from shared.state.log_records import is_final
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, last_record
@@ -97,7 +97,7 @@ class Coordinator:
         self, stream: str, durable: str, subject: str, *, feeds_tasks: bool = False
     ) -> Consumer:
         ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
-        return await self._context.bus.consume(
+        return await self._context.bus.queues.consume(
             stream, durable, subject, CAPACITY, ack_wait_s, feeds_tasks=feeds_tasks
         )
 
@@ -148,7 +148,7 @@ class Coordinator:
         admitted = admit(delivery.subject, request_id, delivery.data, models, pipelines)
         request, tenant = admitted.request, tenant_of(delivery.tenant)
         lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
-        if delivery.attempt == 1 and delivery.stored_ms >= bus.tasks.since_ms:
+        if delivery.attempt == 1 and delivery.stored_ms >= bus.streams.tasks.since_ms:
             # Later attempts are not checked: the request may have been admitted before.
             await self._check_limits(job, request_id, admitted, lane)
         ticket = RequestTicket(
@@ -202,7 +202,7 @@ class Coordinator:
         bus = self._context.bus
         task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
         sequence = task and subjects.sequence_of(task.msg_id or "", request_id)
-        queued = await bus.get_queued_request(sequence) if sequence else None
+        queued = await request_queue.queued_request(bus, sequence) if sequence else None
         if not sequence or queued is None:
             return 0
         queued_id = request_id_of(queued.msg_id, queued.data, queued.subject)

@@ -79,7 +79,7 @@ class EngineWorker:
         self._metrics = EngineMetrics(
             context.metrics.of(self._model),
             self._stats,
-            context.bus.to_broker_ms,
+            context.bus.connection.to_broker_ms,
             counts_requests=self._output.is_answer,
         )
         self._kv_events = core.kv_events

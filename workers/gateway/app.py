@@ -77,8 +77,8 @@ class AppContext:
         self.media_quotas = MediaQuotas(bus, config.delivery.tenant_weights)
         self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
         self.store_use = StoreUseCache(bus)
-        self.heartbeats = SignsCache(bus.read_heartbeats)
-        self.start_reports = SignsCache(bus.read_start_reports)
+        self.heartbeats = SignsCache(bus.heartbeats.read)
+        self.start_reports = SignsCache(bus.heartbeats.read_starts)
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories, by the kind of a RequestRecord."""
         self.bodies = BodyReader(config.gateway)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.bus.metering import LogUse
+from shared.bus.metering import LogUse, StreamMeter
 from shared.errors import Unavailable
 from shared.helpers.lru import ByteLRU
 from shared.protocol import subjects
@@ -58,7 +58,7 @@ class SizeCache:
     async def read(self) -> int:
         """Raises Unavailable."""
         if time.monotonic() - self._read_s > SIZE_FRESH_S:
-            self._num_bytes = await self._bus.stream_bytes(self._stream)
+            self._num_bytes = await self._bus.figures.num_bytes(self._stream)
             self._read_s = time.monotonic()
         return self._num_bytes
 
@@ -133,7 +133,9 @@ class _TenantUse:
         added, now_s = self.added, time.monotonic()
         before = LogUse() if anew else self.measured
         with contextlib.suppress(Unavailable):  # The last measure counts until the next one.
-            found = await self._bus.measure_logs(subjects.STEPS_STREAM, self._subject, before)
+            found = await StreamMeter(self._bus).measure_logs(
+                subjects.STEPS_STREAM, self._subject, before
+            )
             self.measured, self.measured_s = found, now_s
             self.measured_anew_s = now_s if anew else self.measured_anew_s
             # What was added meanwhile may be counted twice until the next time.

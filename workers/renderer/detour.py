@@ -84,7 +84,7 @@ class Detours:
             self._beats_until_s = now_s + BEATS_TTL_S
             self._num_sent.clear()
             try:
-                self._beats = await self._bus.read_heartbeats()
+                self._beats = await self._bus.heartbeats.read()
             except Unavailable:
                 self._beats = None
         return [

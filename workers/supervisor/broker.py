@@ -59,10 +59,10 @@ async def fit_streams(bus: Bus, config: Config) -> None:
 
     A limit below the size of the stored messages is left to that command. Raises Unavailable.
     """
-    bus.configure_streams(config.nats, config.delivery, config.agent)
-    changes = await bus.find_stream_changes(bus.now_ms())
+    bus.streams.configure(config.nats, config.delivery, config.agent)
+    changes = await bus.streams.find_changes(bus.now_ms())
     # A coordinator creates the missing streams.
-    await bus.change_streams([c for c in changes if c.difference.setting and not c.shrinks])
+    await bus.streams.change([c for c in changes if c.difference.setting and not c.shrinks])
     for change in changes:
         if change.shrinks:
             _log.warning(
@@ -76,10 +76,10 @@ async def fit_streams(bus: Bus, config: Config) -> None:
 
 async def repair_broker(bus: Bus, config: Config, broker: EmbeddedServer) -> None:
     """End the broker's process when a stream needs a restart. `keep_running` starts it again."""
-    bus.configure_streams(config.nats, config.delivery, config.agent)
+    bus.streams.configure(config.nats, config.delivery, config.agent)
     while True:
         await asyncio.sleep(PROBE_S)
-        refusals = await bus.probe_streams()
+        refusals = await bus.streams.probe()
         reasons = {stream: r.reason for stream, r in refusals.items() if r.needs_restart}
         if reasons and shutil.disk_usage(broker.store_dir).free >= MIN_ROOM_BYTES:
             _log.error("broker_restarted", reasons=reasons)

@@ -19,7 +19,7 @@ async def start_agent_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
     live = await bus.subscribe(subjects.RESPONSES_FILTER)
     spec = WorkerSpec(AGENT)
     while not supervisor.slots(spec):
-        size, _ = await bus.stream_size(subjects.RESPONSES_STREAM)
+        size, _ = await bus.figures.size(subjects.RESPONSES_STREAM)
         if size:
             supervisor.add(spec)
         else:

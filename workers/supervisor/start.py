@@ -227,8 +227,8 @@ async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
     """
     try:
         # Without this check, reads of a missing stream are repeated for BROKER_DEADLINE_S.
-        await bus.stream_size(subjects.WORKERS_STREAM)
-        return await bus.read_heartbeats(), await bus.read_start_reports()
+        await bus.figures.size(subjects.WORKERS_STREAM)
+        return await bus.heartbeats.read(), await bus.heartbeats.read_starts()
     except Unavailable:
         return [], []
 

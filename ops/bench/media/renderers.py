@@ -64,7 +64,7 @@ class Sink:
         lane = subjects.LANES[0]
         durable = subjects.stage_consumer("engine", MODEL, lane)
         where = subjects.stage_filter("engine", MODEL, lane)
-        return cls(bus, await bus.consume(subjects.STAGES_STREAM, durable, where, 32, 30.0))
+        return cls(bus, await bus.queues.consume(subjects.STAGES_STREAM, durable, where, 32, 30.0))
 
     async def ask(self, messages: list[Message]) -> None:
         await self.send(messages)

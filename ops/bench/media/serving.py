@@ -28,7 +28,7 @@ async def serving() -> AsyncIterator[tuple[Bus, Sink, str]]:
         broker.start()
         try:
             bus = await Bus.connect(broker.url, "bench")
-            await bus.prepare(config.nats, config.delivery)
+            await bus.streams.prepare(config.nats, config.delivery)
             sink = await Sink.open(bus)
             async with renderers(config, broker.url, 1, Path(folder) / "workers.log"):
                 yield bus, sink, broker.url

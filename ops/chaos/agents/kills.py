@@ -97,7 +97,7 @@ class AgentScenario:
         }
         (self._folder / "pagemill.yaml").write_text(json.dumps(tree))
         bus = await Bus.connect(self._broker.url, "chaos")
-        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
         model = ScriptedModel(self._broker.url, script)
         model.start()
         self._agents = [self._start_agent() for _ in range(2)]
@@ -146,7 +146,7 @@ class AgentScenario:
         pids = {agent.pid for agent in self._agents}
 
         async def are_ready() -> bool:
-            return pids <= {beat.pid for beat in await bus.read_heartbeats()}
+            return pids <= {beat.pid for beat in await bus.heartbeats.read()}
 
         await _until(are_ready)
 

@@ -51,7 +51,7 @@ class ScriptedModel:
     async def _serve(self) -> None:
         bus = await Bus.connect(self._url, "scripted")
         await bus.add_responder(subjects.renderer("card", MODEL), lambda _: to_json(CARD))
-        consumer = await bus.consume(
+        consumer = await bus.queues.consume(
             subjects.REQUESTS_STREAM,
             subjects.REQUESTS_CONSUMER,
             subjects.request(MODEL),

@@ -62,7 +62,7 @@ class AgentSystem:
 
     async def _until_ready(self) -> None:
         bus = await Bus.connect(self.broker.url, "chaos")
-        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
         try:
             async with asyncio.timeout(START_S):
                 while True:
@@ -78,7 +78,7 @@ class AgentSystem:
 
     async def _is_ready(self, bus: Bus) -> bool:
         pids = {process.pid for process in self.processes.values()}
-        beats = [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
+        beats = [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
         self.url = next((beat.url for beat in beats if beat.url), "")
         return len(beats) == len(pids) and bool(self.url)
 

@@ -98,7 +98,7 @@ class ScaledEngines:
             await _until(lambda: self._has_ended(OTHER_LANE))
             await asyncio.sleep(3 * self._scaled.idle_s)
         finally:
-            await bus.create_consumer(stream, consumer, filter_, self._settings.ack_wait_s)
+            await bus.queues.create(stream, consumer, filter_, self._settings.ack_wait_s)
             await bus.close()
             await nc.close()
 

@@ -14,7 +14,7 @@ ARENA_PREFIX = b"\0pagemill-"
 def take_snapshot(role: str, bus: Bus) -> Snapshot:
     """Count the resources of this process."""
     links = {name: _read_link(name) for name in os.listdir("/proc/self/fd")}
-    broker = bus._nc.connected_url
+    broker = bus.connection.nc.connected_url
     peers, readers = _arena_connections(links, None if broker is None else broker.port)
     with open("/proc/self/status") as file:
         threads = next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
@@ -32,7 +32,7 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         threads=threads,
         # Each reader is served by a task.
         tasks=len(asyncio.all_tasks()) - readers,
-        subscriptions=len(bus._nc._subs),
+        subscriptions=len(bus.connection.nc._subs),
         mappings=mappings,
         peers=peers,
         readers=readers,

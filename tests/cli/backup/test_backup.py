@@ -14,7 +14,7 @@ from ops.chaos.processes.cluster import Cluster as BrokerCluster
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.bus.snapshots import Snapshot
+from shared.bus.snapshots import Snapshot, StreamSnapshots
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.protocol import subjects
@@ -22,6 +22,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.records import TokenChunk
 from shared.protocol.steps import Begun, Ended, ResponseTask, decode_response_task
+from shared.state import request_queue
 from shared.state.log_records import is_final
 from shared.state.step_log import StepLog
 from shared.state.token_log import end_request, last_record
@@ -48,7 +49,7 @@ def servers(tmp_path: Path) -> Iterator[list[EmbeddedServer]]:
 @pytest.fixture
 async def source(servers: list[EmbeddedServer]) -> AsyncIterator[Bus]:
     bus = await Bus.connect(servers[0].url, "source")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     yield bus
     await bus.close()
 
@@ -108,15 +109,15 @@ async def test_messages_keep_subject_sequence_and_time(
         subjects.TOKENS_STREAM: 2,
         subjects.MEDIA_STREAM: 1,
     }
-    queued_from, _ = await source.sequence_range(subjects.REQUESTS_STREAM)
+    queued_from, _ = await source.figures.sequence_range(subjects.REQUESTS_STREAM)
     await restore(target, tmp_path / name)
     for stream in (subjects.TOKENS_STREAM, subjects.MEDIA_STREAM):
         assert await target.read(stream, ">") == await source.read(stream, ">")
-    queued = [request async for request in target.queued_requests()]
+    queued = [request async for request in request_queue.queued_requests(target)]
     assert [request.msg_id for request in queued] == ["r1", "r2"]
     # The next request does not get a sequence that an older one has had.
     await ask(target, "r3")
-    first, last = await target.sequence_range(subjects.REQUESTS_STREAM)
+    first, last = await target.figures.sequence_range(subjects.REQUESTS_STREAM)
     assert (first, last) == (queued_from, queued_from + 2)
 
 
@@ -134,11 +135,11 @@ async def test_a_claimed_request_is_delivered_anew(
 ) -> None:
     queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
     await ask(source, "r1")
-    before = await source.consume(*queue, 1, 1000.0)
+    before = await source.queues.consume(*queue, 1, 1000.0)
     await before.next()
     await back_up(source, tmp_path / "backup")
     await restore(target, tmp_path / "backup")
-    after = await target.consume(*queue, 1, 1000.0)
+    after = await target.queues.consume(*queue, 1, 1000.0)
     async with asyncio.timeout(10):
         delivery = await after.next()
     assert (delivery.msg_id, delivery.attempt) == ("r1", 1)
@@ -175,7 +176,7 @@ def change(archive: Path, **fields: object) -> None:
 async def test_a_damaged_backup_changes_nothing(
     source: Bus, target: Bus, tmp_path: Path, harm: Callable[[Path], object], named: str
 ) -> None:
-    await target.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(), DeliveryConfig())
     await begin_log(target, "kept")
     await back_up(source, tmp_path / "backup")
     harm(tmp_path / "backup")
@@ -209,13 +210,13 @@ async def test_streams_are_replaced_only_if_asked_for(
 ) -> None:
     await begin_log(source, "new")
     await back_up(source, tmp_path / "backup.zip")
-    await target.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(), DeliveryConfig())
     await begin_log(target, "old")
     with pytest.raises(InvalidRequest, match=r"has streams of Pagemill \(.*TOKENS.*--replace"):
         await restore(target, tmp_path / "backup.zip")
     await restore(target, tmp_path / "backup.zip", replace=True)
-    assert await target.streams_among([*ORDER, *DERIVED]) == list(ORDER)
-    left = await target.subjects_of(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)
+    assert await StreamSnapshots(target).streams_among([*ORDER, *DERIVED]) == list(ORDER)
+    left = await target.figures.subjects_of(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)
     assert left == [subjects.tokens("new")]
 
 
@@ -223,27 +224,29 @@ async def test_no_cluster_is_replaced_under_its_workers(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     await back_up(source, tmp_path / "backup")
-    await target.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(), DeliveryConfig())
     beat = Heartbeat("engine", "engine-1", "0", 1, [], {})
-    await target.publish_heartbeat("engine-1", to_json(beat))
+    await target.heartbeats.publish("engine-1", to_json(beat))
     with pytest.raises(InvalidRequest, match=r"1 workers run \(engine-1\): stop all of them"):
         await restore(target, tmp_path / "backup", replace=True)
 
 
 @contextlib.contextmanager
-def between(bus: Bus, stream: str, happens: Callable[[], Awaitable[None]]) -> Iterator[None]:
+def between(stream: str, happens: Callable[[], Awaitable[None]]) -> Iterator[None]:
     """Let something happen in a cluster that goes on, just before a stream is copied."""
-    copy = bus.open_snapshot
+    copy = StreamSnapshots.open_snapshot
 
     @contextlib.asynccontextmanager
-    async def open_snapshot(name: str, *, with_consumers: bool) -> AsyncIterator[Snapshot]:
+    async def open_snapshot(
+        snapshots: StreamSnapshots, name: str, *, with_consumers: bool
+    ) -> AsyncIterator[Snapshot]:
         if name == stream:
             await happens()
-        async with copy(name, with_consumers=with_consumers) as snapshot:
+        async with copy(snapshots, name, with_consumers=with_consumers) as snapshot:
             yield snapshot
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bus, "open_snapshot", open_snapshot)
+        patch.setattr(StreamSnapshots, "open_snapshot", open_snapshot)
         yield
 
 
@@ -258,10 +261,10 @@ async def test_a_request_that_ends_meanwhile_is_queued_or_has_its_end(
         await end_request(source, "r1", 1, Cancelled("for the test"), [])
         await source.delete(subjects.REQUESTS_STREAM, 1)
 
-    with between(source, stream, end):
+    with between(stream, end):
         await back_up(source, tmp_path / "backup")
     await restore(target, tmp_path / "backup")
-    queued = [request.msg_id async for request in target.queued_requests()]
+    queued = [request.msg_id async for request in request_queue.queued_requests(target)]
     assert queued == ["r1"] or is_final(await last_record(target, "r1"))
 
 
@@ -276,10 +279,10 @@ async def test_a_log_without_a_queued_request_does_not_stay_open(
         await source.append(subjects.append("late", "audio"), to_json(CHUNK), 0)
         await end_request(source, "late-and-ended", 1, Cancelled("for the test"), [])
 
-    with between(source, subjects.TOKENS_STREAM, accept_more):
+    with between(subjects.TOKENS_STREAM, accept_more):
         await back_up(source, tmp_path / "backup")
     assert await restore(target, tmp_path / "backup") == Mended(1, 0)
-    left = await target.subjects_of(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)
+    left = await target.figures.subjects_of(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)
     assert left == [subjects.tokens("late-and-ended"), subjects.tokens("queued")]
 
 
@@ -292,10 +295,10 @@ async def test_a_response_that_was_not_queued_goes_on(
             await log.append(Begun(0, 1, "m", "acme", [], {}))
         await log.append(Ended(0, "cancelled", 1))
 
-    with between(source, subjects.STEPS_STREAM, accept_more):
+    with between(subjects.STEPS_STREAM, accept_more):
         await back_up(source, tmp_path / "backup")
     assert await restore(target, tmp_path / "backup") == Mended(0, 1)
-    agents = await target.consume(
+    agents = await target.queues.consume(
         subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER, subjects.RESPONSES_FILTER, 2, 9.0
     )
     async with asyncio.timeout(10):
@@ -315,13 +318,16 @@ async def test_a_backup_goes_from_one_broker_to_three_and_back(
     try:
         await restore(three, tmp_path / "of-one", replicas=3)
         # Coordinators find the streams as they want them.
-        await three.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await three.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
         await ask(three, "r2")
         await back_up(three, tmp_path / "of-three")
     finally:
         await three.close()
         await brokers.stop()
     await restore(target, tmp_path / "of-three")
-    assert [request.msg_id async for request in target.queued_requests()] == ["r1", "r2"]
+    assert [request.msg_id async for request in request_queue.queued_requests(target)] == [
+        "r1",
+        "r2",
+    ]
     logs = await source.read(subjects.TOKENS_STREAM, ">")
     assert await target.read(subjects.TOKENS_STREAM, ">") == logs

@@ -245,7 +245,7 @@ async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -
     async def receive(msg: Any) -> None:
         live.append(msg.data)
 
-    subscription = await bus._nc.subscribe(subjects.kv(engine), cb=receive)
+    subscription = await bus.connection.nc.subscribe(subjects.kv(engine), cb=receive)
     await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
     serving = asyncio.create_task(worker.serve())
     # More blocks than the pool has, so that some are evicted.

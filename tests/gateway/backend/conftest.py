@@ -12,6 +12,6 @@ from shared.config.schema import DeliveryConfig, NatsConfig
 @pytest.fixture
 async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
     connection = await Bus.connect(broker.url, "test")
-    await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await connection.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()

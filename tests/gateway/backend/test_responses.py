@@ -95,11 +95,11 @@ async def test_what_a_client_has_named_is_given_to_agents_behind_its_first_step(
     """An agent drops a task without a step, and the broker a second task under the same name."""
     barred = new_name()
     await StepLog(bus, "", barred).append(ended("cancelled"))
-    _, before = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    _, before = await bus.figures.sequence_range(subjects.RESPONSES_STREAM)
     with pytest.raises(ApprovalUsed):
         await responses.begin(app_of(bus), BEGUN, barred, is_named=True)
     await responses.begin(app_of(bus), BEGUN, new_name(), is_named=True)
-    _, after = await bus.sequence_range(subjects.RESPONSES_STREAM)
+    _, after = await bus.figures.sequence_range(subjects.RESPONSES_STREAM)
     assert after == before + 1
 
 

@@ -51,13 +51,13 @@ async def test_a_stored_file_is_named_by_requests(http: httpx.AsyncClient) -> No
 async def test_a_removed_file_is_gone(http: httpx.AsyncClient, bus: Bus) -> None:
     data = secrets.token_bytes(2 * MIB)
     file_id = (await upload(http, data)).raise_for_status().json()["id"]
-    before, _ = await bus.stream_size(subjects.MEDIA_STREAM)
+    before, _ = await bus.figures.size(subjects.MEDIA_STREAM)
     assert (await http.delete(f"{FILES}/{file_id}")).json() == {
         "id": file_id,
         "object": "file",
         "deleted": True,
     }
-    after, _ = await bus.stream_size(subjects.MEDIA_STREAM)
+    after, _ = await bus.figures.size(subjects.MEDIA_STREAM)
     assert before - after == 1 + 4
     for method in ("GET", "DELETE"):
         answer = await http.request(method, f"{FILES}/{file_id}")
@@ -69,9 +69,9 @@ async def test_a_file_that_is_stored_again_replaces_the_first(
 ) -> None:
     data = secrets.token_bytes(2 * MIB)
     await upload(http, data, purpose="first")
-    before, _ = await bus.stream_size(subjects.MEDIA_STREAM)
+    before, _ = await bus.figures.size(subjects.MEDIA_STREAM)
     file_id = (await upload(http, data, purpose="second")).json()["id"]
-    after, _ = await bus.stream_size(subjects.MEDIA_STREAM)
+    after, _ = await bus.figures.size(subjects.MEDIA_STREAM)
     assert after == before
     assert (await http.get(f"{FILES}/{file_id}")).json()["purpose"] == "second"
 
@@ -90,10 +90,10 @@ def peak_kib(pid: int) -> int:
 
 
 async def test_a_file_over_the_limit_leaves_nothing(http: httpx.AsyncClient, bus: Bus) -> None:
-    before, _ = await bus.stream_size(subjects.MEDIA_STREAM)
+    before, _ = await bus.figures.size(subjects.MEDIA_STREAM)
     answer = await upload(http, bytes(64 * MIB + 1))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-    while (await bus.stream_size(subjects.MEDIA_STREAM))[0] > before:
+    while (await bus.figures.size(subjects.MEDIA_STREAM))[0] > before:
         pass
 
 

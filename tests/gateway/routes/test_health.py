@@ -61,12 +61,12 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
     server = EmbeddedServer(tmp_path)
     await asyncio.to_thread(server.start)
     bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
 
     async def ask(*roles: str, **load: float) -> tuple[int, dict[str, Any]]:
         for role in roles:
             beat = Heartbeat(role, f"{role}-1", "0", 1, ["demo"], load)
-            await bus.publish_heartbeat(beat.worker, to_json(beat))
+            await bus.heartbeats.publish(beat.worker, to_json(beat))
         config = replace(CONFIG, agent=AgentConfig(store_mib=1))
         context = AppContext(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
         answer = await health.ready(context, Request({"type": "http"}), cast(Caller, None))
@@ -82,7 +82,7 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
         ready = {"status": "ok", "models": {"demo": "no engine"}}
         assert await ask("coordinator", "renderer") == (200, ready)
         report = StartReport("engine", "engine-1", "0", 1, "loading", model="demo")
-        await bus.publish_start_report("engine-1", to_json(report))
+        await bus.heartbeats.publish_start("engine-1", to_json(report))
         ready = {"status": "ok", "models": {"demo": "engine is starting"}}
         assert await ask("coordinator", "renderer") == (200, ready)
         assert await describe_request(bus) == ("queued", "engine", "engine is starting")
@@ -102,7 +102,7 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
 async def test_a_foreign_heartbeat_does_not_make_a_gateway_unready(
     http: httpx.AsyncClient, bus: Bus, data: bytes
 ) -> None:
-    await bus.publish_heartbeat("foreign-health-test", data)
+    await bus.heartbeats.publish("foreign-health-test", data)
     # The gateway reads heartbeats again after half a second.
     await asyncio.sleep(0.6)
     ready = await http.get("/ready")

@@ -155,7 +155,7 @@ async def test_a_request_with_foreign_messages_in_its_log_finishes(
             with contextlib.suppress(Fenced):
                 await bus.append(subjects.append(request_id), data, stored.sequence)
                 break
-        await bus.publish_heartbeat("foreign-gateway-test", b"\xff")
+        await bus.heartbeats.publish("foreign-gateway-test", b"\xff")
         first = await http.get(f"/v1/requests/{request_id}")
         assert (first.status_code, first.json()["state"]) == (200, "running")
     seen = await ended(http, request_id)
@@ -328,11 +328,11 @@ async def test_a_request_that_could_not_be_recorded_is_cancelled(
     """The client is asked to try again, so no client waits for the first request."""
     cancels: list[str] = []
     await bus.watch_subjects(subjects.CANCELS_FILTER, cancels.append)
-    await bus._js.delete_stream(subjects.JOBS_STREAM)
+    await bus.connection.js.delete_stream(subjects.JOBS_STREAM)
     try:
         answer = await http.post(PATH, json=long(max_tokens=900))
     finally:
-        await bus.prepare(NatsConfig(), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     deadline = time.monotonic() + 10
     while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110

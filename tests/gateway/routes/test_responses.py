@@ -327,5 +327,5 @@ async def test_tenants_do_not_find_each_other_and_quotas_hold(another: Start, bu
         # A deleted response leaves no message in any stream.
         assert (await http.delete(url, headers=named)).json()["deleted"] is True
         for stream in (subjects.STEPS_STREAM, subjects.TOKENS_STREAM):
-            left = await bus.subjects_of(stream, "pm.>")
+            left = await bus.figures.subjects_of(stream, "pm.>")
             assert not [subject for subject in left if mine["id"] in subject]

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from ops.token_logs import read_log
 from shared import client
-from shared.bus import publishing, reading
+from shared.bus import bus as bus_module
+from shared.bus import reading
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import Config
@@ -146,17 +147,17 @@ async def test_without_a_store_nothing_is_handed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits, as for any other part of the broker, and no failure is counted."""
-    for module in (publishing, reading):
+    for module in (bus_module, reading):
         monkeypatch.setattr(module, "BROKER_DEADLINE_S", 0.3)
     config = config_for(model)
     async with renderer(broker.url, config):
-        await bus._js.delete_stream(subjects.MEDIA_STREAM)
+        await bus.connection.js.delete_stream(subjects.MEDIA_STREAM)
         try:
             await publish(bus, task_for(bus, model, messages_with([canary.url("/a.png")])))
             with pytest.raises(TimeoutError):
                 await sink.next(2.0)
         finally:
-            await bus.prepare(config.nats, config.delivery)
+            await bus.streams.prepare(config.nats, config.delivery)
         forwarded, _ = await sink.next_task()
     assert forwarded.header.path[-1].attempt > 1
 

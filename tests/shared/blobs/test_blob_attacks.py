@@ -323,7 +323,9 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
     for _ in range(KILLS):
         pid, name, key = (await owners.stdout.readline()).decode().split()
         address = BlobAddress(host_id(), name)
-        await bus.publish_heartbeat(name, to_json(Heartbeat("test", name, "0", 0, [], {}, address)))
+        await bus.heartbeats.publish(
+            name, to_json(Heartbeat("test", name, "0", 0, [], {}, address))
+        )
         with await reader.get(BlobRef(name, bytes.fromhex(key), MIB)) as blob:
             os.kill(int(pid), 9)
             assert bytes(blob.data) == b"a" * MIB

@@ -199,7 +199,7 @@ async def main():
     blobs = Blobs(bus, "test", "owner", BlobsConfig(arena_mib=16))
     await blobs.start()
     beat = Heartbeat("test", "owner", "0", 0, [], {}, blobs.address)
-    await bus.publish_heartbeat("owner", to_json(beat))
+    await bus.heartbeats.publish("owner", to_json(beat))
     print(to_msgpack(blobs.put("ab" * 32, [b"x" * 2**20], 60)).hex(), flush=True)
     await asyncio.sleep(60)
 

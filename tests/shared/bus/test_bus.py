@@ -11,7 +11,7 @@ from nats.js import api
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.embedded_server import EmbeddedServer
-from shared.bus.metering import LogUse
+from shared.bus.metering import LogUse, StreamMeter
 from shared.bus.replies import Replies
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
@@ -26,7 +26,7 @@ def model() -> str:
 
 
 async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1.0) -> Consumer:
-    return await bus.consume(
+    return await bus.queues.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer("renderer", model, "batch"),
         subjects.stage_filter("renderer", model, "batch"),
@@ -55,12 +55,14 @@ async def test_a_message_published_twice_is_delivered_once(bus: Bus, model: str)
 
 async def test_six_hundred_pulls_wait_at_one_consumer(bus: Bus, model: str) -> None:
     queue = subjects.STAGES_STREAM, subjects.stage_consumer("renderer", model, "batch")
-    await bus.create_consumer(*queue, subjects.stage_filter("renderer", model, "batch"), 30.0)
-    inbox = bus._nc.new_inbox()
-    replies = await bus._nc.subscribe(inbox)
+    await bus.queues.create(*queue, subjects.stage_filter("renderer", model, "batch"), 30.0)
+    inbox = bus.connection.nc.new_inbox()
+    replies = await bus.connection.nc.subscribe(inbox)
     pull = to_json({"batch": 1, "expires": 60_000_000_000})
     for _ in range(600):
-        await bus._nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{queue[0]}.{queue[1]}", pull, inbox)
+        await bus.connection.nc.publish(
+            f"$JS.API.CONSUMER.MSG.NEXT.{queue[0]}.{queue[1]}", pull, inbox
+        )
     for number in range(600):
         await put(bus, model, str(number))
     received = [await replies.next_msg(10) for _ in range(600)]
@@ -78,14 +80,14 @@ async def test_a_consumer_of_an_older_version_is_joined_and_keeps_its_limit_on_p
         ack_wait=7.0,
         max_ack_pending=-1,
     )
-    await bus._js.add_consumer(stream, older)
+    await bus.connection.js.add_consumer(stream, older)
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=9.0)
     assert (await consumer.next()).data == b"a"
-    found = (await bus._js.consumer_info(stream, durable)).config
+    found = (await bus.connection.js.consumer_info(stream, durable)).config
     assert (found.ack_wait, found.max_waiting) == (9.0, 512)
     # The older version still joins it.
-    await bus._js.add_consumer(stream, older)
+    await bus.connection.js.add_consumer(stream, older)
 
 
 async def test_an_unsettled_message_is_redelivered(bus: Bus, model: str) -> None:
@@ -174,9 +176,9 @@ async def test_the_logs_under_a_subject_are_measured(bus: Bus, model: str) -> No
     last = await bus.append(subjects.append(model, "one"), bytes(20), last)
     last = await bus.append(subjects.append(model, "two"), bytes(5), 0)
     logs = subjects.TOKENS_STREAM, subjects.tokens(model, "*")
-    found = await bus.measure_logs(*logs, LogUse())
+    found = await StreamMeter(bus).measure_logs(*logs, LogUse())
     assert found == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
-    assert await bus.measure_logs(*logs, found) == found
+    assert await StreamMeter(bus).measure_logs(*logs, found) == found
 
 
 async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:
@@ -192,8 +194,8 @@ async def test_a_missing_server_is_reported_with_its_url() -> None:
 async def test_requests_survive_a_connection_that_is_being_lost(broker: EmbeddedServer) -> None:
     """nats-py writes in the caller's task when its writer has ended before its reader notices."""
     bus = await Bus.connect(broker.url, "test-lost")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
-    nc = bus._nc
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus.connection.nc
     await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
     held = len(nc._subs)
     assert nc._flusher_task is not None
@@ -216,8 +218,8 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
 async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedServer) -> None:
     """nats-py's reader task would fail on a pong whose future was cancelled."""
     bus = await Bus.connect(broker.url, "test-deaf")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
-    nc = bus._nc
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus.connection.nc
     for _ in range(3):
         listening = asyncio.create_task(bus.subscribe(subjects.tokens("nobody")))
         while not nc._pongs:  # noqa: ASYNC110
@@ -236,7 +238,7 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
 ) -> None:
     """nats-py loses a cancellation in one of the loop steps between the reply and the caller."""
     bus = await Bus.connect(broker.url, "test-cancelled")
-    nc, replies = bus._nc, Replies()
+    nc, replies = bus.connection.nc, Replies()
     await nc.subscribe("test.cancelled")
 
     async def wait() -> None:
@@ -273,6 +275,6 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
 @pytest.mark.parametrize("data", [b"", b"\xff", b"{}", b"[" * 10_000, b'{"role":5}'])
 async def test_bytes_that_are_no_heartbeat_are_skipped(bus: Bus, data: bytes) -> None:
     beat = Heartbeat("test", f"test-{secrets.token_hex(4)}", "0", 1, [], {})
-    await bus.publish_heartbeat(beat.worker, to_json(beat))
-    await bus.publish_heartbeat(f"foreign-{secrets.token_hex(4)}", data)
-    assert beat in await bus.read_heartbeats()
+    await bus.heartbeats.publish(beat.worker, to_json(beat))
+    await bus.heartbeats.publish(f"foreign-{secrets.token_hex(4)}", data)
+    assert beat in await bus.heartbeats.read()

@@ -38,7 +38,7 @@ async def test_no_reconnection_survives_its_cancellation(
     refused = asyncio.Event()
 
     async def refuse(*_args: Any, **_options: Any) -> None:
-        reconnection, attempt = bus._nc._reconnection_task, asyncio.current_task()
+        reconnection, attempt = bus.connection.nc._reconnection_task, asyncio.current_task()
         if not reconnections:
             assert reconnection is not None
             assert attempt is not None
@@ -72,7 +72,7 @@ async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path
             async with asyncio.timeout(10):
                 while bus.is_connected == (password == "two"):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-        await bus.sync_clock()
+        await bus.connection.sync_clock()
         await bus.close()
     finally:
         process.terminate()

@@ -18,7 +18,7 @@ async def reports_no_leader(bus: Bus) -> bool:
     """Whether the cluster answers that it has no leader, not only that a server does not answer."""
     with contextlib.suppress(TimeoutError):
         try:
-            await bus._js.account_info()
+            await bus.connection.js.account_info()
         except APIError as error:
             return error.err_code is not None
     return False
@@ -32,7 +32,9 @@ async def test_a_worker_that_starts_during_an_election_waits_for_its_end(tmp_pat
         async with asyncio.timeout(ELECTED_S):
             while not await reports_no_leader(bus):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        preparing = asyncio.create_task(bus.prepare(NatsConfig(replicas=3), DeliveryConfig()))
+        preparing = asyncio.create_task(
+            bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        )
         # One of three servers can neither elect a leader nor store anything three times.
         async with asyncio.timeout(ELECTED_S):
             while not await reports_no_leader(bus):  # noqa: ASYNC110
@@ -41,7 +43,7 @@ async def test_a_worker_that_starts_during_an_election_waits_for_its_end(tmp_pat
         for number in (1, 2):
             await cluster.restart(number)
         await asyncio.wait_for(preparing, ELECTED_S)
-        info = await bus._js.stream_info(subjects.REQUESTS_STREAM)
+        info = await bus.connection.js.stream_info(subjects.REQUESTS_STREAM)
         assert info.config.num_replicas == 3
         await bus.close()
     finally:

@@ -38,12 +38,12 @@ async def test_a_call_is_repeated_until_a_renderer_reads_it(bus: Bus) -> None:
     async def be_older(msg: object) -> None:
         headers = msg.headers  # type: ignore[attr-defined]
         asked.append(headers[VERSION_HEADER])
-        await bus._nc.publish(msg.reply, b"", headers={VERSION_HEADER: "2"})  # type: ignore[attr-defined]
+        await bus.connection.nc.publish(msg.reply, b"", headers={VERSION_HEADER: "2"})  # type: ignore[attr-defined]
         if len(asked) == 2:
             await bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
             await older.unsubscribe()
 
-    older = await bus._nc.subscribe(subject, subjects.RENDERERS_GROUP, cb=be_older)
+    older = await bus.connection.nc.subscribe(subject, subjects.RENDERERS_GROUP, cb=be_older)
     question = TokenizeRequest(messages=[Message("user", [AudioPart(AudioURL("data:,"))])])
     assert await tokenize(bus, model, question) == Tokenized(1, 2, [3])
     assert asked == ["3", "3"]

@@ -1,6 +1,7 @@
 """Consumers and streams that are deleted while workers use them."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from shared.state import request_queue
 
 TASKS = subjects.stage_consumer("renderer", "demo", "batch")
 WHERE = subjects.stage_filter("renderer", "demo", "batch")
@@ -29,8 +31,8 @@ async def connect(own_broker: EmbeddedServer) -> AsyncIterator[Callable[..., Any
     async def connect(*, creates_streams: bool = True) -> Bus:
         bus = await Bus.connect(own_broker.url, "test")
         opened.append(bus)
-        bus.creates_streams = creates_streams
-        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        bus.streams.creates_streams = creates_streams
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
         return bus
 
     yield connect
@@ -45,15 +47,17 @@ async def put(bus: Bus, task: str) -> None:
 async def join(bus: Bus, queue: str) -> Puller:
     match queue:
         case "tasks":
-            return await bus.consume(subjects.STAGES_STREAM, TASKS, WHERE, 4, 30.0)
+            return await bus.queues.consume(subjects.STAGES_STREAM, TASKS, WHERE, 4, 30.0)
         case "slots":
             slots = [SlotQueue(None, TASKS, WHERE)]
-            return await bus.consume_slots(subjects.STAGES_STREAM, slots, 4, 30.0, lambda: 0.0)
+            return await bus.queues.consume_slots(
+                subjects.STAGES_STREAM, slots, 4, 30.0, lambda: 0.0
+            )
         case "requests":
-            return await bus.consume(*REQUESTS, 4, 30.0, feeds_tasks=True)
+            return await bus.queues.consume(*REQUESTS, 4, 30.0, feeds_tasks=True)
         case "cancels":
-            return await bus.consume(*CANCELS, 4, 30.0)
-    return await bus.consume(*RESPONSES, 4, 30.0)
+            return await bus.queues.consume(*CANCELS, 4, 30.0)
+    return await bus.queues.consume(*RESPONSES, 4, 30.0)
 
 
 async def fill(bus: Bus, queue: str, name: str) -> None:
@@ -70,7 +74,7 @@ async def fill(bus: Bus, queue: str, name: str) -> None:
 
 async def until_answered(bus: Bus) -> None:
     async with asyncio.timeout(ANSWER_S):
-        while bus.outages.is_open or bus._is_stale:  # noqa: ASYNC110
+        while bus.queues.outages.is_open or bus.streams.tasks.since_ms == math.inf:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -85,12 +89,12 @@ async def test_a_queue_that_is_deleted_comes_back(
     delivery = await asyncio.wait_for(puller.next(), ANSWER_S)
     await delivery.ack()
     if deleted == "consumer":
-        durable = next(durable for stream, durable in bus._queues if stream == puller.stream)
-        await bus._js.delete_consumer(puller.stream, durable)
+        durable = next(durable for stream, durable in bus.queues._queues if stream == puller.stream)
+        await bus.connection.js.delete_consumer(puller.stream, durable)
     else:
-        await bus._js.delete_stream(puller.stream)
+        await bus.connection.js.delete_stream(puller.stream)
         # A coordinator looks after a while, also where no worker notices it.
-        bus.check_streams()
+        bus.queues.check()
     await fill(bus, queue, "after")
     delivery = await asyncio.wait_for(puller.next(), ANSWER_S)
     assert delivery.data == b"after"
@@ -104,16 +108,16 @@ async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
     coordinator: Bus = await connect()
     bus: Bus = await connect(creates_streams=False)
     consumer = await join(bus, "tasks")
-    coordinator.creates_streams = False
+    coordinator.streams.creates_streams = False
     with capture_logs() as logs:
-        await bus._js.delete_stream(subjects.STAGES_STREAM)
+        await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
         async with asyncio.timeout(ANSWER_S):
-            while not bus.outages.is_open:  # noqa: ASYNC110
+            while not bus.queues.outages.is_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            while bus.outages._refusals[subjects.STAGES_STREAM, TASKS] < 8:  # noqa: ASYNC110
+            while bus.queues.outages._refusals[subjects.STAGES_STREAM, TASKS] < 8:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        coordinator.creates_streams = True
-        coordinator.check_streams()
+        coordinator.streams.creates_streams = True
+        coordinator.queues.check()
         await put(coordinator, "after")
         assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"after"
         await until_answered(bus)
@@ -131,17 +135,17 @@ async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
     consumer = await join(bus, "requests")
     await fill(bus, "requests", "before")
     admitted = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    assert admitted.stored_ms >= bus.tasks.since_ms
+    assert admitted.stored_ms >= bus.streams.tasks.since_ms
     await admitted.retry(3600)
-    await bus._js.delete_consumer(*REQUESTS[:2])
+    await bus.connection.js.delete_consumer(*REQUESTS[:2])
     again = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (again.data, again.attempt) == (b"before", 1)
-    assert again.stored_ms < bus.tasks.since_ms
+    assert again.stored_ms < bus.streams.tasks.since_ms
     await until_answered(bus)
-    assert again.stored_ms < bus.tasks.since_ms
+    assert again.stored_ms < bus.streams.tasks.since_ms
     await fill(bus, "requests", "after")
     new = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    assert new.stored_ms >= bus.tasks.since_ms
+    assert new.stored_ms >= bus.streams.tasks.since_ms
 
 
 async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
@@ -152,10 +156,10 @@ async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
     consumer = await join(bus, "requests")
     await fill(bus, "requests", "before")
     lost = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    await bus._js.delete_stream(subjects.REQUESTS_STREAM)
+    await bus.connection.js.delete_stream(subjects.REQUESTS_STREAM)
     await fill(bus, "requests", "after")
     new = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert new.sequence > lost.sequence
-    await bus._nc.publish(lost.receipt, b"+ACK")
+    await bus.connection.nc.publish(lost.receipt, b"+ACK")
     await bus.delete(subjects.REQUESTS_STREAM, lost.sequence)
-    assert await bus.get_queued_request(new.sequence) is not None
+    assert await request_queue.queued_request(bus, new.sequence) is not None

@@ -21,7 +21,7 @@ ANSWER_S = 10.0
 
 async def connect(broker: EmbeddedServer) -> Bus:
     bus = await Bus.connect(broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     return bus
 
 
@@ -34,7 +34,7 @@ def restart(broker: EmbeddedServer) -> None:
 async def lose_tasks(bus: Bus, broker: EmbeddedServer) -> None:
     """Restart the broker, and wait until the worker has noticed the loss."""
     lost = asyncio.Event()
-    bus.on_tasks_lost(lost.set)
+    bus.queues.on_tasks_lost(lost.set)
     restart(broker)
     await asyncio.wait_for(lost.wait(), ANSWER_S)
 
@@ -45,7 +45,7 @@ async def put(bus: Bus, task: str) -> None:
 
 async def consume_tasks(bus: Bus, ack_wait_s: float = 30.0) -> Consumer:
     where = subjects.stage_filter("renderer", "demo", "batch")
-    return await bus.consume(subjects.STAGES_STREAM, QUEUE, where, 8, ack_wait_s)
+    return await bus.queues.consume(subjects.STAGES_STREAM, QUEUE, where, 8, ack_wait_s)
 
 
 async def test_a_worker_goes_on_with_new_tasks_when_those_before_are_lost(
@@ -65,11 +65,11 @@ async def test_queues_without_a_worker_are_there_again(own_broker: EmbeddedServe
     bus = await connect(own_broker)
     where = subjects.stage_filter("renderer", "demo", "batch")
     queue = SlotQueue(None, QUEUE, where)
-    await bus.create_slot_consumers(subjects.STAGES_STREAM, [queue], 30.0)
+    await bus.queues.create_slots(subjects.STAGES_STREAM, [queue], 30.0)
     await lose_tasks(bus, own_broker)
     await put(bus, "a")
     async with asyncio.timeout(ANSWER_S):
-        while (depth := await bus.queue_depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
+        while (depth := await bus.figures.depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
     await bus.close()
@@ -92,7 +92,7 @@ async def test_an_acknowledgement_of_a_lost_task_settles_nothing(
     await lost.ack()
     assert time.monotonic() - began < 0.5, "the server would not answer"
     # Another worker may not have noticed the loss.
-    await bus._nc.publish(lost.receipt, b"+ACK")
+    await bus.connection.nc.publish(lost.receipt, b"+ACK")
     again = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (again.data, again.attempt) == (b"b", 2)
     await again.ack()
@@ -103,13 +103,13 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await connect(own_broker)
-    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    consumer = await bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     for name in ("ended", "put-off", "new"):
         await bus.publish(subjects.request("demo", "t"), name.encode(), name)
     ended, put_off, _ = [await consumer.next() for _ in range(3)]
     await ended.ack()
     await put_off.retry(3600)
-    await bus._nc.flush()
+    await bus.connection.nc.flush()
     restart(own_broker)
     found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
     assert found == {b"put-off", b"new"}
@@ -123,21 +123,21 @@ async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
     """Tasks are on disk in a cluster, and in the streams of older versions."""
     bus = await connect(own_broker)
     if storage is api.StorageType.FILE:
-        config = (await bus._js.stream_info(subjects.STAGES_STREAM)).config
-        await bus._js.delete_stream(subjects.STAGES_STREAM)
-        await bus._js.add_stream(config.evolve(storage=storage))
-        bus.tasks = await bus.find_tasks()
-    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+        config = (await bus.connection.js.stream_info(subjects.STAGES_STREAM)).config
+        await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
+        await bus.connection.js.add_stream(config.evolve(storage=storage))
+        bus.streams.tasks = await bus.streams.find_tasks()
+    consumer = await bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     await bus.publish(subjects.request("demo", "t"), b"put-off", "put-off")
     await (await consumer.next()).retry(3600)
-    await bus._nc.flush()
+    await bus.connection.nc.flush()
     if storage is api.StorageType.FILE:
         restart(own_broker)
         await put(bus, "a")
-    await bus.restore_streams()
+    await bus.queues.restore()
     # A coordinator that starts joins the same consumer.
     other = await connect(own_broker)
-    await other.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    await other.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     await bus.publish(subjects.request("demo", "t"), b"r", "r")
     delivery = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (delivery.data, delivery.attempt) == (b"r", 1)
@@ -149,13 +149,13 @@ async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
     own_broker: EmbeddedServer,
 ) -> None:
     first = await connect(own_broker)
-    consumer = await first.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    consumer = await first.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     await first.publish(subjects.request("demo", "t"), b"r", "r")
     await (await consumer.next()).retry(3600)
     await first.close()
     restart(own_broker)
     second = await connect(own_broker)
-    consumer = await second.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    consumer = await second.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"r"
     await second.close()
 
@@ -164,10 +164,10 @@ async def test_a_migration_creates_a_stream_of_tasks_that_is_known_as_another_on
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await connect(own_broker)
-    before = await bus.find_tasks()
-    await bus._js.delete_stream(subjects.STAGES_STREAM)
-    await bus.change_streams(await bus.find_stream_changes(bus.now_ms()))
-    assert (await bus.find_tasks()).first_sequence > before.first_sequence
+    before = await bus.streams.find_tasks()
+    await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
+    await bus.streams.change(await bus.streams.find_changes(bus.now_ms()))
+    assert (await bus.streams.find_tasks()).first_sequence > before.first_sequence
     await bus.close()
 
 
@@ -176,9 +176,9 @@ async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are
 ) -> None:
     bus = await connect(own_broker)
     now_ms = bus.now_ms()
-    assert bus.tasks.since_ms <= now_ms
-    bus._restore()
-    assert bus.tasks.since_ms == math.inf
-    await bus.restore_streams()
-    assert bus.tasks.since_ms <= now_ms
+    assert bus.streams.tasks.since_ms <= now_ms
+    bus._on_reconnect()
+    assert bus.streams.tasks.since_ms == math.inf
+    await bus.queues.restore()
+    assert bus.streams.tasks.since_ms <= now_ms
     await bus.close()

@@ -47,7 +47,7 @@ async def consume(
     """Return a consumer with a waiting pull at every queue."""
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
     stream = subjects.STAGES_STREAM
-    consumer = await bus.consume_slots(stream, queues, capacity, ack_wait_s, load)
+    consumer = await bus.queues.consume_slots(stream, queues, capacity, ack_wait_s, load)
     consumer.set_owned({*owned})
     consumer.on_reconnect()
     await until(lambda: all(queue.waits for queue in consumer._by_durable.values()))
@@ -125,7 +125,7 @@ async def test_a_hot_queue_is_asked_for_as_much_as_there_is_room_for(bus: Bus, m
         await put(bus, model, str(number), 2)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
     stream = subjects.STAGES_STREAM
-    consumer = await bus.consume_slots(stream, queues, 30, 30.0, lambda: 0.0)
+    consumer = await bus.queues.consume_slots(stream, queues, 30, 30.0, lambda: 0.0)
     consumer.set_owned(SLOTS)
     for _ in range(30):
         assert (await take(consumer)).attempt == 1
@@ -138,7 +138,7 @@ async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -
         await put(bus, model, str(number), number % 4 if number < 8 else None)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
     stream, found = subjects.STAGES_STREAM, set[bytes]()
-    consumer = await bus.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
+    consumer = await bus.queues.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
     for _ in range(10):
         delivery = await take(consumer)
         # Nothing was asked for beyond the credit, and so handed back.
@@ -183,11 +183,11 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
 async def test_pulls_that_the_broker_refuses_are_sent_again(bus: Bus, model: str) -> None:
     consumer = await consume(bus, model, owned=SLOTS)
     slot, durable, subject = queue_of(model, 3)
-    await bus._js.delete_consumer(subjects.STAGES_STREAM, durable)
+    await bus.connection.js.delete_consumer(subjects.STAGES_STREAM, durable)
     await until(lambda: consumer._by_durable[durable].backlog is None)
     await put(bus, model, "a", slot)
     stream = subjects.STAGES_STREAM
-    await bus.create_consumer(stream, durable, subject, 30.0, is_prioritized=True)
+    await bus.queues.create(stream, durable, subject, 30.0, is_prioritized=True)
     assert (await take(consumer)).data == b"a"
 
 
@@ -196,8 +196,8 @@ async def test_pulls_end_with_their_connection_and_are_sent_again(
 ) -> None:
     # The broker may have the message before the end of the connection, and sends it there.
     consumer = await consume(bus, model, owned=SLOTS, ack_wait_s=1.0)
-    assert bus._nc._transport is not None
-    bus._nc._transport.close()
+    assert bus.connection.nc._transport is not None
+    bus.connection.nc._transport.close()
     await put(other, model, "a", 1)
     assert (await take(consumer)).data == b"a"
 

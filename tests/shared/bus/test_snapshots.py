@@ -9,6 +9,7 @@ from nats.aio.msg import Msg
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.snapshots import StreamSnapshots
 
 
 async def test_a_restore_waits_until_its_listener_is_known(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ async def test_a_restore_waits_until_its_listener_is_known(tmp_path: Path) -> No
         # The broker has no JetStream, and the listener is in its place.
         await listener.subscribe("$JS.API.STREAM.RESTORE.LOGS", cb=name_subject)
         await listener.flush()
-        assert await bus.restore_snapshot("LOGS", {}, {}, [b"one"]) == 7
+        assert await StreamSnapshots(bus).restore_snapshot("LOGS", {}, {}, [b"one"]) == 7
         assert received == [b"one", b""]
     finally:
         await listener.close()

@@ -37,53 +37,55 @@ SUBJECTS = {
 @pytest.fixture
 async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
     bus = await Bus.connect(own_broker.url, "probes")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     yield bus
     await bus.close()
 
 
 async def states(bus: Bus) -> list[tuple[str, int, int]]:
-    infos = [await bus._js.stream_info(stream) for stream in SUBJECTS]
+    infos = [await bus.connection.js.stream_info(stream) for stream in SUBJECTS]
     return [(i.config.name or "", i.state.messages, i.state.last_seq) for i in infos]
 
 
 async def publish_to_all(bus: Bus) -> None:
     for subject in SUBJECTS.values():
         # A stream of a cluster may still elect its leader.
-        await retry_until(30, partial(bus._js.publish, subject, b"1"), (NatsError,), subject)
+        await retry_until(
+            30, partial(bus.connection.js.publish, subject, b"1"), (NatsError,), subject
+        )
 
 
 async def test_each_stream_that_refuses_to_store_is_found(
     own: Bus, own_broker: EmbeddedServer
 ) -> None:
-    assert await own.probe_streams() == {}
+    assert await own.streams.probe() == {}
     pid = int(own_broker.pid_file.read_text())
     unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, unlimited[1]))
     for subject in SUBJECTS.values():
         # The broker answers nothing to a publish whose write has failed.
         with pytest.raises(NatsTimeoutError):
-            await own._js.publish(subject, b"1", timeout=0.1)
+            await own.connection.js.publish(subject, b"1", timeout=0.1)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-    refusals = await own.probe_streams()
+    refusals = await own.streams.probe()
     assert refusals.keys() == SUBJECTS.keys()
     assert {refusal.needs_restart for refusal in refusals.values()} == {True}
     assert "file too large" in refusals[subjects.REQUESTS_STREAM].reason
     own_broker.end_process()
     own_broker.start()
     async with asyncio.timeout(20):
-        while await own.probe_streams():
+        while await own.streams.probe():
             pass
     await publish_to_all(own)
 
 
 async def test_a_probe_changes_nothing(own: Bus) -> None:
     await publish_to_all(own)
-    consumer = await own.consume(
+    consumer = await own.queues.consume(
         subjects.REQUESTS_STREAM, "coordinator", subjects.REQUESTS_FILTER, 1, 5.0
     )
     before = await states(own)
-    assert await own.probe_streams() == {}
+    assert await own.streams.probe() == {}
     assert await states(own) == before
     delivery = await asyncio.wait_for(consumer.next(), 10)
     assert delivery.data == b"1"
@@ -94,10 +96,10 @@ async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
     await brokers.start()
     bus = await Bus.connect(brokers.url, "probes")
     try:
-        await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
         await publish_to_all(bus)
         before = await states(bus)
-        assert await bus.probe_streams() == {}
+        assert await bus.streams.probe() == {}
         assert await states(bus) == before
     finally:
         await bus.close()
@@ -116,9 +118,9 @@ async def test_a_key_that_does_not_permit_a_probe_is_no_refusal(tmp_path: Path) 
     await asyncio.to_thread(server.start)
     login = Login(server.url, "coordinator", seed_file(keyring.folder, "coordinator"))
     bus = await Bus.connect(login, "coordinator")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     with capture_logs() as logs:
-        assert [await bus.probe_streams() for _ in range(2)] == [{}, {}]
+        assert [await bus.streams.probe() for _ in range(2)] == [{}, {}]
     skipped = [log["stream"] for log in logs if log["event"] == "stream_not_probed"]
     assert skipped == [subjects.REQUESTS_STREAM]
     await bus.close()

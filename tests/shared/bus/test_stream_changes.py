@@ -22,7 +22,7 @@ KIB = bytes(1024)
 @pytest.fixture
 async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NATS, DeliveryConfig())
+    await bus.streams.prepare(NATS, DeliveryConfig())
     yield bus
     await bus.close()
 
@@ -33,12 +33,12 @@ async def fill(bus: Bus, number: int) -> None:
 
 
 async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
-    bus.configure_streams(NATS, delivery, AgentConfig())
-    return await bus.find_stream_changes(bus.now_ms())
+    bus.streams.configure(NATS, delivery, AgentConfig())
+    return await bus.streams.find_changes(bus.now_ms())
 
 
 async def num_stored(bus: Bus) -> int:
-    return int((await bus._js.stream_info(subjects.TOKENS_STREAM)).state.messages)
+    return int((await bus.connection.js.stream_info(subjects.TOKENS_STREAM)).state.messages)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -57,7 +57,7 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
     await fill(own, 1500)
     other = await Bus.connect(own_broker.url, "coordinator-2")
     with capture_logs() as logs:
-        await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
+        await other.streams.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
     assert await num_stored(own) == 1500
     (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
     told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
@@ -74,12 +74,12 @@ async def test_a_start_does_not_advise_a_change_that_no_command_can_make(
     own: Bus, own_broker: EmbeddedServer
 ) -> None:
     """Tasks stay on disk where an older version has created their stream."""
-    config = (await own._js.stream_info(subjects.STAGES_STREAM)).config
-    await own._js.delete_stream(subjects.STAGES_STREAM)
-    await own._js.add_stream(config.evolve(storage=api.StorageType.FILE, first_seq=None))
+    config = (await own.connection.js.stream_info(subjects.STAGES_STREAM)).config
+    await own.connection.js.delete_stream(subjects.STAGES_STREAM)
+    await own.connection.js.add_stream(config.evolve(storage=api.StorageType.FILE, first_seq=None))
     other = await Bus.connect(own_broker.url, "coordinator-2")
     with capture_logs() as logs:
-        await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
+        await other.streams.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
     hints = {e["setting"]: e["hint"] for e in logs if e["event"] == "stream_differs"}
     assert hints == {"storage": NOT_CHANGED, "max_bytes": HOW_TO_CHANGE}
     await other.close()
@@ -91,7 +91,7 @@ async def test_a_smaller_limit_names_what_it_would_delete_and_deletes_that(own: 
     assert change.shrinks
     named = int(change.effect.removeprefix("would delete ").removesuffix(" messages"))
     assert await num_stored(own) == 1500
-    await own.change_streams([change])
+    await own.streams.change([change])
     assert abs(1500 - named - await num_stored(own)) <= 2
 
 
@@ -99,16 +99,16 @@ async def test_a_greater_limit_keeps_everything(own: Bus) -> None:
     await fill(own, 3)
     (change,) = await changes_to(own, DeliveryConfig(max_token_log_mib=4096))
     assert (change.effect, change.shrinks) == ("keeps all 3 messages", False)
-    await own.change_streams([change])
+    await own.streams.change([change])
     assert await changes_to(own, DeliveryConfig(max_token_log_mib=4096)) == []
 
 
 async def test_a_shorter_age_counts_what_is_older(own: Bus) -> None:
     await fill(own, 20)
     now_ms = own.now_ms()
-    own.configure_streams(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
-    assert not any(c.shrinks for c in await own.find_stream_changes(now_ms))
-    later = await own.find_stream_changes(now_ms + 61_000)
+    own.streams.configure(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
+    assert not any(c.shrinks for c in await own.streams.find_changes(now_ms))
+    later = await own.streams.find_changes(now_ms + 61_000)
     assert [c.effect for c in later if c.shrinks] == ["would delete 20 messages"]
 
 
@@ -122,28 +122,28 @@ async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own: Bus) -
 
 async def test_the_streams_of_an_older_version_work_until_they_are_changed(own: Bus) -> None:
     """What the commit before tenants had made: no subjects of theirs, and no steps."""
-    await own._js.delete_stream(subjects.STEPS_STREAM)
-    found = (await own._js.stream_info(subjects.CANCELS_STREAM)).config
-    await own._js.update_stream(found.evolve(subjects=["pm.cancel.*"]))
+    await own.connection.js.delete_stream(subjects.STEPS_STREAM)
+    found = (await own.connection.js.stream_info(subjects.CANCELS_STREAM)).config
+    await own.connection.js.update_stream(found.evolve(subjects=["pm.cancel.*"]))
     with capture_logs() as logs:
-        await own.prepare(NATS, DeliveryConfig())
+        await own.streams.prepare(NATS, DeliveryConfig())
     assert [
         (e["stream"], e["cluster_value"], e["value"]) for e in logs if "cluster_value" in e
     ] == [("CANCELS", "pm.cancel.*", "pm.cancel.>")]
     await own.publish_without_id(subjects.cancel("r-1"), b"")
     (change,) = await changes_to(own, DeliveryConfig())
-    await own.change_streams([change])
+    await own.streams.change([change])
     await own.publish_without_id(subjects.cancel("r-1@tenant"), b"")
 
 
 async def test_a_duplicate_window_of_an_older_version_is_removed(own: Bus) -> None:
     for stream in (subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM):
-        config = (await own._js.stream_info(stream)).config
-        await own._js.update_stream(config.evolve(sources=[], duplicate_window=120.0))
-    await own.prepare(NATS, DeliveryConfig())
+        config = (await own.connection.js.stream_info(stream)).config
+        await own.connection.js.update_stream(config.evolve(sources=[], duplicate_window=120.0))
+    await own.streams.prepare(NATS, DeliveryConfig())
     await own.publish(subjects.request("demo", "a"), b"{}", "r-1")
     assert await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
-    await own.change_streams(await changes_to(own, DeliveryConfig()))
+    await own.streams.change(await changes_to(own, DeliveryConfig()))
     assert await changes_to(own, DeliveryConfig()) == []
     assert not await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
 
@@ -160,12 +160,12 @@ async def test_a_duplicate_window_of_an_older_version_is_removed(own: Bus) -> No
 async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed(
     own: Bus, stream: str, less: dict[str, object]
 ) -> None:
-    config = (await own._js.stream_info(stream)).config
-    await own._js.update_stream(config.evolve(**less))
+    config = (await own.connection.js.stream_info(stream)).config
+    await own.connection.js.update_stream(config.evolve(**less))
     with pytest.raises(ConfigError, match=rf"stream {stream} has .*run `pagemill migrate`"):
-        await own.prepare(NATS, DeliveryConfig())
-    await own.change_streams(await own.find_stream_changes(own.now_ms()))
-    await own.prepare(NATS, DeliveryConfig())
+        await own.streams.prepare(NATS, DeliveryConfig())
+    await own.streams.change(await own.streams.find_changes(own.now_ms()))
+    await own.streams.prepare(NATS, DeliveryConfig())
 
 
 async def test_what_no_stream_can_change_stays(own: Bus) -> None:
@@ -173,8 +173,8 @@ async def test_what_no_stream_can_change_stays(own: Bus) -> None:
     assert [(c.difference.setting, c.effect) for c in changes] == [
         ("storage", "none: only a new stream can have it")
     ]
-    await own.change_streams(changes)
-    await own.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
+    await own.streams.change(changes)
+    await own.streams.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
     assert await changes_to(own, DeliveryConfig()) == []
 
 

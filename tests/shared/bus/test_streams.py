@@ -78,7 +78,7 @@ async def test_a_server_without_the_required_settings_is_refused(
     bus = await Bus.connect(url, "test")
     try:
         with pytest.raises(ConfigError, match=named):
-            await bus.prepare(NatsConfig(), DeliveryConfig())
+            await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     finally:
         await bus.close()
         process.kill()
@@ -93,7 +93,7 @@ async def test_a_server_that_is_too_old_is_refused(
     with pytest.raises(
         ConfigError, match=r"^nats-server \d+\.\d+\.\d+ is too old: 99\.0\.1 is required$"
     ) as refused:
-        await bus.prepare(NatsConfig(), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     assert refused.value.field == "nats.url"
     await bus.close()
 
@@ -102,7 +102,7 @@ async def test_unchecked_accepts_a_server_that_hides_its_settings(tmp_path: Path
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
     bus = await Bus.connect(url, "test")
     try:
-        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     finally:
         await bus.close()
         process.kill()
@@ -112,7 +112,7 @@ async def test_unchecked_accepts_a_server_that_hides_its_settings(tmp_path: Path
 async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) -> None:
     bus = await Bus.connect(broker.url, "test")
     with pytest.raises(ConfigError, match="replicas"):
-        await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
     await bus.close()
 
 
@@ -142,7 +142,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
     request = GenerateRequest("demo", [Message("user", "hello")])
     for number in range(2):
         await bus.publish("pm.request.demo", b"x", str(number))
@@ -163,7 +163,9 @@ async def test_prepare_waits_for_a_slow_broker(
     bus = await Bus.connect(own_broker.url, "test")
     os.kill(pid, signal.SIGSTOP)
     try:
-        preparing = asyncio.create_task(bus.prepare(NatsConfig(unchecked=True), DeliveryConfig()))
+        preparing = asyncio.create_task(
+            bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        )
         await asyncio.sleep(REPLY_TIMEOUT_S + 0.5)
         assert not preparing.done()
     finally:
@@ -175,14 +177,14 @@ async def test_prepare_waits_for_a_slow_broker(
 async def test_streams_in_memory_are_restored_after_a_restart(own_broker: EmbeddedServer) -> None:
     beat = Heartbeat("engine", "engine-1", "0", 1, [], {})
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
-    await bus.publish_heartbeat("engine-1", to_json(beat))
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    await bus.heartbeats.publish("engine-1", to_json(beat))
     own_broker.kill()
     own_broker.start()
-    await bus.publish_heartbeat("engine-1", to_json(beat))
-    assert await bus.heartbeat_lag_s("engine-1", observer="engine-1") == 0
-    assert await bus.heartbeat_lag_s("engine-2", observer="engine-1") == math.inf
-    assert await bus.read_heartbeats() == [beat]
+    await bus.heartbeats.publish("engine-1", to_json(beat))
+    assert await bus.heartbeats.lag_s("engine-1", observer="engine-1") == 0
+    assert await bus.heartbeats.lag_s("engine-2", observer="engine-1") == math.inf
+    assert await bus.heartbeats.read() == [beat]
     await bus.close()
 
 
@@ -202,9 +204,9 @@ async def test_batched_acks_reach_a_restarted_server(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     queue = subjects.REQUESTS_STREAM, "test", subjects.REQUESTS_FILTER
-    consumer = await bus.consume(*queue, 64, 30.0)
+    consumer = await bus.queues.consume(*queue, 64, 30.0)
     names = [str(number) for number in range(64)]
     await asyncio.gather(*(bus.publish(subjects.request("demo", "t"), b"", n) for n in names))
     deliveries = [await consumer.next() for _ in names]
@@ -215,7 +217,7 @@ async def test_batched_acks_reach_a_restarted_server(
     second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
     own_broker.start()
     await asyncio.gather(*first, *second)
-    depth = await bus.queue_depth(subjects.REQUESTS_STREAM, "test")
+    depth = await bus.figures.depth(subjects.REQUESTS_STREAM, "test")
     assert (depth.num_pending, depth.num_in_flight) == (0, 0)
     await bus.close()
 
@@ -235,8 +237,8 @@ async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
     process, url = start_server(tmp_path, settings)
     try:
         bus = await Bus.connect(url, "test")
-        bus.configure_streams(NatsConfig(), DeliveryConfig(), AgentConfig())
-        stored = {config.name: config.storage for config in bus._configs}
+        bus.streams.configure(NatsConfig(), DeliveryConfig(), AgentConfig())
+        stored = {config.name: config.storage for config in bus.streams.configs}
         await bus.close()
     finally:
         process.terminate()

@@ -114,10 +114,10 @@ async def test_the_broker_takes_a_name_as_subject_and_as_consumer(
         subjects.stage_consumer(stage, name, lane),
         subjects.stage_filter(stage, name, lane),
     )
-    consumer = await bus.consume(subjects.STAGES_STREAM, durable, where, 1, 10.0)
+    consumer = await bus.queues.consume(subjects.STAGES_STREAM, durable, where, 1, 10.0)
     await bus.publish(subjects.stage(stage, name, lane, "r1"), b"task", f"{durable}:1")
     delivery = await asyncio.wait_for(consumer.next(), 20)
     assert subjects.parts_of_stage(delivery.subject) == (stage, name, lane)
     await delivery.ack()
     assert durable.startswith(f"{stage.replace('_', '=5F')}_")
-    assert (await bus.queue_depth(subjects.STAGES_STREAM, durable)).subject == where
+    assert (await bus.figures.depth(subjects.STAGES_STREAM, durable)).subject == where

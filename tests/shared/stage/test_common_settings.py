@@ -59,7 +59,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         await compare_settings(first, "engine-2", CONFIG, log)
         assert lines == []
         # The server knows what the first connection answers before the second one asks.
-        await first._nc.flush()
+        await first.connection.nc.flush()
         await compare_settings(second, "renderer-1", changed(dtype="bfloat16"), log)
     (line,) = lines
     assert line.pop("other_worker") in ("engine-1", "engine-2")
@@ -92,7 +92,7 @@ async def test_a_worker_starts_whatever_is_answered(
         return answer
 
     await liar.add_group_responder(subjects.SETTINGS, "liars", lie)
-    await liar._nc.flush()
+    await liar.connection.nc.flush()
     with structlog.testing.capture_logs() as lines:
         await compare_settings(bus, "engine-1", CONFIG, structlog.get_logger())
     assert [line["other_value"] for line in lines] == [logged]

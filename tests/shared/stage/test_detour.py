@@ -85,7 +85,7 @@ async def rig(bus: Bus) -> AsyncIterator[Rig]:
     await blobs.start()
     model = f"m-{secrets.token_hex(4)}"
     queues = {
-        stage: await bus.consume(
+        stage: await bus.queues.consume(
             subjects.STAGES_STREAM,
             subjects.stage_consumer(stage, model, "interactive"),
             subjects.stage_filter(stage, model, "interactive"),

@@ -20,7 +20,7 @@ NAME = "ab" * 32
 async def tell(bus: Bus, model: str) -> None:
     """Publish a heartbeat of an engine, which counts as alive for three seconds."""
     beat = Heartbeat("engine", f"engine-{model}", "0", 1, [model], {})
-    await bus.publish_heartbeat(beat.worker, to_json(beat))
+    await bus.heartbeats.publish(beat.worker, to_json(beat))
 
 
 class Renderer:

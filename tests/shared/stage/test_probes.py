@@ -82,7 +82,7 @@ async def test_a_worker_without_streams_lives_and_is_not_ready(tmp_path: Path) -
         context._heard_s -= UNHEARD_S  # As long ago as that.
         assert await asyncio.to_thread(ask, context, "/ready") == (503, "no streams")
         assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
-        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
         async with asyncio.timeout(60):
             while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -96,25 +96,25 @@ async def test_a_worker_whose_queue_is_lost_is_not_ready_and_says_so_to_gateways
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
     try:
         await context.open_metrics()
         queue = subjects.stage_consumer("renderer", "demo", "batch")
         where = subjects.stage_filter("renderer", "demo", "batch")
-        await bus.consume(subjects.STAGES_STREAM, queue, where, 1, 30.0)
+        await bus.queues.consume(subjects.STAGES_STREAM, queue, where, 1, 30.0)
         context.ready(["demo"], dict)
-        bus.creates_streams = False
-        await bus._js.delete_stream(subjects.STAGES_STREAM)
+        bus.streams.creates_streams = False
+        await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
         async with asyncio.timeout(30):
             while await asyncio.to_thread(ask, context, "/ready") != (503, "no queue"):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-            while not any(beat.load for beat in await bus.read_heartbeats()):  # noqa: ASYNC110
+            while not any(beat.load for beat in await bus.heartbeats.read()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-            bus.creates_streams = True
+            bus.streams.creates_streams = True
             while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-            while any(beat.load for beat in await bus.read_heartbeats()):  # noqa: ASYNC110
+            while any(beat.load for beat in await bus.heartbeats.read()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
     finally:
         await context.close()

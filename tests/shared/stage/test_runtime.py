@@ -210,7 +210,7 @@ async def main(context):
 
     context.step("reading weights", measure)
     async def reports():
-        while not (found := await context.bus.read_start_reports()):
+        while not (found := await context.bus.heartbeats.read_starts()):
             await asyncio.sleep(0.02)
         return found
     (report,) = await reports()
@@ -220,11 +220,11 @@ async def main(context):
     assert (report.role, report.worker) == (context.role, context.worker)
     assert report.done_bytes % 100 == 0 < report.done_bytes
     assert report.total_bytes == 1000
-    assert await context.bus.read_heartbeats() == [], "a starting worker counts as ready"
+    assert await context.bus.heartbeats.read() == [], "a starting worker counts as ready"
     context.ready(["demo"], dict)
-    while not await context.bus.read_heartbeats():
+    while not await context.bus.heartbeats.read():
         await asyncio.sleep(0.02)
-    assert await context.bus.read_start_reports() == []
+    assert await context.bus.heartbeats.read_starts() == []
 
 config = Config(models={"demo": ModelConfig(path="unused")}, nats=NatsConfig(unchecked=True))
 sys.exit(uvloop.run(runtime.run("engine", main, config, sys.argv[1], "demo", None)))

@@ -55,7 +55,7 @@ async def publish(bus: Bus, model: str, request_id: str, num_slots: int, text: i
 
 
 async def subjects_of(bus: Bus, model: str) -> list[str]:
-    found = await bus.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
+    found = await bus.figures.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
     return [subject for subject in found if subjects.model_of_stage(subject) == model]
 
 
@@ -117,7 +117,7 @@ async def test_a_task_is_in_the_queue_of_its_slot_once(bus: Bus, model: str) -> 
 
 async def test_coordinators_make_the_consumers_of_all_slots(bus: Bus, model: str) -> None:
     await create_queues(make_context(bus, model, 4))
-    found = {depth.subject for depth in await bus.queue_depths(subjects.STAGES_STREAM)}
+    found = {depth.subject for depth in await bus.figures.depths(subjects.STAGES_STREAM)}
     for lane in subjects.LANES:
         filters = {subjects.stage_filter("engine", model, lane, slot) for slot in (None, *range(4))}
         assert filters <= found
@@ -254,7 +254,7 @@ async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: 
         foreign = Heartbeat("engine", "engine-3", "1", 1, ["other"], {})
 
         async def is_alone() -> bool:
-            await bus.publish_heartbeat(foreign.worker, to_json(foreign))
+            await bus.heartbeats.publish(foreign.worker, to_json(foreign))
             return owned() == [{*range(16)}] * 2
 
         await until(is_alone)
@@ -264,7 +264,7 @@ async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: 
 
         async def has_company() -> bool:
             for beat in (other, foreign):
-                await bus.publish_heartbeat(beat.worker, to_json(beat))
+                await bus.heartbeats.publish(beat.worker, to_json(beat))
             return owned() == [expected] * 2
 
         await until(has_company)

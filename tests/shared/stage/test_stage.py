@@ -38,7 +38,7 @@ from shared.stage.pipelines import pipeline_of
 from shared.stage.runtime import Shutdown
 from shared.stage.stage import Stage
 from shared.stage.worker_loop import serve
-from shared.state import dead_letters, output_ends
+from shared.state import dead_letters, output_ends, request_queue
 from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
 from shared.telemetry.metrics import Metrics
@@ -74,7 +74,7 @@ def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") 
 async def consume(
     bus: Bus, role: str, model: str, ack_wait_s: float = POLICY.ack_wait_s
 ) -> Consumer:
-    return await bus.consume(
+    return await bus.queues.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer(role, model, "interactive"),
         subjects.stage_filter(role, model, "interactive"),
@@ -236,7 +236,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.
-    assert await bus.get_queued_request(accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
 async def test_what_cannot_be_read_ends_its_request_at_once(
@@ -252,7 +252,7 @@ async def test_what_cannot_be_read_ends_its_request_at_once(
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
-    assert await bus.get_queued_request(accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.sequence) is None
     letter = await dead_letter(bus, request_id)
     assert letter is not None
     assert (letter.request, letter.tenant, letter.input) == (request, "somebody", b"garbage")
@@ -268,7 +268,7 @@ async def test_what_cannot_be_read_ends_no_other_request(
     msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.sequence, 0)
     await bus.publish(subject, b"garbage", msg_id)
     await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
-    assert await bus.get_queued_request(accepted.sequence) is not None
+    assert await request_queue.queued_request(bus, accepted.sequence) is not None
     assert await bus.acknowledge(accepted.receipt)
 
 
@@ -361,7 +361,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     assert await stage.claim(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
-    assert await bus.get_queued_request(accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
 async def test_a_request_in_hand_at_two_deaths_is_poison(
@@ -521,7 +521,7 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     await stage.finish(job)
     assert inbox.num_in_flight == 0
     queue = subjects.stage_consumer("renderer", model, "interactive")
-    backlog = await bus.queue_depth(subjects.STAGES_STREAM, queue)
+    backlog = await bus.figures.depth(subjects.STAGES_STREAM, queue)
     assert (backlog.num_pending, backlog.num_in_flight) == (0, 0)
 
 

@@ -33,7 +33,7 @@ from shared.protocol.task_messages import (
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
-from shared.state import output_ends
+from shared.state import output_ends, request_queue
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
 
@@ -134,7 +134,7 @@ async def settled(bus: Bus, header: TaskHeader) -> None:
     async def is_gone() -> bool:
         if await is_queued(bus, header.request_id):
             return False
-        return await bus.get_queued_request(ticket.sequence) is None
+        return await request_queue.queued_request(bus, ticket.sequence) is None
 
     await until(is_gone)
 

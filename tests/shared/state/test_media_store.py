@@ -25,7 +25,7 @@ async def stored(bus: Bus, num_bytes: int) -> tuple[str, bytes]:
 
 async def newest(bus: Bus) -> int:
     """Return the last sequence of the stream."""
-    return (await bus.sequence_range(subjects.MEDIA_STREAM))[1]
+    return (await bus.figures.sequence_range(subjects.MEDIA_STREAM))[1]
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ async def test_only_the_last_holder_is_alone(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
-    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    await bus.heartbeats.publish(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     names = [f"{worker}:{number}" for number in range(6)]
     await asyncio.gather(
         *(request_registry.register(bus, request_id, note, name) for name in names)
     )
-    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    await bus.heartbeats.publish(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     alone = await asyncio.gather(
         *(request_registry.unregister(bus, request_id, name) for name in names)
     )
@@ -59,7 +59,7 @@ async def test_a_late_heartbeat_means_alive(bus: Bus) -> None:
         await request_registry.register(bus, request_id, note, name)
     leaving = asyncio.create_task(request_registry.unregister(bus, request_id, "gateway-alive:b"))
     await asyncio.sleep(0.3)
-    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    await bus.heartbeats.publish(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     assert not await leaving
 
 

@@ -51,7 +51,7 @@ async def test_foreign_bytes_on_every_subject_do_not_hide_the_status(
     worker = f"engine-{secrets.token_hex(4)}"
     await put_attempt(bus, request_id, worker)
     beat = Heartbeat("engine", worker, "0", 1, ["m"], {})
-    await bus.publish_heartbeat(worker, to_json(beat))
+    await bus.heartbeats.publish(worker, to_json(beat))
     for subject in (
         subjects.attempts(request_id),
         subjects.append(request_id),
@@ -68,13 +68,13 @@ async def test_a_request_counts_the_tasks_of_its_own_slot(bus: Bus) -> None:
     for slot, num_tasks in ((None, 1), (3, 2)):
         durable = subjects.stage_consumer("engine", model, "batch", slot)
         where = subjects.stage_filter("engine", model, "batch", slot)
-        await bus.create_consumer(subjects.STAGES_STREAM, durable, where, 30.0)
+        await bus.queues.create(subjects.STAGES_STREAM, durable, where, 30.0)
         for number in range(num_tasks):
             name = f"{model}-{slot}-{number}"
             data = envelope.encode(engine_task(name, [1], model=model), [])
             await bus.publish(subjects.stage("engine", model, "batch", name, slot), data, name)
     beat = Heartbeat("engine", worker, "0", 1, [model], {})
-    await bus.publish_heartbeat(worker, to_json(beat))
+    await bus.heartbeats.publish(worker, to_json(beat))
     status = await request_status.find(bus, f"{model}-3-0")
     assert (status.state, status.stage) == ("queued", "engine")
     assert "2 tasks are queued, 0 in flight" in status.why
@@ -90,7 +90,7 @@ async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
     assert (await request_status.find(bus, request_id)).why == nobody
     for model, said in (("other", nobody), ("m", f"{nobody}; {stage}-m is starting: loading")):
         report = StartReport("engine", f"{stage}-{model}", "0", 1, "loading", model, stage)
-        await bus.publish_start_report(report.worker, to_json(report))
+        await bus.heartbeats.publish_start(report.worker, to_json(report))
         assert (await request_status.find(bus, request_id)).why == said
 
 
@@ -104,7 +104,7 @@ async def test_a_foreign_number_of_parts_is_no_record(
     status = await request_status.find(bus, request_id)
     assert (status.state, "3 prompts" in status.why) == ("unknown", parts == "3")
     # The list is cut, and other tests leave hundreds of tasks.
-    await bus._js.purge_stream(subjects.STAGES_STREAM)
+    await bus.connection.js.purge_stream(subjects.STAGES_STREAM)
     listed = [row.request_id for row in (await RequestLister(bus).update()).requests]
     assert (request_id in listed) == (parts != "3")
 
@@ -128,7 +128,7 @@ async def test_a_worker_with_other_figures_than_an_engine_works_on_its_request(
     await put_task(bus, request_id, envelope.encode(task, []))
     worker = f"talker-{secrets.token_hex(4)}"
     await put_attempt(bus, request_id, worker)
-    await bus.publish_heartbeat(
+    await bus.heartbeats.publish(
         worker, to_json(Heartbeat("talker", worker, "0", 1, ["m"], {"waiting": 2.0}))
     )
     status = await request_status.find(bus, request_id)

@@ -47,7 +47,7 @@ async def test_where_a_response_is_and_what_it_waits_for(bus: Bus) -> None:
     for step in steps:
         await log.append(step)
         if log.state.num_steps > 1:
-            await bus.publish_heartbeat(beat.worker, to_json(beat))
+            await bus.heartbeats.publish(beat.worker, to_json(beat))
             found = await find_any_tenants(bus, log.response_id)
             assert found is not None
             told.append((found.state, found.turn, found.call, found.why))
@@ -85,7 +85,7 @@ async def test_a_dead_response_is_given_to_the_agents_again_unless_it_has_ended(
     await bus.publish(name, to_msgpack(letter), log.response_id)
     await bus.purge(subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER)
     await dead_letters.requeue_response(bus, letter)
-    assert (await bus.stream_size(subjects.RESPONSES_STREAM))[0] == 1
+    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     with pytest.raises(NotFound):
         await dead_letters.find(bus, log.response_id)
     await log.append(Ended(0, "failed", 2))

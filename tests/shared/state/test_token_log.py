@@ -56,10 +56,10 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
 
 async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
-    before = set(bus._nc._subs)
+    before = set(bus.connection.nc._subs)
     log = follow(bus, request_id)
     assert isinstance(await anext(log), Failure)
-    assert set(bus._nc._subs) == before
+    assert set(bus.connection.nc._subs) == before
     assert [record async for record in log] == []
 
 
@@ -136,7 +136,7 @@ async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
 ) -> None:
     """It looks into the new log behind the last message that it has read of the lost one."""
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
     for position in range(8):
         other = await LogWriter.open(bus, "other", attempt=1)
         await other.tokens(delta(position))
@@ -164,7 +164,7 @@ async def test_a_log_in_memory_may_end_with_fewer_records_than_were_read_before_
     own_broker: EmbeddedServer, request_id: str, is_live: bool
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
     lost = await LogWriter.open(bus, request_id, attempt=1)
     for position in range(4):
         await lost.tokens(delta(position))

@@ -30,7 +30,7 @@ async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
     """Publish a worker's heartbeat, and reply with its metrics."""
     metrics = Metrics("engine", worker, "demo")
     beat = Heartbeat("engine", worker, "0", os.getpid(), ["demo"], {})
-    await bus.publish_heartbeat(worker, to_json(beat))
+    await bus.heartbeats.publish(worker, to_json(beat))
     if answers:
         await bus.add_responder(subjects.METRICS, lambda _: to_json(metrics.snapshot()))
     return metrics
@@ -86,7 +86,7 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, model: str) -> None:
     for slot in (2, None, 0):
         durable = subjects.stage_consumer("engine", model, lane, slot)
         subject = subjects.stage_filter("engine", model, lane, slot)
-        await bus.create_consumer(stream, durable, subject, 30.0)
+        await bus.queues.create(stream, durable, subject, 30.0)
         name = f"{model}-{slot}"
         await bus.publish(subjects.stage("engine", model, lane, name, slot), b"task", name)
         stored = await bus.read_last(stream, subject)
@@ -100,7 +100,7 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, model: str) -> None:
 async def test_queues_have_depth_and_age(bus: Bus, model: str) -> None:
     lanes = {}
     for lane in subjects.LANES:
-        lanes[lane] = await bus.consume(
+        lanes[lane] = await bus.queues.consume(
             subjects.STAGES_STREAM,
             subjects.stage_consumer("renderer", model, lane),
             subjects.stage_filter("renderer", model, lane),

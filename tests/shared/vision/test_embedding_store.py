@@ -66,7 +66,7 @@ async def start(bus: Bus) -> AsyncIterator[Start]:
             await blobs.start()
             stack.push_async_callback(blobs.close)
             beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
-            await bus.publish_heartbeat(worker, to_json(beat))
+            await bus.heartbeats.publish(worker, to_json(beat))
             return EmbeddingStore(bus, blobs, config, MODEL, role), blobs
 
         yield start

@@ -15,6 +15,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.steps import ResponseTask, decode_step
 from shared.responses.state import state_of
+from shared.state import request_queue
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
 
@@ -38,7 +39,7 @@ async def _remove_logs(bus: Bus, end: int | None) -> int:
     written = await _subjects_after(bus, subjects.TOKENS_STREAM, subjects.TOKENS_FILTER, end)
     suspects = {subjects.id_of_log(subject) for subject in written}
     if suspects:
-        async for queued in bus.queued_requests():
+        async for queued in request_queue.queued_requests(bus):
             suspects.discard(request_id_of(queued.msg_id, queued.data, queued.subject) or "")
     num_removed = 0
     for request_id in suspects:

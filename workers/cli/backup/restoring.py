@@ -3,7 +3,9 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 
-from shared.bus.bus import DEAD_AFTER_S, Bus
+from shared.bus.bus import Bus
+from shared.bus.heartbeats import DEAD_AFTER_S
+from shared.bus.snapshots import StreamSnapshots
 from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from workers.cli.backup.archive import Archive, read_parts
@@ -46,7 +48,7 @@ async def check_target(bus: Bus, *, replace: bool) -> list[str]:
     """Return the streams to remove first. Raises InvalidRequest for a broker in use."""
     # A restore must not remove records of the audit log.
     removable = [stream for stream in (*ORDER, *DERIVED) if stream != subjects.AUDIT_STREAM]
-    existing = await bus.streams_among(removable)
+    existing = await StreamSnapshots(bus).streams_among(removable)
     if subjects.WORKERS_STREAM in existing and (living := await _living(bus)):
         names = ", ".join(living[:MAX_NAMED])
         raise InvalidRequest(f"{len(living)} workers run ({names}): stop all of them first")
@@ -73,16 +75,17 @@ async def restore(
     progress: Progress,
 ) -> Mended:
     """Replace the broker's streams with the streams of a checked archive. Raises Unavailable."""
+    snapshots = StreamSnapshots(bus)
     for stream in existing:
-        await bus.remove_stream(stream)
-    remaining = await bus.streams_among([subjects.AUDIT_STREAM])
+        await snapshots.remove_stream(stream)
+    remaining = await snapshots.streams_among([subjects.AUDIT_STREAM])
     for part in manifest.parts:
         if part.stream in remaining:
             continue
         config = part.config | {"num_replicas": replicas}
         with archive.open(part.file) as file:
             data = _counted(read_parts(file), part, progress)
-            await bus.restore_snapshot(part.stream, config, part.state, data)
+            await snapshots.restore_snapshot(part.stream, config, part.state, data)
         progress(part.stream, part.bytes, part.bytes)
     return await mend(bus, manifest.log_ends)
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 
 from shared.bus.bus import Bus
+from shared.bus.snapshots import StreamSnapshots
 from shared.errors import NotFound
 from shared.protocol.encoding import to_json
 from shared.stage.runtime import VERSION
@@ -29,20 +30,25 @@ async def take_backup(bus: Bus, archive: Archive, progress: Progress) -> Manifes
     Raises NotFound for a broker without streams of Pagemill, and Unavailable.
     """
     began_s = int(bus.now_ms() / 1000)
-    streams = await bus.streams_among(ORDER)
+    snapshots = StreamSnapshots(bus)
+    streams = await snapshots.streams_among(ORDER)
     if not streams:
         raise NotFound("the broker has no streams of Pagemill: nothing to back up")
-    log_ends = {name: (await bus.sequence_range(name))[1] for name in LOGS if name in streams}
-    parts = [await _take(bus, archive, stream, progress) for stream in streams]
-    manifest = Manifest(FORMAT, VERSION, bus.server_version, began_s, log_ends, parts)
+    log_ends = {
+        name: (await bus.figures.sequence_range(name))[1] for name in LOGS if name in streams
+    }
+    parts = [await _take(snapshots, archive, stream, progress) for stream in streams]
+    manifest = Manifest(FORMAT, VERSION, snapshots.server_version, began_s, log_ends, parts)
     with archive.write(MANIFEST_FILE) as file:
         file.write(to_json(manifest))
     return manifest
 
 
-async def _take(bus: Bus, archive: Archive, stream: str, progress: Progress) -> StreamPart:
+async def _take(
+    snapshots: StreamSnapshots, archive: Archive, stream: str, progress: Progress
+) -> StreamPart:
     digest, size, name = hashlib.sha256(), 0, file_of(stream)
-    async with bus.open_snapshot(stream, with_consumers=stream not in QUEUES) as snapshot:
+    async with snapshots.open_snapshot(stream, with_consumers=stream not in QUEUES) as snapshot:
         num_bytes = int(snapshot.state["bytes"])
         with archive.write(name) as file:
             async for chunk in snapshot.chunks:

@@ -40,8 +40,8 @@ async def migrate(
     """
     loaded = load(config)
     async with connected(settings.login_of(loaded, given_url=nats), "migrate") as bus:
-        bus.configure_streams(loaded.nats, loaded.delivery, loaded.agent)
-        changes = await bus.find_stream_changes(bus.now_ms())
+        bus.streams.configure(loaded.nats, loaded.delivery, loaded.agent)
+        changes = await bus.streams.find_changes(bus.now_ms())
         if json:
             for change in changes:
                 print_json(_row(change))
@@ -67,7 +67,7 @@ async def migrate(
             return 1
         names = ", ".join(f"{c.difference.stream} {c.difference.setting}".strip() for c in possible)
         async with audited(bus, "migrate", names):
-            await bus.change_streams(possible)
+            await bus.streams.change(possible)
         print_line(f"changed: {len(possible)}")
     return 0
 

@@ -104,7 +104,7 @@ async def _read_served(login: Login) -> set[str]:
         async with connected(login, "models") as bus:
             return {
                 name
-                for beat in await bus.read_heartbeats()
+                for beat in await bus.heartbeats.read()
                 if beat.role in roles
                 for name in beat.models
             }

@@ -91,7 +91,7 @@ async def _unserved_named(bus: Bus, model: str) -> AsyncIterator[None]:
     try:
         yield
     except Unavailable:
-        beats = [beat for beat in await bus.read_heartbeats() if beat.role == RENDERER]
+        beats = [beat for beat in await bus.heartbeats.read() if beat.role == RENDERER]
         served = {name for beat in beats for name in beat.models}
         if served and model not in served:
             names = ", ".join(sorted(served))

@@ -70,7 +70,7 @@ async def _until_encoded(bus: Bus) -> None:
     await asyncio.sleep(1.0)
     async with asyncio.timeout(20):
         while True:
-            backlog = await bus.queue_depth(subjects.STAGES_STREAM, durable)
+            backlog = await bus.figures.depth(subjects.STAGES_STREAM, durable)
             if not backlog.num_pending and not backlog.num_in_flight:
                 return
             await asyncio.sleep(0.1)

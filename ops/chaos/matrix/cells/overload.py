@@ -119,7 +119,7 @@ async def _in_parallel(function: Callable[[str], Awaitable[object]], ids: list[s
 async def no_common_credit(deployment: Deployment) -> None:
     """Check that no consumer bounds what all workers together hold: one could use it up alone."""
     async with deployment.bus("credit") as bus:
-        js = bus._js
+        js = bus.connection.js
         for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM):
             for info in await js.consumers_info(stream):
                 if info.config.max_ack_pending != -1:

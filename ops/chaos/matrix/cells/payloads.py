@@ -267,7 +267,7 @@ async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
     pids = {slot.pid for slot in deployment.pool.slots if slot.role == "renderer"}
-    return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
+    return [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
 
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:

@@ -1,0 +1,62 @@
+"""The queue of clients' requests, in which a request stays until it has ended."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from nats.errors import Error as NatsError
+from nats.js import api
+from nats.js.errors import NotFoundError
+
+from shared.bus.bus import Bus
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.requests import TENANT_HEADER
+from shared.protocol.versions import version_of
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """Request as published by its client."""
+
+    data: bytes
+    tenant: str
+    """Tenant in the subject, or else in the header; "" without either."""
+    subject: str
+    msg_id: str | None
+    version: int
+    """Version that a reader needs."""
+
+
+async def queued_request(bus: Bus, sequence: int) -> QueuedRequest | None:
+    """Return a client's request that has not ended; None if it is no longer queued."""
+    message = await _get_request(bus, sequence, is_next=False)
+    return None if message is None else _to_queued_request(message)
+
+
+async def queued_requests(bus: Bus) -> AsyncIterator[QueuedRequest]:
+    """Yield all clients' requests that have not ended. Raises Unavailable."""
+    sequence = 1
+    while (message := await _get_request(bus, sequence, is_next=True)) is not None:
+        yield _to_queued_request(message)
+        sequence = (message.seq or 0) + 1
+
+
+async def _get_request(bus: Bus, sequence: int, *, is_next: bool) -> api.RawStreamMsg | None:
+    # Unlike a direct get, this reads from the leader of the stream.
+    subject = subjects.REQUESTS_FILTER if is_next else None
+    try:
+        return await bus.connection.js.get_msg(
+            subjects.REQUESTS_STREAM, sequence, subject=subject, next=is_next
+        )
+    except NotFoundError:
+        return None
+    except NatsError as error:
+        raise Unavailable(f"the broker did not return request {sequence}") from error
+
+
+def _to_queued_request(message: api.RawStreamMsg) -> QueuedRequest:
+    subject, headers = message.subject or "", message.headers or {}
+    tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
+    return QueuedRequest(
+        message.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
+    )
