@@ -63,7 +63,7 @@ class Bus:
         self._nc, self._js = connection.nc, connection.js
         self.streams = StreamKeeper(connection, creates_streams=creates_streams)
         self.queues = Queues(connection, self.streams)
-        self.figures = StreamFigures(self)
+        self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
         self._live: set[LiveSubscription] = set()
         self._closing = False

@@ -1,20 +1,20 @@
 """Figures of streams and queues: sizes, sequences, and how many messages wait."""
 
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.bus.reading import answered
+from shared.bus.connection import REPLY_TIMEOUT_S, Connection
+from shared.bus.reading import StoredMessage, answered
 from shared.errors import NotFound, Unavailable
 
-if TYPE_CHECKING:
-    from shared.bus.bus import Bus
+ReadNext = Callable[[str, int, str], Awaitable[StoredMessage | None]]
+"""`Bus.read_next`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class QueueDepth:
 class StreamFigures:
     """The figures of one broker's streams and queues."""
 
-    def __init__(self, bus: "Bus") -> None:
-        self._bus = bus
-        self._nc, self._js = bus.connection.nc, bus.connection.js
+    def __init__(self, connection: Connection, read_next: ReadNext) -> None:
+        self._nc, self._js = connection.nc, connection.js
+        self._read_next = read_next
 
     async def sequence_range(self, stream: str) -> tuple[int, int]:
         """Return the first and the last sequence of a stream."""
@@ -93,7 +93,7 @@ class StreamFigures:
         """
         if not depth.num_pending:
             return None
-        oldest = await self._bus.read_next(stream, depth.last_delivered + 1, depth.subject)
+        oldest = await self._read_next(stream, depth.last_delivered + 1, depth.subject)
         return None if oldest is None else oldest.stored_ms
 
     async def size(self, stream: str) -> tuple[int, float | None]:

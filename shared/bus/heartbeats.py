@@ -1,22 +1,28 @@
 """Heartbeats and start reports: the workers that live, and the progress of those that start."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from shared.bus.reading import StoredMessage
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
-
-if TYPE_CHECKING:
-    from shared.bus.bus import Bus
 
 # Heartbeats come every second; a worker without one for this long counts as dead.
 DEAD_AFTER_S = 3.0
 
 
+class _Streams(Protocol):
+    """The methods of `Bus` that heartbeats need."""
+
+    async def publish_without_id(self, subject: str, data: bytes) -> None: ...
+    async def read(self, stream: str, subject: str) -> list[StoredMessage]: ...
+    async def read_last(self, stream: str, subject: str) -> StoredMessage | None: ...
+
+
 class Heartbeats:
     """The latest reports of all workers, in a stream that keeps one message of each."""
 
-    def __init__(self, bus: "Bus") -> None:
+    def __init__(self, bus: _Streams) -> None:
         self._bus = bus
 
     async def publish(self, worker: str, data: bytes) -> None:

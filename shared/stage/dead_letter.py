@@ -2,6 +2,7 @@
 
 import traceback
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol import subjects
@@ -9,7 +10,6 @@ from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import DeadLetter
 from shared.protocol.records import error_info
 from shared.stage.job import Job
-from shared.state import request_queue
 from shared.tenants.storage_quotas import has_exceeded
 
 # The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.errors import PagemillError, Unavailable
@@ -11,7 +12,6 @@ from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
 from shared.stage.retry import NO_HISTORY, History
-from shared.state import request_queue
 from shared.state.token_log import LogWriter
 from shared.telemetry.metrics import Metrics
 

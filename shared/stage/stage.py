@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.blobs.store import Blobs
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.codec.envelope import TensorData
@@ -30,7 +31,7 @@ from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
 from shared.stage.endings import end_with_error, leave_queues
 from shared.stage.job import Job, StageCounters, request_is_settled
-from shared.state import output_ends, request_queue
+from shared.state import output_ends
 from shared.state.log_records import is_final
 from shared.state.token_log import LogWriter, finish_request, last_record
 from shared.telemetry.metrics import Metrics

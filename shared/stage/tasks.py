@@ -7,6 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
+from shared.bus.request_queue import QueuedRequest
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, Unavailable
@@ -19,7 +20,6 @@ from shared.protocol.task_messages import Task, TaskBody, TaskHeader
 from shared.protocol.versions import WIRE_VERSION, check_version, needed_version
 from shared.stage.edge_functions import input_of_follower
 from shared.stage.slots import slot_of_task
-from shared.state.request_queue import QueuedRequest
 
 
 class _AnyHeader(Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.codec.envelope import TensorData
@@ -23,7 +24,6 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Forward, WorkerLoop
-from shared.state import request_queue
 from workers.coordinator import worker as coordinator
 
 CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import structlog
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
@@ -12,7 +13,6 @@ from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import Context
-from shared.state import request_queue
 from shared.state.token_log import last_record
 from workers.coordinator import worker as coordinator
 

@@ -14,6 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared.blobs.store import Blobs
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.client import follow
 from shared.codec import envelope
@@ -27,7 +28,7 @@ from shared.protocol.records import Failure, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.protocol.task_messages import KVBlob, RequestTicket
 from shared.stage.runtime import Context
-from shared.state import dead_letters, request_queue
+from shared.state import dead_letters
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
 from tests.engine.core.test_kv_events import put_task

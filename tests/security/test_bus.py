@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from nats.aio.client import Client
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.bus.login import Login, TlsFiles, seed_file
@@ -29,7 +30,6 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.requests import tenant_header
-from shared.state import request_queue
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas

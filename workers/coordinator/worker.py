@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from weakref import WeakValueDictionary
 
+from shared.bus import request_queue
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import (
@@ -32,7 +33,7 @@ from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop, create_queues
-from shared.state import output_ends, request_queue
+from shared.state import output_ends
 from shared.state.log_records import is_final
 from shared.state.text_alone import cut_outputs
 from shared.state.token_log import close_outputs, end_request, last_record

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ops.chaos.processes.cluster import Cluster as BrokerCluster
-from shared.bus import streams
+from shared.bus import request_queue, streams
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.snapshots import Snapshot, StreamSnapshots
@@ -22,7 +22,6 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.records import TokenChunk
 from shared.protocol.steps import Begun, Ended, ResponseTask, decode_response_task
-from shared.state import request_queue
 from shared.state.log_records import is_final
 from shared.state.step_log import StepLog
 from shared.state.token_log import end_request, last_record

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Puller
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from shared.state import request_queue
 
 TASKS = subjects.stage_consumer("renderer", "demo", "batch")
 WHERE = subjects.stage_filter("renderer", "demo", "batch")

@@ -10,6 +10,7 @@ import pytest
 
 from ops.token_logs import read_log
 from shared.blobs.store import Blobs
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.reading import StoredMessage
@@ -38,7 +39,7 @@ from shared.stage.pipelines import pipeline_of
 from shared.stage.runtime import Shutdown
 from shared.stage.stage import Stage
 from shared.stage.worker_loop import serve
-from shared.state import dead_letters, output_ends, request_queue
+from shared.state import dead_letters, output_ends
 from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
 from shared.telemetry.metrics import Metrics

@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from ops.token_logs import read_log
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
@@ -33,7 +34,7 @@ from shared.protocol.task_messages import (
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
-from shared.state import output_ends, request_queue
+from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
 

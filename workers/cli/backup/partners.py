@@ -9,13 +9,13 @@ removed, and the request is unknown, like all later ones.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.steps import ResponseTask, decode_step
 from shared.responses.state import state_of
-from shared.state import request_queue
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
 
