@@ -9,12 +9,12 @@ from shared.protocol.records import AnyRecord, ChoiceDelta, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 
 MAX_RECORD_VALUES = 1 << 15
-"""Token ids and log probabilities in one record, at some 20 bytes each. The outputs of one step
-stay together even beyond it."""
+"""Limit on token ids and log probabilities in one record, at about 20 bytes each. The outputs of
+one step stay together even if they exceed it."""
 
 
 def num_for_record(outputs: list[RequestOutput]) -> int:
-    """How many of the first outputs go into one record: at least one if there are any."""
+    """Return the number of first outputs that go into one record: at least one if there are any."""
     num_values = 0
     for num_outputs, output in enumerate(outputs):
         num_values += _num_values(output)
@@ -55,7 +55,7 @@ def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
 
 
 def logged_choices(records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
-    """The tokens of each choice that are in a log; no choices for an empty log."""
+    """Return the tokens of each choice that are in a log; no choices for an empty log."""
     if not records:
         return []
     token_ids: list[list[int]] = [[] for _ in range(n)]

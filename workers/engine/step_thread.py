@@ -29,8 +29,8 @@ class _Growth(NamedTuple):
 class StepThread(Generic[Owner]):
     """Runs the steps of an engine core, which no other thread may use after the start.
 
-    Every output is returned with the owner that was added with its request. The request id would
-    not identify it: outputs of an earlier attempt may still be queued when the next one starts.
+    Every output is returned with the owner that was added with its request. The request id is not
+    sufficient: outputs of an earlier attempt may still be queued when the next attempt starts.
     """
 
     _core: EngineCore
@@ -55,7 +55,7 @@ class StepThread(Generic[Owner]):
         self._commands.put((request, owner))
 
     def extend_speech(self, request_id: str, speech: SpokenText) -> None:
-        """Let a talker go on with more of the text of a request."""
+        """Give a talker more of the text of a request."""
         self._commands.put(_Growth(request_id, speech))
 
     def cancel(self, request_id: str) -> None:
@@ -75,7 +75,7 @@ class StepThread(Generic[Owner]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the thread has nothing to do: all requests wait for what others write."""
+        """Whether the thread has nothing to do: all requests wait for input from other workers."""
         return self._is_idle
 
     def _run(self) -> None:

@@ -2,7 +2,7 @@
 
 Every block is in one of three states:
 
-held      its reference count is above 0: one for each sequence that has it in its block table
+held      its reference count is above 0: one for each sequence with this block in its block table
 empty     it is free and its content is not registered
 findable  it is free but registered: it can be found by its hash until it is allocated again
 
@@ -46,7 +46,7 @@ class BlockPool:
         return len(self._empty) + len(self._findable)
 
     def can_allocate(self, num_blocks: int, also_held: Collection[int] = ()) -> bool:
-        """Return True if `num_blocks` are free, not counting those of `also_held`."""
+        """Return True if `num_blocks` blocks are free, not counting the blocks in `also_held`."""
         return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in also_held)
 
     def allocate(self, num_blocks: int) -> list[int]:

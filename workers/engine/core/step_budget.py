@@ -1,12 +1,12 @@
-"""Budget of one step of the scheduler: how many tokens of each kind it may still have."""
+"""Budget of one step of the scheduler: the numbers of tokens of each kind that are left."""
 
 from dataclasses import dataclass, field, replace
 
 from workers.engine.core.sequence import ScheduledSequence, Sequence
 
 MAX_PROMPT_LOGITS = 256
-"""Prompt tokens of a step that may have logits, beside the sampled ones: a row of 152,000 logits
-in float32 has 0.6 MB and takes a millisecond to process."""
+"""Limit of a step on prompt tokens with logits, in addition to sampled tokens: a row of 152,000
+logits in float32 has 0.6 MB and takes a millisecond to process."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class StepBudget:
     def can_start(self, sequence: Sequence, num_cached: int = 0) -> bool:
         """Return whether a waiting sequence can have tokens in this step.
 
-        Once one of the batch lane cannot because of an item, no other that has items can.
+        Once a batch sequence cannot start because of an item, no other batch sequence with items
+        can.
         """
         if self.batch_items is not None and sequence.request.lane == "batch":
             starts = sequence.starts_of_items(num_cached)

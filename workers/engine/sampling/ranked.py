@@ -1,8 +1,8 @@
-"""The draw of `truncation` from the most probable tokens alone, where these decide it.
+"""The draw of `truncation`, computed from the most probable tokens alone where these decide it.
 
-Behind a filter that leaves only ranked tokens, no other token matters. top_p alone needs the mass
-of the whole vocabulary, of which bounds will do: if both lead to the same threshold, it is the
-exact one. Rows that the ranked tokens do not decide are truncated over the whole vocabulary.
+If a filter leaves only ranked tokens, no other token matters. top_p alone needs the mass of the
+whole vocabulary, but bounds on it suffice: if both bounds lead to the same threshold, the threshold
+is exact. Rows that the ranked tokens do not decide are truncated over the whole vocabulary.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def rank(logits: Tensor) -> Ranked:
     num_rows, vocab_size = logits.shape
     num_groups = vocab_size // GROUP_SIZE
     if num_groups > NUM_RANKED:
-        # The greatest logits, or others that equal them, are in the groups of the greatest maxima.
+        # The greatest logits, or equal ones, are in the groups with the greatest maxima.
         groups = logits[:, : num_groups * GROUP_SIZE].view(num_rows, num_groups, -1)
         maxima = groups.amax(2)
         chosen = _find_greatest(maxima)
@@ -52,7 +52,8 @@ def rank(logits: Tensor) -> Ranked:
         token_ids = torch.cat([token_ids, ungrouped.expand(num_rows, -1)], 1)
         found = logits.gather(1, token_ids)
         if logits.device.type == "cpu":
-            # As many logits as there are chosen groups are at least as great as their maxima.
+            # Each chosen group has a logit at its maximum, so `NUM_RANKED` logits reach the least
+            # of the maxima.
             found, token_ids = _drop_below(maxima.gather(1, chosen).amin(1), found, token_ids)
     else:
         token_ids = torch.arange(vocab_size, device=logits.device).expand(num_rows, -1)
@@ -128,7 +129,7 @@ def _find_greatest(values: Tensor) -> Tensor:
 def _drop_below(least: Tensor, values: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of each row that are not below its `least`, and their tokens.
 
-    All have the columns of the row that has most; the others are filled with minus infinity.
+    Shorter rows are padded with minus infinity to the length of the longest row.
     """
     num_rows, num_columns = values.shape
     kept = torch.from_numpy(np.flatnonzero(~(values < least[:, None]).numpy()))

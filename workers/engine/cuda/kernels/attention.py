@@ -144,7 +144,7 @@ def _attend(
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
-    # Row r is query r // GROUP of the tile, and head r % GROUP of those that share the KV head.
+    # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
     position = first_position + r // GROUP
