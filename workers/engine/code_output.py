@@ -100,10 +100,12 @@ class CodeOutput:
         self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
     ) -> bool:
         for delta in merge_deltas(outputs):
-            found = (token_id for token_id in delta.token_ids if token_id in self.codes)
-            await _append_frames(
-                log, delta.position, [[self.codes.index(token_id)] for token_id in found], spoken
-            )
+            frames = [
+                [self.codes.index(token_id)]
+                for token_id in delta.token_ids
+                if token_id in self.codes
+            ]
+            await _append_frames(log, delta.position, frames, spoken)
         return any(output.choices for output in outputs)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
@@ -161,8 +163,8 @@ class TalkerOutput:
             for delta in chunk.choices:
                 read += delta.token_ids
             is_whole = any(delta.finish_reason is not None for delta in chunk.choices)
-            known = None if is_whole else num_inputs + max(0, len(read) - 1)
-            yield SpokenText(speech.prompt_token_ids, [*read], speech.voice, known)
+            num_ready = None if is_whole else num_inputs + max(0, len(read) - 1)
+            yield SpokenText(speech.prompt_token_ids, [*read], speech.voice, num_ready)
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
@@ -256,10 +258,10 @@ def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
 
 
 def _check_voices(voices: Sequence[str], talker: "Talker", key: str) -> None:
-    known = ", ".join(sorted(talker.voices))
+    names = ", ".join(sorted(talker.voices))
     for voice in voices:
         if not talker.has_voice(voice):
-            message = f"the model has no voice {voice!r}; it has {known}"
+            message = f"the model has no voice {voice!r}; it has {names}"
             raise ConfigError(f"{key}.voices: {message}", field=f"{key}.voices")
 
 

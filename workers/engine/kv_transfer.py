@@ -68,9 +68,9 @@ async def store(
     adapter: str | None,
     runs: Sequence[KVRun],
     ttl_s: float,
-    made: list[BlobRef],
+    refs: list[BlobRef],
 ) -> list[KVBlob]:
-    """Store blocks until the arena is full. Each reference is added to `made` at once."""
+    """Store blocks until the arena is full. Each reference is added to `refs` at once."""
     stored: list[KVBlob] = []
     for run in runs:
         name = layout.name_of(adapter, run.hashes)
@@ -78,7 +78,7 @@ async def store(
         if ref is None:
             _log.warning("kv_not_stored", blobs=len(stored), of=len(runs))
             break
-        made.append(ref)
+        refs.append(ref)
         # The stored bytes are hashed, not `run`: a blob of this name may exist already, from
         # another batch, and its keys and values may differ in their last bits.
         with await blobs.get(ref) as blob:

@@ -28,8 +28,8 @@ def _num_values(output: RequestOutput) -> int:
     for delta in output.choices:
         num_values += len(delta.token_ids)
         logprobs += delta.logprobs or []
-    for found in logprobs:
-        num_values += 1 + len(found.top_token_ids)
+    for token_logprobs in logprobs:
+        num_values += 1 + len(token_logprobs.top_token_ids)
     return num_values
 
 
@@ -50,7 +50,7 @@ def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
         position=deltas[0].position,
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         text="".join(delta.text for delta in deltas),
-        logprobs=[found for delta in deltas for found in delta.logprobs or []] or None,
+        logprobs=[logprobs for delta in deltas for logprobs in delta.logprobs or []] or None,
     )
 
 

@@ -65,7 +65,7 @@ def _add_to_mean(s: ScheduledSequence, states: Tensor) -> Tensor:
 
 def _embedding_of(hidden: Tensor, params: EmbeddingParams, pooling: Pooling) -> bytes:
     """Return the first values of a hidden state [hidden_size], as 32-bit floats."""
-    kept = hidden[: params.dimensions]
+    values = hidden[: params.dimensions]
     if pooling.normalize if params.normalize is None else params.normalize:
-        kept = torch.nn.functional.normalize(kept, dim=0)
-    return kept.cpu().numpy().astype("<f4").tobytes()
+        values = torch.nn.functional.normalize(values, dim=0)
+    return values.cpu().numpy().astype("<f4").tobytes()

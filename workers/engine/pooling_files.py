@@ -62,15 +62,15 @@ def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Po
 
 
 def _read_mode(file: Path) -> Literal["last", "mean"]:
-    found = _read(file, dict[str, Any])
-    key, named = "pooling_mode", found.get("pooling_mode")
+    settings = _read(file, dict[str, Any])
+    key, value = "pooling_mode", settings.get("pooling_mode")
     modes = {
         name.removeprefix(_PREFIX): name
-        for name, value in found.items()
-        if name.startswith(_PREFIX) and value is True
+        for name, is_set in settings.items()
+        if name.startswith(_PREFIX) and is_set is True
     }
-    if named is not None:
-        names = named if isinstance(named, list) else [named]
+    if value is not None:
+        names = value if isinstance(value, list) else [value]
         if not all(isinstance(name, str) for name in names):
             raise _refusal(file, key, "must be the name of a mode, or a list of names")
         modes = dict.fromkeys(names, key)

@@ -243,8 +243,8 @@ class EngineWorker:
     async def _compile(
         self, header: TaskHeader, progress: Callable[[], Awaitable[None]]
     ) -> Grammar | None:
-        wanted = header.sampling.structured_outputs
-        if wanted is None:
+        outputs = header.sampling.structured_outputs
+        if outputs is None:
             return None
         if self._grammars is None:
             raise InvalidGrammar(
@@ -255,7 +255,7 @@ class EngineWorker:
         assert header.ticket is not None
         try:
             tenant = header.ticket.tenant
-            return await self._grammars.compile(wanted, tenant, progress, header.lane)
+            return await self._grammars.compile(outputs, tenant, progress, header.lane)
         except Overloaded as full:
             # The pause leaves room in this worker for requests of other tenants.
             raise NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full

@@ -175,15 +175,15 @@ class Scheduler:
         """Return the budget of the next step, including the limits of the batch lane."""
         most = self.max_num_batched_tokens
         # Waiting sequences count too: they are likely to be admitted in the next step.
-        known = (*self._running, *self._waiting)
-        interactive = (s for s in known if s.request.lane != "batch")
+        sequences = (*self._running, *self._waiting)
+        interactive = (s for s in sequences if s.request.lane != "batch")
         num_interactive = min(most, sum(s.num_computable_tokens for s in interactive))
         if num_interactive:
             self._last_interactive = self._num_steps
         elif self._num_steps - self._last_interactive > RECENT_STEPS:
             return StepBudget(most, most, most)
         limit = max_batch_tokens(self.step_cost, num_interactive)
-        first = min(known, key=_priority, default=None)
+        first = min(sequences, key=_priority, default=None)
         is_batch_first = first is None or first.request.lane == "batch"
         items = 1 if num_interactive == 0 or is_batch_first else 0
         return StepBudget(most, most, most if limit is None else min(most, limit), items)

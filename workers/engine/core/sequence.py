@@ -251,8 +251,8 @@ class Sequence:
     @property
     def num_computable_tokens(self) -> int:
         """Tokens that can go through the model now; the others wait for their inputs."""
-        known = None if self.speech is None else self.speech.num_inputs
-        num_ready = self.num_tokens if known is None else min(known, self.num_tokens)
+        num_inputs = None if self.speech is None else self.speech.num_inputs
+        num_ready = self.num_tokens if num_inputs is None else min(num_inputs, self.num_tokens)
         # The tokens of the prefix cache may be ahead of the text that has been read again.
         return max(0, num_ready - self.num_computed_tokens)
 

@@ -45,8 +45,8 @@ def _report(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
     try:
         return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
-        (what, *_) = [*str(error).splitlines(), type(error).__name__]
-        return FolderReport(reason=f"config.json cannot be read: {what}")
+        (first_line, *_) = [*str(error).splitlines(), type(error).__name__]
+        return FolderReport(reason=f"config.json cannot be read: {first_line}")
 
 
 def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:

@@ -115,15 +115,15 @@ class Qwen3Talker(Talker):
         predictor = self._predictor
         cache = DynamicCache(config=predictor.config)
         first = self._talker.get_input_embeddings()(self._tensor(codes))
-        inputs, found = torch.stack([hidden, first], dim=1), []
+        inputs, residuals = torch.stack([hidden, first], dim=1), []
         for number, (table, head) in enumerate(
             zip(predictor.get_input_embeddings(), predictor.lm_head, strict=True), 1
         ):
             states = predictor.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
             logits = head(states.last_hidden_state[:, -1])
-            found.append(choose_codes(logits, sequences, number))
-            inputs = table(self._tensor(found[-1]))[:, None]
-        return list(zip(*found, strict=True))
+            residuals.append(choose_codes(logits, sequences, number))
+            inputs = table(self._tensor(residuals[-1]))[:, None]
+        return list(zip(*residuals, strict=True))
 
     def forward(
         self,

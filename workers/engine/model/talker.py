@@ -103,10 +103,10 @@ class Talker(LanguageAdapter):
         if not sampled:
             return sampled
         tokens = [token for (token,) in sampled]
-        found = self.residuals(hidden, [token.token_id for token in tokens], sequences)
+        residuals = self.residuals(hidden, [token.token_id for token in tokens], sequences)
         return [
             [token._replace(residual=residual)]
-            for token, residual in zip(tokens, found, strict=True)
+            for token, residual in zip(tokens, residuals, strict=True)
         ]
 
     def has_voice(self, name: str) -> bool:
@@ -166,8 +166,8 @@ def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: 
     # A request has one speech, so the number of the choice is free for the number of the codebook.
     points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
     at = torch.tensor(points, dtype=torch.float64, device=logits.device)
-    found: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
-    return found
+    codes: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
+    return codes
 
 
 def run_decoder(

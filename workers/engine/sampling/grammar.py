@@ -119,8 +119,8 @@ class GrammarCompiler:
         exception of `progress`.
         """
         definition = to_llguidance(outputs)
-        if (known := self._find(definition)) is not None:
-            return known
+        if (grammar := self._find(definition)) is not None:
+            return grammar
         key = (tenant, lane, definition)
         task = self._pending.get(key)
         if task is None or task.cancelling():
@@ -160,8 +160,8 @@ class GrammarCompiler:
         niceness = BATCH_NICENESS if is_batch else 0
         async with slots.turn(tenant, self._max_held):
             # Another tenant may have had the same definition compiled meanwhile.
-            if (known := self._find(definition)) is not None:
-                return known
+            if (cached := self._find(definition)) is not None:
+                return cached
             is_wanted = partial(slots.is_wanted, tenant)
             reason = await check_grammar(definition, is_wanted, niceness)
             if not reason:

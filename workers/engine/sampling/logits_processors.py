@@ -169,9 +169,9 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
         ).to(logits.device)
 
     # A repeated token is written several times, always with the same score.
-    seen = flat_indexes(all_tokens=True)
-    scores, factor = flat[seen], penalties[seen // vocab_size, 0]
-    flat[seen] = torch.where(scores < 0, scores * factor, scores / factor)
+    tokens = flat_indexes(all_tokens=True)
+    scores, factor = flat[tokens], penalties[tokens // vocab_size, 0]
+    flat[tokens] = torch.where(scores < 0, scores * factor, scores / factor)
     generated, counts = torch.unique(flat_indexes(all_tokens=False), return_counts=True)
     _, frequency, presence = penalties[generated // vocab_size].T
     flat[generated] -= frequency * counts + presence

@@ -251,10 +251,10 @@ def _attend_keys(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:  # tanh, written with exp2
             scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
-        seen = n[None, :] <= position[:, None]
+        is_visible = n[None, :] <= position[:, None]
         if WINDOW:
-            seen &= n[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+            is_visible &= n[None, :] > position[:, None] - WINDOW
+        scores = tl.where(is_visible, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row may have seen no key yet, and -inf - -inf is NaN.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
