@@ -205,7 +205,7 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
         rendered = render(Processor(ModelConfig(str(tmp_path))), messages, [])
         assert rendered == render(Processor(ModelConfig(str(plain))), messages, [])
     (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no chat template can be read"):
+    with pytest.raises(ConfigError, match="the chat template cannot be read"):
         Processor(ModelConfig(str(tmp_path)))
 
 

@@ -1,7 +1,7 @@
 """Preview path: prompts rendered for clients, without the caches of the render path.
 
-It neither reads the render path's caches nor adds to them, so a client can neither learn from them
-what other clients have sent nor evict it.
+The preview path neither reads these caches nor adds to them, so a client can neither detect the
+media of other clients in them nor evict them.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -61,9 +61,9 @@ class PreviewPath:
         *,
         with_data: bool,
     ) -> RenderedFeatures:
-        """Render a prompt for another server, which calls the model `model_id`.
+        """Render a prompt for another server. `model_id` is the name of the model there.
 
-        Raises what `render` raises.
+        Raises the errors of `render`.
         """
         token_ids = await self._tokenize(processor, asked)
         images: list[ProcessedImage] = []
@@ -87,7 +87,7 @@ class PreviewPath:
         return RenderedFeatures(token_ids, features)
 
     async def tokenize(self, processor: Processor, asked: Prompt, tenant: str = "") -> list[int]:
-        """Return token ids with room for the media, however many.
+        """Return token ids with room for the media, without a limit on their number.
 
         Raises a RequestError.
         """
@@ -102,7 +102,7 @@ class PreviewPath:
 
     async def _tokenize(self, processor: Processor, asked: Prompt) -> list[int]:
         if asked.features:
-            raise UnsupportedContent("these media are rendered already", field="features")
+            raise UnsupportedContent("the media in features are already rendered", field="features")
         return await self._in_thread(processor.tokenize, asked)
 
     async def _expand(
@@ -121,8 +121,11 @@ class PreviewPath:
     async def _process_media(
         self, processor: Processor, asked: Prompt, tenant: str
     ) -> AsyncIterator[tuple[prompt.MediaPart, bytes | Samples, ProcessedImage]]:
-        """Yield the media parts, processed, with what vLLM's mm_hash covers of each: the samples
-        of a sound, or the file. Each is read when its turn comes."""
+        """Yield the media parts, the input of vLLM's mm_hash, and the processed media.
+
+        The input of the hash is the samples of a sound, or else the file. Each medium is read when
+        the previous one has been processed.
+        """
 
         def process(
             media: DecodedMedia, field: str, sampling: FrameSampling
@@ -137,7 +140,7 @@ class PreviewPath:
         async for part, data in self._files(asked, tenant):
             opened = partial(self._open, process, part, data, tenant)
             image, samples = await self._decoders.run(part.modality, opened)
-            # vLLM's file of a sequence of JPEG files is what follows the head of its URL.
+            # For vLLM, the file of a JPEG sequence begins after the head of its URL.
             yield part, data.removeprefix(SEQUENCE_HEAD) if samples is None else samples, image
 
     async def _files(
@@ -174,16 +177,16 @@ def _record(
 
 @dataclass(eq=False)
 class Budget:
-    """The bytes that still fit into an answer."""
+    """Limit on the bytes of an answer."""
 
     _max_bytes: int
     _num_bytes: int = 0
 
     def spend(self, num_bytes: int, field: str) -> None:
-        """Raises PayloadTooLarge."""
+        """Count these bytes. Raises PayloadTooLarge."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             raise PayloadTooLarge(
-                f"the media's tensors have more than the {self._max_bytes} bytes of a message",
+                f"the media's tensors exceed the limit of {self._max_bytes} bytes of a message",
                 field=field,
             )

@@ -1,4 +1,4 @@
-"""The render path: prompts and images for an engine. Processed images are cached and reused."""
+"""Render path: renders prompts and images for an engine, and caches processed images."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -49,14 +49,14 @@ class RenderPath:
         begun: Callable[[], None] = lambda: None,
         advanced: Callable[[], Awaitable[None]] = _nothing,
     ) -> Rendered:
-        """Return token ids, and items with their tensors or, if those are large, references.
+        """Return token ids, and items with their tensors or, for large tensors, references.
 
-        `ttl_s` is how long the engine may fetch the referenced payloads. Without a `header` no
-        engine will, and no encoder is asked. References are in `made` as long as the caller has to
-        release them. `begun` is called in a thread when one is free for this work, and `advanced`
+        The engine may fetch the referenced payloads for `ttl_s`. Without a `header`, no engine
+        fetches them, and no task is published for encoders. `made` has the references that the
+        caller must release. `begun` is called in a thread when the work begins, and `advanced`
         after each image.
 
-        Raises a RequestError, or what `media` raises.
+        Raises a RequestError, or the errors of `media`.
         """
 
         def begin() -> list[int]:
@@ -71,11 +71,11 @@ class RenderPath:
         if asked.token_ids is not None:
             ranges = await self._in_text_thread(processor.check_features, asked, embeds)
         is_item = asked.token_ids is not None
-        # The tokens that the next medium may have, one of them in place of its placeholder.
+        # Largest number of tokens of the next medium. The first one replaces its placeholder.
         room = processor.max_model_len - (not embeds) - len(token_ids) + 1
         prepared: list[PreparedImage] = []
-        # One image at a time, which is dropped once it is processed: eight rasters of the largest
-        # size would be a gigabyte.
+        # Images are processed one at a time, and each is dropped after it: eight rasters of the
+        # largest size would need a gigabyte.
         async for part, source in _sources(asked, media):
             async with _keeping(media, source):
                 image = await self.images.prepare(
@@ -114,7 +114,7 @@ async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
 async def _sources(
     asked: Prompt, media: RequestMedia
 ) -> AsyncIterator[tuple[prompt.MediaPart, Source]]:
-    """Yield the media's files, or processed items; each is read when its turn comes."""
+    """Yield files of media, or processed items. Each is read when the iteration reaches it."""
     for part in prompt.media_parts(asked.messages):
         yield part, await media.read(part.url, part.field, part.modality)
     fields = prompt.feature_fields(asked.features, "kwargs_data")

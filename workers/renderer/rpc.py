@@ -1,9 +1,9 @@
 """Renderer RPC: calls that renderers answer directly, such as rendering or tokenizing a prompt.
 
 Calls share the threads with work for engines, but use at most half of them, and calls beyond a
-bound are refused at once, so that no answer waits for a token count. Recordings are split beside
-these calls, in the processes that decode media. Tenants take turns, and under overload the tenant
-with the most calls is refused.
+limit are refused at once, so that rendering for answers does not wait for token counts. Recordings
+are split in the processes that decode media, with separate slots. Tenants take turns, and under
+overload the tenant with the most calls is refused.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.threads import InThread
 
-# Calls in flight; at ten milliseconds each, the last of them waits less than a second.
+# Limit on calls in flight. At ten milliseconds each, the last call waits less than a second.
 MAX_HELD = 64
 
 Request = TypeVar("Request")

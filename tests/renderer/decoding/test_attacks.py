@@ -130,7 +130,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
     "sequence of others": (
         lambda: files.sequence([files.jpeg(files.picture(0)), b"GIF89a", b""]),
         InvalidMedia,
-        "frame 1 of the video is no JPEG",
+        "frame 1 of the video is not a JPEG",
     ),
     "huge sequence": (
         lambda: files.sequence([files.jpeg(np.zeros((4096, 2304, 3), np.uint8))]),

@@ -186,6 +186,6 @@ def test_models_that_do_not_hear_videos_say_so(
     (folder / "video_preprocessor_config.json").write_text(json.dumps(SETTINGS))
     asked = [Message("user", [TextPart("?"), VideoPart(VideoURL("data:,", use_audio=True))])]
     processor.check(asked)
-    with pytest.raises(UnsupportedContent, match="does not hear the sound of videos") as caught:
+    with pytest.raises(UnsupportedContent, match="does not use the sound of videos") as caught:
         Processor(ModelConfig(str(folder))).check(asked)
     assert caught.value.field == "messages[0].content[1].video_url.use_audio"

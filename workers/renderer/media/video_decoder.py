@@ -1,8 +1,8 @@
 """Video decoder: from a file's bytes to frames of the planned size.
 
 A decoder process yields whole frames one at a time, in memory that it shares with the renderer.
-They are resized here, by the arithmetic that the model's family prescribes. Another process reads
-the sound, if that is wanted as well.
+They are resized here, with the arithmetic of the model's family. Another process reads the sound,
+if the request uses it.
 """
 
 from collections.abc import Iterator
