@@ -115,8 +115,8 @@ class ImageCache:
         try:
             with await self._blobs.get(ref) as blob:
                 fields, num_tokens = mm_items.read_item(blob)
-                found = processor.metadata(modality, fields)
-                metadata = {name: copy_tensor(tensor) for name, tensor in found.items()}
+                views = processor.metadata(modality, fields)
+                metadata = {name: copy_tensor(tensor) for name, tensor in views.items()}
         except BaseException as error:
             await self._blobs.release(ref)
             if isinstance(error, BlobLost):

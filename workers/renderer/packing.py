@@ -38,27 +38,28 @@ class Packer:
         header: TaskHeader | None,
         prepared: Sequence[PreparedImage],
         ranges: Sequence[PlaceholderRange],
-        made: list[BlobRef],
+        refs: list[BlobRef],
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
         """Return the items of an engine's task and the tensors of its envelope.
 
         Without a `header` there is no request, and no task is published for encoders. References
-        that the request need not release any more are removed from `made`. Raises Overloaded or
+        that the request need not release any more are removed from `refs`. Raises Overloaded or
         Unavailable when there is no room at present.
         """
         tensors: list[TensorData] = []
         items: list[MultiModalKwargsItem] = []
         edges = [None if header is None else self._fan_out(header, p) for p in prepared]
-        kept = [p for p, edge in zip(prepared, edges, strict=True) if edge is None]
-        inline = self._fit_inline(kept)
+        inline = self._fit_inline(
+            [p for p, edge in zip(prepared, edges, strict=True) if edge is None]
+        )
         for image, placeholder, edge in zip(prepared, ranges, edges, strict=True):
             if header is not None and edge is not None:
                 item = await self._fan_out_item(header, edge, image, placeholder, tensors)
-                _remove(made, image)
+                _remove(refs, image)
             else:
                 item = await self._item(image, placeholder, tensors, inline=inline)
                 if item.blob is None:
-                    _remove(made, image)
+                    _remove(refs, image)
             items.append(item)
         self._check_room(prepared, tensors)
         return items, tensors
@@ -153,10 +154,10 @@ class Packer:
             return {name: copy_tensor(tensor) for name, tensor in fields.items()}
 
 
-def _remove(made: list[BlobRef], image: PreparedImage) -> None:
+def _remove(refs: list[BlobRef], image: PreparedImage) -> None:
     """Remove an image's reference, because its payload has been released or belongs to a task."""
     if image.ref is not None:
-        made.remove(image.ref)
+        refs.remove(image.ref)
 
 
 def _append(tensors: list[TensorData], fields: Mapping[str, TensorData]) -> dict[str, int]:

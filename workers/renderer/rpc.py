@@ -117,22 +117,22 @@ class RendererRpc:
         return envelope.encode(head, rendered.tensors)
 
     async def _features(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = await _decode(decode_features_request, data)
-        _check_model(asked.request, model)
+        call = await _decode(decode_features_request, data)
+        _check_model(call.request, model)
         rendered = await self._path.render_features(
             self._processors[model],
-            prompt_of(asked.request),
+            prompt_of(call.request),
             self._config.models[model].hash_model_id or self._config.models[model].path,
             self._bus.max_payload,
             tenant,
-            with_data=asked.payload == "tensors",
+            with_data=call.payload == "tensors",
         )
         return to_msgpack(rendered)
 
     async def _tokenize(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
+        prompt = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
         processor = self._processors[model]
-        token_ids = await self._path.tokenize(processor, asked, tenant)
+        token_ids = await self._path.tokenize(processor, prompt, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)
         return to_json(Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings))
 
@@ -144,8 +144,8 @@ class RendererRpc:
         return to_json(Detokenized(text, token_bytes))
 
     async def _split(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = await _decode(decode_split_request, data)
-        urls = await self._splitter.split(self._processors[model], asked.url, tenant)
+        request = await _decode(decode_split_request, data)
+        urls = await self._splitter.split(self._processors[model], request.url, tenant)
         return to_json(SoundPieces(urls))
 
     async def _card(self, model: str, data: bytes, tenant: str) -> bytes:

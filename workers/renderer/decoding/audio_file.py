@@ -66,9 +66,9 @@ def read_mono(file: AudioFile, rate: int, limits: DecodingLimits) -> Iterator[ND
         mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.abs(mono).max(initial=0.0) <= MAX_LOUDNESS:
             raise Refusal("invalid", "the sound has samples that are not finite, or far too loud")
-        made = mono if rate == source_rate else resampler.resample_chunk(mono)
-        num_made += len(made)
-        yield from _split(made)
+        samples = mono if rate == source_rate else resampler.resample_chunk(mono)
+        num_made += len(samples)
+        yield from _split(samples)
     if rate != source_rate:
         rest = resampler.resample_chunk(np.zeros(0, np.float32), last=True)
         num_missing = math.ceil(num_read * rate / source_rate) - num_made

@@ -25,17 +25,18 @@ class FrameCursor:
         opened: InputContainer,
         stream: VideoStream,
         keys: Sequence[int],
-        wanted: frozenset[int] | None,
+        wanted_times: frozenset[int] | None,
     ) -> None:
         """Read a stream that has just been opened.
 
         `keys` are the times of its key frames, ascending; without key frames, the stream is read in
-        order. With `wanted`, the times of the wanted frames, other frames may be skipped.
+        order. With `wanted_times`, other frames may be skipped.
         """
         self._opened = opened
         self._stream = stream
         self._keys = keys
-        self._wanted = wanted if stream.codec_context.name in SKIPPING_CODECS else None
+        is_skipping = stream.codec_context.name in SKIPPING_CODECS
+        self._wanted_times = wanted_times if is_skipping else None
         self._frames = self._decode()
         self._last: VideoFrame | None = None
 
@@ -64,7 +65,7 @@ class FrameCursor:
     def _packets(self) -> "Iterator[Packet[VideoStream]]":
         context = self._stream.codec_context
         for packet in self._opened.demux(self._stream):
-            if self._wanted is not None:
-                is_wanted = packet.pts is None or packet.pts in self._wanted
+            if self._wanted_times is not None:
+                is_wanted = packet.pts is None or packet.pts in self._wanted_times
                 context.skip_frame = "DEFAULT" if is_wanted else "NONREF"
             yield packet

@@ -144,8 +144,8 @@ def _read_table(stream: VideoStream, limits: DecodingLimits) -> _Packets:
 
     Reading the index takes a tenth of the time of reading the packets.
     """
-    shown = (entry.timestamp for entry in stream.index_entries if not entry.is_discard)
-    times = list(itertools.islice(shown, limits.max_frames + 1))
+    timestamps = (entry.timestamp for entry in stream.index_entries if not entry.is_discard)
+    times = list(itertools.islice(timestamps, limits.max_frames + 1))
     return _Packets(len(times), times, [])
 
 

@@ -53,25 +53,23 @@ def select_stream(
 
     An attached picture, such as the cover of an album, does not count as a video.
     """
-    found = None
     for stream in streams:
         if not stream.disposition & Disposition.attached_pic:
-            found = stream
             break
-    if found is None:
+    else:
         raise Refusal("invalid", f"the file has no {medium}")
-    context = found.codec_context
+    context = stream.codec_context
     # `codec_whitelist` does not apply to the decoder that PyAV opens.
     if context is None or context.name not in codecs:
         name = "an unknown codec" if context is None else f"the codec {context.name}"
         raise Refusal("unsupported", f"a {medium} of {name} is not accepted")
     for other in container.streams:
-        if other.index != found.index:
+        if other.index != stream.index:
             other.discard = Discard.all
     # Threads would not be counted by the limits, and the sandbox allows none.
     context.thread_count = 1
     context.options = {"max_pixels": str(max_pixels)}
-    return found
+    return stream
 
 
 def decode_packets(packets: "Iterable[Packet[AnyStream]]") -> Iterator[Any]:

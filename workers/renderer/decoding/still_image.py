@@ -167,8 +167,8 @@ def _read_jpeg(data: bytes) -> StillImage:
             raise damaged()
         if jpeg.is_kept(code, data[start + 4 : end]):
             if code == _SOS:
-                begin, found = end, _SCAN_END.search(data, end)
-                end = found.start() if found else len(data)
+                begin, match = end, _SCAN_END.search(data, end)
+                end = match.start() if match else len(data)
                 jpeg.check_scan(data[begin:end])
             jpeg.parts.append(data[start:end])
     else:
@@ -297,8 +297,8 @@ def _orientation(exif: bytes, xmp: bytes) -> int:
     """Return the orientation from EXIF or else from XMP; 1 if there is none."""
     if (number := _exif_orientation(exif.removeprefix(_EXIF_HEAD))) is not None:
         return number if 1 <= number <= 8 else 1
-    found = _XMP_ORIENTATION.search(xmp)
-    return int(found[1]) if found else 1
+    match = _XMP_ORIENTATION.search(xmp)
+    return int(match[1]) if match else 1
 
 
 def _exif_orientation(exif: bytes) -> int | None:

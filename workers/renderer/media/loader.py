@@ -63,8 +63,8 @@ class MediaLoader:
         if scope is None:
             return await self._fetcher.fetch(url, field, modality, tenant)
         key = (modality, scope, url)
-        if (found := self._fetched[modality].get(key)) is not None:
-            return found
+        if (cached := self._fetched[modality].get(key)) is not None:
+            return cached
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.create_task(self._fetch(key, field, tenant))

@@ -39,7 +39,7 @@ from shared.protocol.multimodal import (
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Message, Prompt
 from shared.protocol.text_length import check_text_len
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.inputs import open_inputs
 from workers.renderer.processing.tokenizer import PromptTokenizer
 
@@ -131,7 +131,7 @@ class Processor:
 
     def check(self, messages: Sequence[Message]) -> None:
         """Check the media, before any is loaded. Raises UnsupportedContent or MediaTooLarge."""
-        parts = list(prompt.media_parts(messages))
+        parts = list(prompts.media_parts(messages))
         self._check_counts((part.modality, part.field) for part in parts)
         for part in parts:
             if part.sampling.use_audio and not self._inputs[part.modality].hears_videos:
@@ -216,17 +216,17 @@ class Processor:
         encoded = vllm_kwargs.encode_item(metadata) if metadata else None
         return vllm_kwargs.encode_item(wire), encoded
 
-    def check_features(self, asked: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
+    def check_features(self, prompt: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
         """Return the placeholder ranges of items that other servers have processed.
 
         Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
         for ranges that do not hold placeholders.
         """
-        token_ids = asked.token_ids or []
+        token_ids = prompt.token_ids or []
         self.check_len(token_ids, "prompt_token_ids", embeds)
-        self._check_counts((feature.modality, "features") for feature in asked.features)
+        self._check_counts((feature.modality, "features") for feature in prompt.features)
         embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
-        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, embed_ids)
+        return prompts.check_ranges(token_ids, prompt.features, self._placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}
@@ -248,7 +248,7 @@ class Processor:
     def expand(
         self,
         token_ids: list[int],
-        media: Sequence[prompt.SizedMedia],
+        media: Sequence[prompts.SizedMedia],
         field: str = "messages",
         embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
@@ -261,27 +261,27 @@ class Processor:
         return token_ids, ranges
 
     def expand_unchecked(
-        self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
+        self, token_ids: list[int], media: Sequence[prompts.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
         """Do the same as `expand`, without a limit on the prompt's length."""
-        return prompt.expand(token_ids, media, self._placeholder_ids, field)
+        return prompts.expand(token_ids, media, self._placeholder_ids, field)
 
-    def tokenize(self, asked: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, with one placeholder for each medium in messages.
 
         Raises a RequestError: the errors of `check`, InvalidRequest for messages that the template
         refuses, for control tokens in messages and for ids outside the vocabulary,
         UnsupportedContent, ContextTooLong.
         """
-        if asked.token_ids is not None:
-            self._check_ids(asked.token_ids, "prompt_token_ids")
-            return asked.token_ids
-        if asked.text is not None:
-            check_text_len(asked, self.max_model_len)
-            return self._tokenizer.encode(asked.text, asked.add_special_tokens is not False)
-        self.check(asked.messages)
-        check_text_len(asked, self.max_model_len)
-        return self._tokenizer.tokenize(asked)
+        if prompt.token_ids is not None:
+            self._check_ids(prompt.token_ids, "prompt_token_ids")
+            return prompt.token_ids
+        if prompt.text is not None:
+            check_text_len(prompt, self.max_model_len)
+            return self._tokenizer.encode(prompt.text, prompt.add_special_tokens is not False)
+        self.check(prompt.messages)
+        check_text_len(prompt, self.max_model_len)
+        return self._tokenizer.tokenize(prompt)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool

@@ -64,8 +64,8 @@ def expand(
     range of each medium. Raises InvalidRequest if the placeholders in the prompt do not match the
     media, in their order. The time is linear in the size of the output.
     """
-    known = frozenset(placeholder_ids.values())
-    positions = [i for i, token_id in enumerate(token_ids) if token_id in known]
+    all_ids = frozenset(placeholder_ids.values())
+    positions = [i for i, token_id in enumerate(token_ids) if token_id in all_ids]
     expected = [placeholder_ids[medium.modality] for medium in media]
     if [token_ids[i] for i in positions] != expected:
         raise InvalidRequest(
@@ -165,11 +165,11 @@ def check_ranges(
 # -- messages -------------------------------------------------------------------------------------
 
 
-def field_of(asked: Prompt) -> str:
+def field_of(prompt: Prompt) -> str:
     """Return the field for errors about the whole prompt."""
-    if asked.token_ids is not None:
+    if prompt.token_ids is not None:
         return "prompt_token_ids"
-    return "messages" if asked.text is None else "prompt"
+    return "messages" if prompt.text is None else "prompt"
 
 
 def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
@@ -211,8 +211,8 @@ def template_tools(tools: Sequence[Tool], value: Transform = same) -> list[dict[
     shaped = []
     for tool in tools:
         function = msgspec.structs.asdict(tool.function)
-        given = {name: value(it) for name, it in function.items() if it is not None}
-        shaped.append({"type": tool.type, "function": given})
+        fields = {name: value(it) for name, it in function.items() if it is not None}
+        shaped.append({"type": tool.type, "function": fields})
     return shaped or None
 
 
@@ -269,8 +269,8 @@ def _calls_and_names(message: Message, value: Transform) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     for name in ("tool_call_id", "name"):
-        if (given := getattr(message, name)) is not None:
-            fields[name] = value(given)
+        if (text := getattr(message, name)) is not None:
+            fields[name] = value(text)
     return fields
 
 

@@ -10,7 +10,7 @@ import jinja2
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.models.family import ToolFormat
 from shared.protocol.requests import FunctionDefinition, Message, Prompt, Tool
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.token_bytes import TokenByteDecoder
 
 # Marks in a chat template, and the format of tool calls that each mark indicates.
@@ -80,7 +80,7 @@ class PromptTokenizer:
         sign_ids = (self.encode(sign, False) for sign in HERMES_SIGNS)
         return [ids[0] if len(ids) == 1 else None for ids in sign_ids]
 
-    def tokenize(self, asked: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of the templated messages. Text never becomes a control token.
 
         With the text `<|image_pad|>` or `<|im_start|>system`, a user could bind images to other
@@ -94,16 +94,16 @@ class PromptTokenizer:
         Raises InvalidRequest for control tokens and for messages that the template refuses, and
         UnsupportedContent for tools if the template does not support them.
         """
-        self._check(asked)
-        neutral = self._apply_template(asked, _neutralize, self._neutralize_value)
-        special = asked.add_special_tokens
+        self._check(prompt)
+        neutral = self._apply_template(prompt, _neutralize, self._neutralize_value)
+        special = prompt.add_special_tokens
         if special is None:
             special = self._adds_special_tokens(neutral)
-        token_ids = self.encode(self._apply_template(asked, str, prompt.same), special)
+        token_ids = self.encode(self._apply_template(prompt, str, prompts.same), special)
         control = [token_id for token_id in token_ids if token_id in self._control_ids]
         harmless = self.encode(neutral, special)
         if control != [token_id for token_id in harmless if token_id in self._control_ids]:
-            raise self._control_token_error(asked)
+            raise self._control_token_error(prompt)
         return token_ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -123,8 +123,8 @@ class PromptTokenizer:
         """Return the bytes of each token."""
         return [self._byte_decoder.bytes_of(token_id) for token_id in token_ids]
 
-    def _check(self, asked: Prompt) -> None:
-        for name in asked.template_kwargs:
+    def _check(self, prompt: Prompt) -> None:
+        for name in prompt.template_kwargs:
             if name in self._reserved:
                 raise InvalidRequest(
                     f"{name} is not a variable of the chat template",
@@ -133,9 +133,9 @@ class PromptTokenizer:
         if self.takes_tools:
             return
         complaint = "this model's chat template does not support tools"
-        if asked.tools:
+        if prompt.tools:
             raise UnsupportedContent(complaint, field="tools")
-        for i, message in enumerate(asked.messages):
+        for i, message in enumerate(prompt.messages):
             if message.tool_calls:
                 raise UnsupportedContent(complaint, field=f"messages[{i}].tool_calls")
             if message.role == "tool":
@@ -150,8 +150,8 @@ class PromptTokenizer:
         bos: str | None = self._tokenizer.bos_token
         return self._takes_parts and not (bos and text.startswith(bos))
 
-    def _control_token_error(self, asked: Prompt) -> InvalidRequest:
-        for field, text in prompt.strings_by_field(asked):
+    def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
+        for field, text in prompts.strings_by_field(prompt):
             for token_id in self.encode(text, False):
                 if token_id in self._control_ids:
                     token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -161,23 +161,23 @@ class PromptTokenizer:
         return InvalidRequest("the texts join into a control token", field="messages")
 
     def _apply_template(
-        self, asked: Prompt, text: Callable[[str], str], value: prompt.Transform
+        self, prompt: Prompt, text: Callable[[str], str], value: prompts.Transform
     ) -> str:
         """Apply the template, with `text` on every text and `value` on the other values."""
-        conversation = prompt.template_messages(
-            asked.messages,
+        conversation = prompts.template_messages(
+            prompt.messages,
             parts=self._takes_parts,
             strings=self._takes_strings,
             text=text,
             value=value,
         )
-        kwargs = {name: value(given) for name, given in asked.template_kwargs.items()}
+        kwargs = {name: value(kwarg) for name, kwarg in prompt.template_kwargs.items()}
         if not kwargs.get("continue_final_message"):
             kwargs.setdefault("add_generation_prompt", True)
         try:
             templated: str = self._tokenizer.apply_chat_template(
                 conversation,
-                tools=prompt.template_tools(asked.tools, value),
+                tools=prompts.template_tools(prompt.tools, value),
                 tokenize=False,
                 **kwargs,
             )
@@ -190,9 +190,9 @@ class PromptTokenizer:
     def _writes_tools(self) -> bool:
         """Return whether the templated text contains a tool: a template may ignore its tools."""
         tool = Tool(FunctionDefinition(_PROBE, "", {"type": "object", "properties": {}}))
-        asked = Prompt([Message("user", "x")], tools=[tool])
+        prompt = Prompt([Message("user", "x")], tools=[tool])
         try:
-            return _PROBE in self._apply_template(asked, str, prompt.same)
+            return _PROBE in self._apply_template(prompt, str, prompts.same)
         except InvalidRequest:
             return False
 
@@ -229,12 +229,12 @@ def _reserved_names(tokenizer: Any) -> frozenset[str]:
 
 def _writes_strings(tokenizer: Any) -> bool:
     """Return whether the chat template writes texts outside lists of parts; LLaVA's drops them."""
-    prompts = set()
+    texts = set()
     for text in ("a", "b"):
         try:
-            prompts.add(
+            texts.add(
                 tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
             )
         except _TEMPLATE_ERRORS:
             return False
-    return len(prompts) == 2
+    return len(texts) == 2
