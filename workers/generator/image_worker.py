@@ -1,8 +1,8 @@
-"""The generator of images, which it paints of a text, denoising step by step.
+"""Image generator: paints images from a text, by denoising steps.
 
-The log of the images has all that another generator needs to go on: the finished images, and of the
-others the latents after a step, which are stored like files. Without them an image begins anew from
-its noise, which is a function of the seed, and has the same pixels.
+The log of the images has everything that another generator needs to continue: the finished images,
+and references to the stored latents of unfinished images. Without latents, an image begins again
+from its noise. The noise is a function of the seed, so the pixels are the same.
 """
 
 import asyncio
@@ -44,16 +44,16 @@ from workers.generator.image_thread import ImageThread
 from workers.generator.worker import GeneratorWorker
 
 MAX_ITEMSIZE = 8
-"""Bytes of a value of the widest dtype that latents may have."""
+"""Bytes per value in the widest dtype of latents."""
 FULL_PAUSE_S = 1.0
-"""Average pause of a request that waits for another while its worker has no place left."""
+"""Average pause of a request that waits for an equal request while its worker is full."""
 BATCH_LAG_S = 1e9
-"""The head start of the interactive lane: its steps go before all of the batch lane."""
+"""Lag of the batch lane: every interactive step is more urgent than all batch steps."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that this worker has in flight."""
+    """A request in flight in this worker."""
 
     header: TaskHeader
     job: Job
@@ -65,7 +65,7 @@ class _Open:
     seed: int
     due_s: float
     appending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A log has one append at a time, and the images of a request share it."""
+    """Lock of the log, which the images of a request share: it accepts one append at a time."""
     has_ended: bool = False
 
     @property
@@ -79,14 +79,14 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class ImageWorker(GeneratorWorker):
-    """Paints images. Each is a task of the event loop, whose steps the thread computes."""
+    """Paints images. Each image is an asyncio task, and the thread computes its steps."""
 
     _thread: ImageThread
     _model_of_images: ImageModel
     _weights: str = ""
-    """What the pixels depend on beside the request: weights, stage and dtype."""
+    """Identity of the weights, the stage and the dtype, which affect the pixels."""
     _results: ImageResults | None = None
-    """Without it, nothing is cached."""
+    """Cache of results; None if it is disabled."""
     body = PaintBody
     _open: dict[str, _Open] = field(default_factory=dict, init=False)
 
@@ -123,14 +123,14 @@ class ImageWorker(GeneratorWorker):
         return Done(OutputSummary(units=units))
 
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
-        """Open a request. Raises ContextTooLong for a text that the model does not read whole."""
+        """Open a request. Raises ContextTooLong for a text over the model's limit."""
         header, model = task.header, self._model_of_images
         assert job.log is not None
         assert header.image is not None
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
-        # A text may be as long as a message. Meanwhile, this loop works for other requests.
+        # A text may be as long as a message. A thread keeps the event loop free for other requests.
         tokens = await asyncio.to_thread(model.encode, task.body.text, "prompt")
         negative = await asyncio.to_thread(
             model.encode, params.negative_prompt, "image.negative_prompt"
@@ -148,7 +148,7 @@ class ImageWorker(GeneratorWorker):
         )
 
     async def _paint_once(self, request: _Open) -> bool:
-        """Append all images, which an equal request may have painted. False as for `_paint`.
+        """Append all images, which may come from an equal request. Returns False as `_paint` does.
 
         Raises RequestEnded and _NotWaiting.
         """
@@ -156,7 +156,7 @@ class ImageWorker(GeneratorWorker):
         key = None if results is None else key_of(self._weights, header, tokens)
         if results is None or key is None:
             return await self._paint_all(request)
-        # A request that waits kills no worker, so it must not keep other suspects from their turn.
+        # A waiting request cannot kill the worker, so it must not delay other suspects.
         request.job.suspect = False
         found = await results.find_or_claim(
             key, header.request_id, lambda: self._check_waiting(request)
@@ -179,8 +179,10 @@ class ImageWorker(GeneratorWorker):
         return True
 
     def _check_waiting(self, request: _Open) -> None:
-        """Raise _NotWaiting if this worker stops, or has no place left: the request that is waited
-        for may need it."""
+        """Raise _NotWaiting if this worker stops, or is full.
+
+        In a full worker, the request that paints the images may need this request's place.
+        """
         lanes = [other.header.lane for other in self._open.values()]
         if self._context.shutdown.asked.is_set():
             raise _NotWaiting(0.0)
@@ -189,7 +191,7 @@ class ImageWorker(GeneratorWorker):
         self._check_open(request)
 
     async def _append_found(self, request: _Open, found: list[str]) -> bool:
-        """Append images that are stored. False if one of them is not stored any more."""
+        """Append stored images. Returns False if one of them is no longer stored."""
         bus, params = self._context.bus, request.params
         files: dict[int, tuple[str, bytes]] = {}
         for number in request.painting.unfinished:
@@ -199,7 +201,7 @@ class ImageWorker(GeneratorWorker):
                 return False
             files[number] = name, data
         for number, (name, data) in files.items():
-            # So that the file stays as long as one that is painted now.
+            # Storing the file again renews its lifetime.
             await media_store.store(bus, name, data, request.tenant)
             url, size = media_store.media_url(name), parse_size(params.size)
             await request.log.image(number, url, size, request.seed)
@@ -213,10 +215,10 @@ class ImageWorker(GeneratorWorker):
         return all(painted)
 
     async def _paint(self, request: _Open, number: int) -> bool:
-        """Do the steps of an image that are left, and append it to the log.
+        """Do the remaining steps of an image, and append it to the log.
 
-        False when this worker stops: the next one goes on behind the steps that are done. Raises
-        RequestEnded.
+        Returns False when this worker stops: another worker then continues after the last stored
+        step. Raises RequestEnded.
         """
         steps, params = request.params.steps, request.params
         step, latents = await self._begin(request, number)
@@ -244,7 +246,7 @@ class ImageWorker(GeneratorWorker):
         return True
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
-        """Return the number of steps of an image that are done, and its latents after them."""
+        """Return the number of completed steps of an image, and its latents after them."""
         model, state = self._model_of_images, request.painting.state_of(number)
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)
@@ -252,7 +254,7 @@ class ImageWorker(GeneratorWorker):
             num_values = int(np.prod(shape))
             num_bytes, max_bytes = num_values * model.dtype.itemsize, num_values * MAX_ITEMSIZE
             data = await media_store.find(self._context.bus, name, max_bytes, request.tenant)
-            # Latents of another worker's dtype, or that are gone, are made again.
+            # Latents in another dtype, or that are no longer stored, are computed again.
             if data is not None and len(data) == num_bytes:
                 return state.step, np.frombuffer(data, model.dtype).reshape(shape).copy()
         return 0, noise_of(request.seed, number, shape, model.dtype)
@@ -269,7 +271,7 @@ class ImageWorker(GeneratorWorker):
             time_of(step + 1, steps),
         )
         stepped = await self._thread.step(header.request_id, number, unit, request.due_s)
-        # This request did not kill the workers that had it before.
+        # A request that makes progress did not kill its earlier workers.
         request.job.suspect = False
         return stepped
 
@@ -277,7 +279,7 @@ class ImageWorker(GeneratorWorker):
         """Raise RequestEnded if the request has ended, or must have."""
         ticket = request.header.ticket
         assert ticket is not None
-        # The notice of an end may be lost, and at the deadline somebody else ends the request.
+        # The notice of an end may be lost. At the deadline, a coordinator ends the request.
         if request.has_ended or self._context.bus.now_ms() >= ticket.deadline_ms:
             raise RequestEnded
 
@@ -307,28 +309,28 @@ class ImageWorker(GeneratorWorker):
         return media_store.media_url(name)
 
     def _cancel(self, request_id: str) -> None:
-        # The step that is being computed goes on, and is the image's last.
+        # The step that is being computed is completed, and is the image's last.
         if request_id in self._open:
             self._open[request_id].has_ended = True
         GeneratorWorker._cancel(self, request_id)
 
 
 class _NotWaiting(Exception):
-    """A request that waits for the images of another goes back to its queue."""
+    """Raised to requeue a request that waits for the images of another request."""
 
     def __init__(self, after_s: float) -> None:
         self.after_s = after_s
 
 
 def to_png(pixels: Pixels) -> bytes:
-    """The PNG file of an image: the same bytes for the same pixels."""
+    """Return the PNG file of an image: the same bytes for the same pixels."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, bool]]) -> list[bool]:
-    """Run all; the first error cancels the others, and is raised when they have ended."""
+    """Run all coroutines. The first error cancels the others, and is raised after their end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

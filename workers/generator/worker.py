@@ -1,4 +1,4 @@
-"""What all generators have in common: one thread that computes, and requests that share it."""
+"""Base class of generators: requests share one thread that computes their units."""
 
 import asyncio
 import os
@@ -58,22 +58,23 @@ class GeneratorWorker(ABC):
 
     @abstractmethod
     async def _handle(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
-        """Write the stage's output for one request, which is in `_in_flight` meanwhile."""
+        """Write the stage's output for one request. While it runs, the job is in `_in_flight`."""
 
     def _load(self, loop: WorkerLoop) -> dict[str, float]:
         return {"held": loop.num_claimed, "waiting": self._thread.num_waiting}
 
     async def _watch(self) -> None:
-        """Report progress, and end the process when a batch does not end.
+        """Report progress, and end the process when a batch hangs.
 
-        A request that waits for frames waits for another stage, and a deadline ends it.
+        Progress is reported for requests that wait for frames of another stage, too. Their wait is
+        limited by the deadline.
         """
         while True:
             await asyncio.sleep(WATCH_S)
             self._context.stage.claims.progressed(self._in_flight.values())
             if self._thread.batch_s > self._context.config.generator.step_timeout_s:
                 self._context.log.error("batch_hangs")
-                # Nothing stops a thread. The claimed tasks come to another generator.
+                # A thread cannot be stopped. The claimed tasks are delivered to another generator.
                 os._exit(1)
 
     def _on_ended(self, subject: str) -> None:
@@ -82,7 +83,7 @@ class GeneratorWorker(ABC):
             self._background.start(self._cancel_if_ended(request_id))
 
     async def _cancel_if_ended(self, request_id: str) -> None:
-        """Let go of the units whose request's log confirms the notice that it has ended."""
+        """Cancel the units of a request if its log confirms the notice of its end."""
         if is_final(await last_record(self._context.bus, request_id)):
             self._cancel(request_id)
 
