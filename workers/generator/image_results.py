@@ -70,11 +70,11 @@ class ImageResults:
         try:
             while True:
                 last = await self._bus.read_last(subjects.RESULTS_STREAM, subject)
-                found = None if last is None else decode_cached_images(last.data)
-                if last is not None and found is not None and found.images:
+                cached = None if last is None else decode_cached_images(last.data)
+                if last is not None and cached is not None and cached.images:
                     if self._bus.now_ms() - last.stored_ms < 1000 * self._ttl_s:
-                        return found.images
-                elif found is not None and not await self._may_replace(found, request_id):
+                        return cached.images
+                elif cached is not None and not await self._may_replace(cached, request_id):
                     if await listener.next(LOOK_S) is None:
                         check()
                     continue

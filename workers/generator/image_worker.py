@@ -158,13 +158,13 @@ class ImageWorker(GeneratorWorker):
             return await self._paint_all(request)
         # A waiting request cannot kill the worker, so it must not delay other suspects.
         request.job.suspect = False
-        found = await results.find_or_claim(
+        images_or_claim = await results.find_or_claim(
             key, header.request_id, lambda: self._check_waiting(request)
         )
         claim: ImageClaim | None
-        if not isinstance(found, list):
-            claim = found
-        elif await self._append_found(request, found):
+        if not isinstance(images_or_claim, list):
+            claim = images_or_claim
+        elif await self._append_stored(request, images_or_claim):
             self._context.metrics.of(self._model).counter("image_cache_hits_total").add()
             return True
         else:
@@ -190,12 +190,12 @@ class ImageWorker(GeneratorWorker):
             raise _NotWaiting(FULL_PAUSE_S * (0.5 + random.random()))
         self._check_open(request)
 
-    async def _append_found(self, request: _Open, found: list[str]) -> bool:
+    async def _append_stored(self, request: _Open, urls: list[str]) -> bool:
         """Append stored images. Returns False if one of them is no longer stored."""
         bus, params = self._context.bus, request.params
         files: dict[int, tuple[str, bytes]] = {}
         for number in request.painting.unfinished:
-            name = media_store.parse_media_url(found[number])
+            name = media_store.parse_media_url(urls[number])
             data = name and await media_store.find(bus, name, MAX_MEDIA_BYTES, request.tenant)
             if not name or not data:
                 return False

@@ -44,13 +44,13 @@ def load_vocoder(
             vocoder = _load_neural(folder, voices, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error.message}", field=f"{key}.path") from error
-    for name, given, needed in (
+    for name, num, needed in (
         ("left", spec.left, vocoder.min_left),
         ("right", spec.right, vocoder.min_right),
     ):
-        if given < needed:
+        if num < needed:
             raise ConfigError(
-                f"{key}.chunks.{name}: {given} is less than {needed}, the number of frames that"
+                f"{key}.chunks.{name}: {num} is less than {needed}, the number of frames that"
                 f" {file} needs on this side of a chunk",
                 field=f"{key}.chunks.{name}",
             )
@@ -138,8 +138,8 @@ def _array(
     if array is None:
         _refuse(file, key, "there is no such array")
     fits = len(array.shape) == len(shape) and all(
-        found == wanted or (wanted is None and found > 0)
-        for found, wanted in zip(array.shape, shape, strict=True)
+        length == expected or (expected is None and length > 0)
+        for length, expected in zip(array.shape, shape, strict=True)
     )
     if array.dtype != dtype or not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)

@@ -37,10 +37,10 @@ class NeuralVocoder(ABC):
 
     @torch.inference_mode()
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
-        found: list[Samples] = []
+        samples: list[Samples] = []
         for start in range(0, len(chunks), self.max_rows):
-            found += self._synthesize(chunks[start : start + self.max_rows])
-        return found
+            samples += self._synthesize(chunks[start : start + self.max_rows])
+        return samples
 
     def _synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
         codes: NDArray[Any] = np.stack([chunk.codes for chunk in chunks]).astype(np.int64)

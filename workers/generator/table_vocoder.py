@@ -117,8 +117,8 @@ class TableVocoder:
         first = left * self.samples_per_frame + self._fft // 2
         first -= steps.start * self._step + self._step // 2
         num_samples = (num_frames - left - right) * self.samples_per_frame
-        found = sound[:, first : first + num_samples] * 32767
-        return list(np.clip(np.rint(found), -32768, 32767).astype(np.int16))
+        full_scale = sound[:, first : first + num_samples] * 32767
+        return list(np.clip(np.rint(full_scale), -32768, 32767).astype(np.int16))
 
     def _voice(self, codes: NDArray[np.int32]) -> tuple[Floats, Floats]:
         """Return voicing and pitch of every step, [num_chunks, num_steps]; 0 without pulses."""

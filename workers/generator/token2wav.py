@@ -93,8 +93,8 @@ class Qwen25OmniVocoder(NeuralVocoder):
         times = torch.linspace(0, 1, NUM_POINTS, dtype=noise.dtype, device=noise.device)
         times = times + SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
         solver = modeling_qwen2_5_omni.RungeKutta4ODESolver(velocity, noise)
-        found: Tensor = solver.integrate(times)[-1]
-        return found
+        mel: Tensor = solver.integrate(times)[-1]
+        return mel
 
 
 def load(
@@ -109,7 +109,7 @@ def load(
     file = folder / VOICES_FILE
     try:
         tensors = load_file(file, device)
-        found = {
+        voice_by_name = {
             voice: Voice(tensors[f"{voice}.cond"].to(dtype), tensors[f"{voice}.ref_mel"].to(dtype))
             for voice in voices
         }
@@ -117,6 +117,6 @@ def load(
         raise ConfigError(f"{file}: not a safetensors file: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{file}: there is no array {error}") from error
-    if not found:
+    if not voice_by_name:
         raise ConfigError(f"{folder}: the stage needs the names of its voices")
-    return Qwen25OmniVocoder(model, found, torch.device(device))
+    return Qwen25OmniVocoder(model, voice_by_name, torch.device(device))

@@ -23,10 +23,10 @@ class Speech:
         """
         self._spec = spec
         self._vocoder = vocoder
-        made = [record for record in records if isinstance(record, AudioChunk)]
-        self.num_samples = made[-1].first_sample + made[-1].num_samples if made else 0
+        chunks = [record for record in records if isinstance(record, AudioChunk)]
+        self.num_samples = chunks[-1].first_sample + chunks[-1].num_samples if chunks else 0
         """Number of samples in the log."""
-        rates = {record.sample_rate for record in made}
+        rates = {chunk.sample_rate for chunk in chunks}
         if rates - {vocoder.sample_rate} or self._is_foreign:
             raise PagemillError(
                 "this sound was begun by another vocoder, so this one cannot continue it"

@@ -47,10 +47,10 @@ class UnitQueue(Generic[Work]):
 
     def cancel(self, request_id: str) -> list[Unit[Work]]:
         """Remove the units of a request and return them."""
-        found = [unit for unit in self._waiting.values() if unit.request_id == request_id]
-        for unit in found:
+        units = [unit for unit in self._waiting.values() if unit.request_id == request_id]
+        for unit in units:
             del self._waiting[unit.key]
-        return found
+        return units
 
     def discard(self, unit: Unit[Work]) -> None:
         """Remove a unit, if it still waits."""
