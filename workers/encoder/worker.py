@@ -6,7 +6,6 @@ from the image, and embeddings that were computed before are reused.
 
 import asyncio
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -50,15 +49,24 @@ async def main(context: Context) -> None:
     await EncoderWorker(context, name, thread, blobs, embeddings).serve()
 
 
-@dataclass(slots=True, eq=False)
 class EncoderWorker:
-    _context: Context
-    _model: str
-    _tower: TowerThread
-    _blobs: Blobs
-    _embeddings: EmbeddingStore
-    _in_flight: set[Job] = field(default_factory=set)
-    _num_reused: int = 0
+    """Encodes the items of tasks in a tower thread, and stores their embeddings."""
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        tower: TowerThread,
+        blobs: Blobs,
+        embeddings: EmbeddingStore,
+    ) -> None:
+        self._context = context
+        self._model = model
+        self._tower = tower
+        self._blobs = blobs
+        self._embeddings = embeddings
+        self._in_flight: set[Job] = set()
+        self._num_reused = 0
 
     async def serve(self) -> None:
         context = self._context

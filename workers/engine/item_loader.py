@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared.blobs import mm_items
@@ -21,17 +20,27 @@ if TYPE_CHECKING:  # tests run engines without torch
     from shared.vision.embedding_store import EmbeddingStore, Held
 
 
-@dataclass(slots=True, eq=False)
 class ItemLoader:
-    _blobs: Blobs
-    _embeddings: "EmbeddingStore | None"
-    """None if no worker makes embeddings for others."""
-    _restore: Callable[[TensorData], Any]
-    """Converts a tensor's bytes to the runner's type of tensors."""
-    _reads_last: bool = True
-    """Whether no later worker needs the embeddings of encoders, so that they may be deleted."""
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _sharing: TaskSet = field(default_factory=TaskSet)
+    """Loads the items of tasks, and shares embeddings with other engines. Belongs to one loop."""
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        embeddings: "EmbeddingStore | None",
+        restore: Callable[[TensorData], Any],
+        reads_last: bool = True,
+    ) -> None:
+        """`restore` converts a tensor's bytes to the runner's type of tensors.
+
+        `embeddings` is None if no worker makes embeddings for others. If this worker `reads_last`,
+        no later worker needs the embeddings of encoders, and they may be deleted.
+        """
+        self._blobs = blobs
+        self._embeddings = embeddings
+        self._restore = restore
+        self._reads_last = reads_last
+        self._loop = asyncio.get_running_loop()
+        self._sharing = TaskSet()
 
     async def open(
         self,

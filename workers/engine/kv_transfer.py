@@ -41,9 +41,9 @@ _log = structlog.get_logger()
 class KVLayout:
     """Names of blocks, derived from all properties that exchanging engines must have in common."""
 
-    _parts: Sequence[HashPart]
-    _adapters: Mapping[str | None, str]
-    """Digests of the adapters' files; None stands for no adapter."""
+    parts: Sequence[HashPart]
+    adapters: Mapping[str | None, str]
+    """Digests of the adapters' files; the key None is for requests without an adapter."""
 
     @classmethod
     def of(cls, model: ModelConfig, layout: list[HashPart]) -> "KVLayout":
@@ -59,7 +59,7 @@ class KVLayout:
 
     def name_of(self, adapter: str | None, hashes: Sequence[str]) -> str:
         """Return the name of a blob that holds the blocks with these hashes."""
-        return content_hash("kv", FORMAT, self._parts, self._adapters.get(adapter, ""), hashes)
+        return content_hash("kv", FORMAT, self.parts, self.adapters.get(adapter, ""), hashes)
 
 
 async def store(

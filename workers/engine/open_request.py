@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from shared.protocol.task_messages import TaskHeader
 from shared.stage.inputs import RequestEnded
@@ -15,24 +14,26 @@ from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
 
-@dataclass(slots=True, eq=False)
 class OpenRequest:
     """Outputs of one request on their way to its log."""
 
-    job: Job
-    header: TaskHeader
-    timing: RequestTiming
-    rendered: Rendered
-    pending: list[RequestOutput] = field(default_factory=list)
-    """Outputs that are not in the log yet."""
-    begun: bool = False
-    """Whether there has been an output."""
-    ended: bool = False
-    """Whether the request was ended elsewhere, so that no further record may be written."""
-    error: Exception | None = None
-    """Error of reading the text that the request speaks."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _reading: asyncio.Task[None] | None = None
+    def __init__(
+        self, job: Job, header: TaskHeader, timing: RequestTiming, rendered: Rendered
+    ) -> None:
+        self.job = job
+        self.header = header
+        self.timing = timing
+        self.rendered = rendered
+        self.pending: list[RequestOutput] = []
+        """Outputs that are not in the log yet."""
+        self.begun = False
+        """Whether there has been an output."""
+        self.ended = False
+        """Whether the request was ended elsewhere, so that no further record may be written."""
+        self.error: Exception | None = None
+        """Error of reading the text that the request speaks."""
+        self._changed = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
 
     def push(self, output: RequestOutput, *, awaited: bool = False) -> None:
         """Add an output of a step. Awaited and final outputs are logged at once."""

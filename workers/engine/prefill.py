@@ -8,7 +8,7 @@ failure, the task is forwarded unchanged.
 import asyncio
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -58,20 +58,20 @@ class _Prefill:
             self.output.set_exception(RuntimeError("a step takes longer than delivery.ack_wait_s"))
 
 
-@dataclass(eq=False)
 class PrefillWorker:
-    _context: Context
-    _engine: Built
-    _jobs: set[Job] = field(default_factory=set)
-    _running: dict[str, _Prefill] = field(default_factory=dict)
-    _num_prefilled: int = 0
+    """Computes prompts in a step thread, and forwards their tasks to the engines."""
 
-    def __post_init__(self) -> None:
-        self._stats = self._engine.core.stats()
-        self._loop = WorkerLoop(self._context)
+    def __init__(self, context: Context, engine: Built) -> None:
+        self._context = context
+        self._engine = engine
+        self._jobs: set[Job] = set()
+        self._running: dict[str, _Prefill] = {}
+        self._num_prefilled = 0
+        self._stats = engine.core.stats()
+        self._loop = WorkerLoop(context)
         loop = asyncio.get_running_loop()
         self._steps: StepThread[_Prefill] = StepThread(
-            self._engine.core,
+            engine.core,
             lambda outputs, stats: loop.call_soon_threadsafe(self._on_step, outputs, stats),
             lambda error: loop.call_soon_threadsafe(self._loop.crash, error),
         )

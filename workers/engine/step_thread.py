@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from workers.engine.core.engine import EngineCore, as_pagemill_error
@@ -25,7 +24,6 @@ class _Growth(NamedTuple):
     speech: SpokenText
 
 
-@dataclass(eq=False)
 class StepThread(Generic[Owner]):
     """Runs the steps of an engine core, which no other thread may use after the start.
 
@@ -33,19 +31,24 @@ class StepThread(Generic[Owner]):
     sufficient: outputs of an earlier attempt may still be queued when the next attempt starts.
     """
 
-    _core: EngineCore
-    _on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object]
-    _on_crash: Callable[[Exception], object]
-    began_s: float = 0.0
-    """Start of the last step on the monotonic clock, for use by `on_step`."""
-    _step_began_s: float | None = None
-    _owners: dict[str, Owner] = field(default_factory=dict)
-    _commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-    _is_idle: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object],
+        on_crash: Callable[[Exception], object],
+    ) -> None:
+        """Both callbacks are called in the thread: `on_step` after each step, `on_crash` once."""
+        self._core = core
+        self._on_step = on_step
+        self._on_crash = on_crash
+        self.began_s = 0.0
+        """Start of the last step on the monotonic clock, for use by `on_step`."""
+        self._step_began_s: float | None = None
+        self._owners: dict[str, Owner] = {}
+        self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = (
+            queue.SimpleQueue()
+        )
+        self._is_idle = False
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shared.codec.envelope import TensorData
@@ -49,35 +49,41 @@ GRAMMAR_PAUSE_S = 5.0
 _Prepared = tuple[EngineRequest, Rendered]
 
 
-@dataclass(eq=False)
 class EngineWorker:
     """Feeds the step thread from the stage's queues and writes its outputs to the token logs."""
 
-    _context: Context
-    _model: str
-    core: InitVar[EngineCore]
-    _items: ItemLoader
-    _grammars: GrammarCompiler | None = None
-    """Without it, requests that have a grammar are refused."""
-    _kv: KVReader | None = None
-    """Without it, all prompts are computed here."""
-    _output: StageOutput = field(default_factory=TextOutput)
-    _lead: CodeLead = field(default_factory=CodeLead)
-    """Holds back speeches that are far ahead of the stages that follow."""
-    _preparing: set[str] = field(default_factory=set)
-    """Requests that wait for embeddings, a grammar, or the text that they speak."""
-    _ended: set[str] = field(default_factory=set)
-    """Requests of `_preparing` that were ended elsewhere."""
-    _requests: dict[str, OpenRequest] = field(default_factory=dict)
-    _num_begun: int = 0
-    _background: TaskSet = field(default_factory=TaskSet)
-
-    def __post_init__(self, core: EngineCore) -> None:
-        context = self._context
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        core: EngineCore,
+        items: ItemLoader,
+        grammars: GrammarCompiler | None = None,
+        kv: KVReader | None = None,
+        output: StageOutput | None = None,
+        lead: CodeLead | None = None,
+    ) -> None:
+        """Without `grammars`, requests with a grammar are refused. Without `kv`, all prompts are
+        computed here. `output` is text by default. `lead` pauses speeches that are far ahead of the
+        following stages."""
+        self._context = context
+        self._model = model
+        self._items = items
+        self._grammars = grammars
+        self._kv = kv
+        self._output = TextOutput() if output is None else output
+        self._lead = CodeLead() if lead is None else lead
+        self._preparing: set[str] = set()
+        """Requests that wait for embeddings, a grammar, or the text that they speak."""
+        self._ended: set[str] = set()
+        """Requests of `_preparing` that were ended elsewhere."""
+        self._requests: dict[str, OpenRequest] = {}
+        self._num_begun = 0
+        self._background = TaskSet()
         self._stage = context.stage
         self._stats = core.stats()
         self._metrics = EngineMetrics(
-            context.metrics.of(self._model),
+            context.metrics.of(model),
             self._stats,
             context.bus.to_broker_ms,
             counts_requests=self._output.is_answer,

@@ -25,6 +25,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
+from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from shared.state import media_store
@@ -77,18 +78,30 @@ class _Open:
         return "" if self.header.ticket is None else self.header.ticket.tenant
 
 
-@dataclass(slots=True, eq=False)
 class ImageWorker(GeneratorWorker):
     """Paints images. Each image is an asyncio task, and the thread computes its steps."""
 
-    _thread: ImageThread
-    _model_of_images: ImageModel
-    _weights: str = ""
-    """Identity of the weights, the stage and the dtype, which affect the pixels."""
-    _results: ImageResults | None = None
-    """Cache of results; None if it is disabled."""
     body = PaintBody
-    _open: dict[str, _Open] = field(default_factory=dict, init=False)
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        thread: ImageThread,
+        image_model: ImageModel,
+        weights: str = "",
+        results: ImageResults | None = None,
+    ) -> None:
+        """`weights` identifies the weights, the stage and the dtype, which affect the pixels.
+
+        Without `results`, images are not cached.
+        """
+        super().__init__(context, model, thread)
+        self._thread = thread
+        self._image_model = image_model
+        self._weights = weights
+        self._results = results
+        self._open: dict[str, _Open] = {}
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -124,7 +137,7 @@ class ImageWorker(GeneratorWorker):
 
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
         """Open a request. Raises ContextTooLong for a text over the model's limit."""
-        header, model = task.header, self._model_of_images
+        header, model = task.header, self._image_model
         assert job.log is not None
         assert header.image is not None
         assert header.ticket is not None
@@ -247,7 +260,7 @@ class ImageWorker(GeneratorWorker):
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
         """Return the number of completed steps of an image, and its latents after them."""
-        model, state = self._model_of_images, request.painting.state_of(number)
+        model, state = self._image_model, request.painting.state_of(number)
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
@@ -300,7 +313,7 @@ class ImageWorker(GeneratorWorker):
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
 
     async def _stored_png(self, request: _Open, latents: Latents) -> str:
-        png = await asyncio.to_thread(lambda: to_png(self._model_of_images.pixels(latents)))
+        png = await asyncio.to_thread(lambda: to_png(self._image_model.pixels(latents)))
         return await self._stored(request, png)
 
     async def _stored(self, request: _Open, data: bytes) -> str:
@@ -312,7 +325,7 @@ class ImageWorker(GeneratorWorker):
         # The step that is being computed is completed, and is the image's last.
         if request_id in self._open:
             self._open[request_id].has_ended = True
-        GeneratorWorker._cancel(self, request_id)
+        super()._cancel(request_id)
 
 
 class _NotWaiting(Exception):

@@ -8,7 +8,7 @@ request at the next chunk.
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.codec.envelope import TensorData
 from shared.protocol import subjects
@@ -19,6 +19,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import FollowBody, Task
 from shared.stage.inputs import RequestEnded, follow_codes
 from shared.stage.job import Job
+from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from workers.generator.core.speech import Playback, Speech
@@ -48,15 +49,24 @@ class _Open:
     """Whether this attempt began at the start of the speech."""
 
 
-@dataclass(slots=True, eq=False)
 class SpeechWorker(GeneratorWorker):
     """Converts frames to sound, chunk by chunk."""
 
-    _thread: VocoderThread
-    _chunks: ChunkSpec
-    _vocoder: Vocoder
     body = FollowBody
-    _num_samples: int = field(default=0, init=False)
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        thread: VocoderThread,
+        chunks: ChunkSpec,
+        vocoder: Vocoder,
+    ) -> None:
+        super().__init__(context, model, thread)
+        self._thread = thread
+        self._chunks = chunks
+        self._vocoder = vocoder
+        self._num_samples = 0
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)

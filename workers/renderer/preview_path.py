@@ -5,7 +5,7 @@ media of other clients in them nor evict them.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,13 +27,22 @@ from workers.renderer.processing.processor import ProcessedImage, Processor, Ren
 from workers.renderer.threads import InThread, Result
 
 
-@dataclass(eq=False)
 class PreviewPath:
-    _bus: Bus
-    _loader: MediaLoader
-    _config: RendererConfig
-    _decoders: MediaDecoders
-    _in_thread: InThread
+    """Renders and tokenizes prompts without caches."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        loader: MediaLoader,
+        config: RendererConfig,
+        decoders: MediaDecoders,
+        in_thread: InThread,
+    ) -> None:
+        self._bus = bus
+        self._loader = loader
+        self._config = config
+        self._decoders = decoders
+        self._in_thread = in_thread
 
     async def render(
         self, processor: Processor, prompt: Prompt, max_bytes: int, tenant: str = ""
@@ -175,12 +184,12 @@ def _record(
         yield piece
 
 
-@dataclass(eq=False)
 class Budget:
     """Limit on the bytes of an answer."""
 
-    _max_bytes: int
-    _num_bytes: int = 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
 
     def spend(self, num_bytes: int, field: str) -> None:
         """Count these bytes. Raises PayloadTooLarge."""

@@ -8,7 +8,6 @@ overload the tenant with the most calls is refused.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -50,18 +49,26 @@ Request = TypeVar("Request")
 _log = structlog.get_logger()
 
 
-@dataclass(eq=False)
 class RendererRpc:
-    _bus: Bus
-    _path: PreviewPath
-    _splitter: SoundSplitter
-    _processors: Mapping[str, Processor]
-    _config: Config
-    _in_thread: InThread
-    _responders: list[GroupResponder] = field(default_factory=list)
+    """Answers the calls of all models of a renderer."""
 
-    def __post_init__(self) -> None:
-        limits, complaint = self._config.renderer, "calls wait for this renderer"
+    def __init__(
+        self,
+        bus: Bus,
+        path: PreviewPath,
+        splitter: SoundSplitter,
+        processors: Mapping[str, Processor],
+        config: Config,
+        in_thread: InThread,
+    ) -> None:
+        self._bus = bus
+        self._path = path
+        self._splitter = splitter
+        self._processors = processors
+        self._config = config
+        self._in_thread = in_thread
+        self._responders: list[GroupResponder] = []
+        limits, complaint = config.renderer, "calls wait for this renderer"
         self._slots = FairSlots(max(1, limits.threads // 2), complaint)
         self._splitting = FairSlots(max(1, limits.decoders // 2), complaint)
 

@@ -5,7 +5,6 @@ for each piece can be repeated independently.
 """
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import soundfile
@@ -25,11 +24,13 @@ from workers.renderer.processing.processor import Processor
 FIELD = "url"
 
 
-@dataclass(eq=False)
 class SoundSplitter:
-    _bus: Bus
-    _decoders: MediaDecoders
-    _config: RendererConfig
+    """Splits stored recordings, and stores the pieces."""
+
+    def __init__(self, bus: Bus, decoders: MediaDecoders, config: RendererConfig) -> None:
+        self._bus = bus
+        self._decoders = decoders
+        self._config = config
 
     async def split(self, processor: Processor, url: str, tenant: str) -> list[str]:
         """Return the URLs of the pieces. Raises a RequestError, or Unavailable."""

@@ -11,7 +11,6 @@ copy.
 """
 
 from collections.abc import Sequence as Values
-from dataclasses import dataclass
 from typing import Protocol
 
 from shared.protocol.multimodal import HashPart
@@ -47,15 +46,17 @@ class KVMemory(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
 class KVExchange:
     """Exports and restores blocks between two steps."""
 
-    _pool: BlockPool
-    _scheduler: Scheduler
-    _runner: StepRunner
-    _memory: KVMemory | None
-    """None if the runner's blocks cannot be exchanged: then nothing is exported or restored."""
+    def __init__(
+        self, pool: BlockPool, scheduler: Scheduler, runner: StepRunner, memory: KVMemory | None
+    ) -> None:
+        """Without a `memory`, blocks are neither exported nor restored."""
+        self._pool = pool
+        self._scheduler = scheduler
+        self._runner = runner
+        self._memory = memory
 
     @property
     def layout(self) -> list[HashPart]:

@@ -45,14 +45,16 @@ class StopEvent:
     """Stop string or stop token id; None for the model's end token and for `length`."""
 
 
-@dataclass(slots=True)
 class ChoiceState:
     """One choice of a request: its tokens, its text and whether it has ended."""
 
-    sequence: Sequence
-    detokenizer: Detokenizer
-    eos_token_ids: frozenset[int]
-    finished: bool = False
+    def __init__(
+        self, sequence: Sequence, detokenizer: Detokenizer, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.sequence = sequence
+        self.finished = False
+        self._detokenizer = detokenizer
+        self._eos_token_ids = eos_token_ids
 
     def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
         """Append a token; return the new text, and the stop event if the choice ends with it."""
@@ -64,7 +66,7 @@ class ChoiceState:
         if stop_event is not None and not sampling.include_stop_str_in_output:
             return "", stop_event
         may_stop = sequence.num_output_tokens > sampling.min_tokens
-        text, matched = self.detokenizer.push(token_id, may_stop)
+        text, matched = self._detokenizer.push(token_id, may_stop)
         if stop_event is not None:
             return text, stop_event
         if matched is not None:
@@ -74,7 +76,7 @@ class ChoiceState:
         return text, None
 
     def _stop_event_of(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
-        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
             return StopEvent("stop")
         return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
 
@@ -109,7 +111,7 @@ class ChoiceState:
     ) -> ChoiceDelta:
         if stop_event is not None:
             self.finished = True
-            text += self.detokenizer.finish()
+            text += self._detokenizer.finish()
         delta = ChoiceDelta(
             index=self.sequence.choice,
             position=position,

@@ -28,7 +28,6 @@ lower priority wait until it continues.
 
 import math
 from bisect import insort
-from dataclasses import InitVar, dataclass, field
 
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
@@ -42,36 +41,40 @@ RECENT_STEPS = 1000
 """Steps since the last one with interactive sequences after which none are expected any more."""
 
 
-@dataclass(eq=False)
 class Scheduler:
     """Assigns tokens and blocks to sequences, with chunked prefill and preemption."""
 
-    _pool: BlockPool
-    max_num_seqs: InitVar[int]
-    max_num_batched_tokens: int
-    max_model_len: InitVar[int]
-    prefix_caching: InitVar[bool] = True
-    max_drafting_tokens: int = 0
-    """Draft tokens are added to a step only up to this total number of tokens."""
-    prefill_limit: PrefillLimit = UNLIMITED
-    step_cost: StepCost = field(default_factory=StepCost)
-    num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_slots: int = 0
-    """KV slots in held blocks, summed over all steps."""
-    num_unused_slots: int = 0
-    """KV slots in held blocks that held no token, summed over all steps."""
-    _num_steps: int = 0
-    _num_added: int = 0
-    _last_interactive: float = -math.inf
-    """Number of the last step that had interactive sequences to schedule."""
-
-    def __post_init__(self, max_num_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
-        self._max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        max_drafting_tokens: int = 0,
+        prefill_limit: PrefillLimit = UNLIMITED,
+    ) -> None:
+        """`max_drafting_tokens` is the total number of tokens up to which a step gets drafts."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_drafting_tokens = max_drafting_tokens
+        self.prefill_limit = prefill_limit
+        self.prefix_cache = PrefixCache(pool, prefix_caching)
+        self.step_cost = StepCost()
+        self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.num_slots = 0
+        """KV slots in held blocks, summed over all steps."""
+        self.num_unused_slots = 0
+        """KV slots in held blocks that held no token, summed over all steps."""
+        self._pool = pool
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         assert self._max_num_seqs >= 1
-        assert self._pool.num_blocks * self._pool.block_size >= max_model_len
-        self.prefix_cache = PrefixCache(self._pool, prefix_caching)
+        assert pool.num_blocks * pool.block_size >= max_model_len
+        self._num_steps = 0
+        self._num_added = 0
+        self._last_interactive = -math.inf
+        """Number of the last step that had interactive sequences to schedule."""
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []

@@ -8,7 +8,7 @@ that it has fetched.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -38,22 +38,29 @@ class Source:
     """Name under which the file must be stored; None for a file that a retry can read again."""
 
 
-@dataclass(eq=False)
 class RequestMedia:
-    _bus: Bus
-    _loader: MediaLoader
-    _config: RendererConfig
-    _request_id: str
-    request_sequence: InitVar[int]
-    """Sequence of the request in its stream."""
-    _tenant: str = ""
-    _scope: str = ""
-    """Scope of the request's caches."""
-    model: InitVar[str] = ""
+    """Reads, stores and pins the media files of one request."""
 
-    def __post_init__(self, request_sequence: int, model: str) -> None:
-        self._subject = subjects.pin(self._request_id, request_sequence)
-        self._items = ItemRegistry(self._bus, self._scope, model, self._tenant)
+    def __init__(
+        self,
+        bus: Bus,
+        loader: MediaLoader,
+        config: RendererConfig,
+        request_id: str,
+        request_sequence: int,
+        tenant: str = "",
+        scope: str = "",
+        model: str = "",
+    ) -> None:
+        """`request_sequence` is the request's sequence in its stream, `scope` the caches' scope."""
+        self._bus = bus
+        self._loader = loader
+        self._config = config
+        self._request_id = request_id
+        self._tenant = tenant
+        self._scope = scope
+        self._subject = subjects.pin(request_id, request_sequence)
+        self._items = ItemRegistry(bus, scope, model, tenant)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Sequence of the pin in its subject; 0 if there is none."""
