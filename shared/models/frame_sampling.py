@@ -1,8 +1,8 @@
-"""Frame sampling: which frames of a video a model is given, by the rule of its family.
+"""Frame sampling: selects the frames of a video for a model, by the rule of its family.
 
-The rules are those of transformers' video processors, whose own results run over the last frame, or
-are an error, for short videos. Here an index behind the last frame is the last frame's, and a video
-always gives at least one frame.
+The rules are the same as in transformers' video processors, except for short videos. There,
+transformers returns indexes after the last frame, or fails. Here such an index becomes the last
+frame, and a video has at least one frame.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.media import VideoProbe
 from shared.protocol.multimodal import FrameSampling
 
-# transformers assumes this rate where it knows none.
+# transformers assumes this rate if a video has none.
 ASSUMED_FPS = 24.0
 
 
@@ -29,11 +29,11 @@ class SampledFrames:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """The numbers of a processor that decide how many frames are sampled."""
+    """Settings of a processor that determine the number of sampled frames."""
 
     fps: float = 2.0
     num_frames: int | None = None
-    """Number of frames in place of a rate, for requests that ask for neither."""
+    """Number of frames instead of a rate, for requests that set neither."""
     min_frames: int = 4
     max_frames: int = 768
 
@@ -59,8 +59,8 @@ def sample_by_step(
         by_rate = max(total / probe.fps * _fps_asked(asked, rule), rule.min_frames)
         wanted = _floor(min(by_rate, _floor(min(limit, total), multiple)), multiple)
     step = total / max(wanted, 1)
-    # In float64, rounded to float32: torch.arange depends on the width of the CPU's registers
-    # where a video has some ten thousand frames.
+    # In float64, rounded to float32: the result of torch.arange depends on the width of the CPU's
+    # registers for a video with tens of thousands of frames.
     indexes = (np.arange(int(np.ceil(total / step))) * step).astype(np.float32).astype(np.int64)
     return _sampled(probe, np.minimum(indexes, total - 1), probe.fps)
 
@@ -81,7 +81,7 @@ def sample_evenly(
 def sample_evenly_cut(
     probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
 ) -> SampledFrames:
-    """Sample as `sample_evenly`, but cut fractions off, as LLaVA-NeXT-Video's examples do.
+    """Sample like `sample_evenly`, but truncate fractions, as LLaVA-NeXT-Video's examples do.
 
     Raises a RequestError naming `field`.
     """
@@ -92,7 +92,7 @@ def sample_evenly_cut(
 
 
 def _even_places(probe: VideoProbe, asked: FrameSampling, rule: SamplingRule) -> "np.ndarray":
-    """Return places from the first to the last frame at equal distances, in frames."""
+    """Return equidistant positions from the first to the last frame, in frames."""
     total = probe.num_frames
     num = _num_asked(asked, rule)
     if num is None:
@@ -102,17 +102,19 @@ def _even_places(probe: VideoProbe, asked: FrameSampling, rule: SamplingRule) ->
 
 
 def check_sampling(probe: VideoProbe, asked: FrameSampling, field: str) -> None:
-    """Raises InvalidRequest for sampling parameters that contradict each other or the video."""
+    """Raise InvalidRequest for sampling parameters that contradict each other or the video."""
     if asked.num_frames is not None and asked.fps is not None:
-        raise InvalidRequest("a video takes fps or num_frames, not both", field=field)
+        raise InvalidRequest("set fps or num_frames of a video, not both", field=field)
     if probe.is_sequence and asked.num_frames is not None:
-        raise InvalidRequest("all frames of a video/jpeg sequence are taken", field=field)
+        raise InvalidRequest(
+            "num_frames has no effect: all frames of a video/jpeg sequence are used", field=field
+        )
 
 
 def _take_all(
     probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
 ) -> SampledFrames:
-    """Take all frames of a sequence, whose rate only the request knows."""
+    """Take all frames of a sequence. Its rate is only in the request."""
     limit = _limit(asked, rule)
     if probe.num_frames > limit:
         raise MediaTooLarge(

@@ -1,4 +1,4 @@
-"""Registry of model families: each module in `shared.models.families` is found by itself."""
+"""Registry of model families, which discovers the modules in `shared.models.families`."""
 
 import importlib
 import pkgutil
@@ -44,7 +44,7 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 
 def list_text_model_types() -> list[str]:
-    """Return the supported model types that read text only, sorted."""
+    """Return the supported model types that accept only text, sorted."""
     _discover()
     return sorted(name for name, family in _families.items() if family.tower is None)
 

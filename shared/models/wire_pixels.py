@@ -1,4 +1,4 @@
-"""Pixels that another server has processed: restored to 8 bits and a table of their values."""
+"""Restores pixels that another server has processed to 8 bits and a table of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ def tensors_of(wire: Mapping[str, WireField], names: Sequence[str], field: str) 
     """Return the tensors of the fields `names`. Raises InvalidRequest for other fields."""
     if wire.keys() != set(names):
         raise InvalidRequest(
-            f"an item of this kind has the fields {', '.join(names)}, this one {', '.join(wire)}",
+            f"an item of this kind has the fields {', '.join(names)}, not {', '.join(wire)}",
             field=field,
         )
     return [wire[name].tensor for name in names]
 
 
 def check_shape(name: str, tensor: TensorData, shape: tuple[int, ...], field: str) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for another shape."""
     if tensor.shape != shape:
         raise InvalidRequest(
             f"{name} has the shape {list(tensor.shape)}, not {list(shape)}", field=field
@@ -53,10 +53,10 @@ def to_pixels(
 ) -> tuple[NDArray[np.uint8], TensorData]:
     """Return `values` [rows, channels, ...] as 8-bit indexes into a table, and that table.
 
-    The table is float32 [channels, 256]. Values that are pixels already, and values that are all in
-    the model's own `table`, come with that table. An 8-bit image has at most 256 different values
-    in a channel, whatever its normalisation was, so the values are restored bit for bit. Raises
-    InvalidRequest for values that no 8-bit image can have.
+    The table is float32 [channels, 256]. If the values are pixels, or if all of them are in the
+    model's `table`, that table is returned. With any normalisation, an 8-bit image has at most 256
+    different values in a channel, so the values are restored bit for bit. Raises InvalidRequest for
+    values that no 8-bit image can have.
     """
     if values.dtype == np.uint8:
         return values, table

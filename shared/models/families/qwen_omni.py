@@ -1,7 +1,7 @@
-"""Thinkers of Qwen2.5-Omni and Qwen3-Omni, which write the text.
+"""Thinkers of Qwen2.5-Omni and Qwen3-Omni, the parts that write text.
 
-A model's folder has its talker and its vocoder too. Qwen2.5-Omni also hears, and sees videos, with
-their sound where a request asks for it: such an item has the fields of a video and of a sound.
+A model's folder also has its talker and its vocoder. Qwen2.5-Omni accepts images, sounds and
+videos. If a request uses the sound of a video, its item has the fields of a video and of a sound.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ else:
     torch = LazyModule("torch")
 
 USE_AUDIO = "use_audio_in_video"
-"""The field of vLLM's videos that says whether their sound is an item beside them."""
+"""Field of vLLM's videos: whether their sound is an additional item."""
 
 
 class OmniAudioLayout(MelLayout):
-    """Qwen2.5-Omni's features; its encoder takes sounds of any length."""
+    """Qwen2.5-Omni's features. Its encoder accepts sounds of any length."""
 
     wire_names = ("audio_feature_lengths", "feature_attention_mask", "input_audio_features")
 
@@ -80,13 +80,13 @@ class OmniAudioLayout(MelLayout):
 
 
 class OmniImageLayout(QwenImageLayout):
-    """The fields of an image, for both thinkers."""
+    """Fields of an image, for both thinkers."""
 
     sends_values = True
 
 
 class OmniVideoLayout(Qwen25VideoLayout):
-    """Qwen2.5-Omni's fields of a video, and the place of its sound, if there is any."""
+    """Qwen2.5-Omni's fields of a video, with the placement of its sound, if it has one."""
 
     metadata = (GRID, SECONDS, FRAMES)
     sends_values = True
@@ -120,7 +120,7 @@ class OmniVideoLayout(Qwen25VideoLayout):
         heard = FRAMES in fields
         flag = WireField(from_numpy(np.array(heard)), SharedField(1, keep_on_cpu=True))
         wire = dict(sorted({**super().to_wire(fields), USE_AUDIO: flag}.items()))
-        # vLLM has the sound as an item of its own, and no form for one item of both.
+        # vLLM sends the sound as a separate item, and has no format for one item with both.
         return wire | self.sound.to_wire(fields) if heard else wire
 
     def from_wire(
@@ -142,26 +142,26 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return (SECONDS,)
 
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
-        # transformers' processor of this family gives these to videos, whatever the folder says.
+        # transformers' processor of this family ignores the folder's settings for videos.
         return 128 * 28 * 28, 768 * 28 * 28
 
 
 class OmniTower(QwenTower):
-    """The vision tower of a thinker."""
+    """Vision tower of a thinker."""
 
     modules = ("model.visual", "model.audio_tower")
     language_modules: tuple[str, ...] = ("model.language_model", "model.audio_tower", "lm_head")
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        # The whole model's config, or that of the thinker alone.
+        # `config` is the config of the whole model or of its thinker.
         super().__init__(getattr(config, "thinker_config", config))
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
-        """Nothing is replaced: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
+        """Replace nothing: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
 
 
 class HearingTower(OmniTower):
-    """The vision and the audio tower of Qwen2.5-Omni's thinker."""
+    """Vision and audio tower of Qwen2.5-Omni's thinker."""
 
     language_modules = ("model.language_model", "lm_head")
 
@@ -209,7 +209,7 @@ class HearingTower(OmniTower):
 
 
 class OmniAudioTower(AudioTower):
-    """The audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
+    """Audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         lengths = torch.stack([fields["audio_frames"] for fields in batch])
@@ -229,7 +229,7 @@ def _is_sound(fields: Mapping[str, Any]) -> bool:
 
 
 def _has_sound(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields are those of a video with its sound."""
+    """Return whether the item is a video with its sound."""
     return FRAMES in fields and GRID in fields
 
 
@@ -238,7 +238,7 @@ def _without_sound(fields: Fields) -> Fields:
 
 
 def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> SoundingVideo:
-    """Return how the fields' embeddings stand in the prompt, by the config of a thinker."""
+    """Return the arrangement of the item's embeddings in the prompt."""
     frames, height, width = fields[GRID].tolist()
     merge = config.vision_config.spatial_merge_size
     rate = config.position_id_per_seconds
@@ -261,7 +261,7 @@ def _embed_ids(config: Any, video: SoundingVideo) -> list[int]:
 
 
 class Qwen3OmniTower(OmniTower):
-    """Features of earlier layers stand behind each embedding, as in Qwen3-VL."""
+    """Qwen3-Omni's tower: each embedding is followed by features of earlier layers (DeepStack)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -274,7 +274,7 @@ class Qwen3OmniTower(OmniTower):
 
 
 class ThinkerAdapter(QwenAdapter):
-    """A thinker: its forward has no choice of rows, so its decoder and its head are run apart."""
+    """A thinker. Its forward cannot select rows, so decoder and head are called separately."""
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from shared.models.family import DecoderTrait, ModelFamily
 
 
 def _declare(name: str, **decoders: set[DecoderTrait]) -> ModelFamily:
-    """Declare a family whose model types are those of its decoders."""
+    """Declare a family. Its model types are the keys of `decoders`."""
     traits = {model_type: frozenset(found) for model_type, found in decoders.items()}
     return ModelFamily(name, frozenset(decoders), traits)
 
