@@ -188,7 +188,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
         MediaTooLarge,
         "64 channels is over the limit of 8",
     ),
-    "no numbers": (not_numbers, InvalidMedia, "are no numbers"),
+    "no numbers": (not_numbers, InvalidMedia, "are not finite"),
     "too loud": (
         lambda: files.sound(np.full((100, 1), 1e30, np.float32), 16_000),
         InvalidMedia,
