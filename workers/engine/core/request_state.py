@@ -53,7 +53,7 @@ class ChoiceState:
     ) -> None:
         self.sequence = sequence
         self.finished = False
-        self._detokenizer = detokenizer
+        self.detokenizer = detokenizer
         self._eos_token_ids = eos_token_ids
 
     def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
@@ -66,7 +66,7 @@ class ChoiceState:
         if stop_event is not None and not sampling.include_stop_str_in_output:
             return "", stop_event
         may_stop = sequence.num_output_tokens > sampling.min_tokens
-        text, matched = self._detokenizer.push(token_id, may_stop)
+        text, matched = self.detokenizer.push(token_id, may_stop)
         if stop_event is not None:
             return text, stop_event
         if matched is not None:
@@ -111,7 +111,7 @@ class ChoiceState:
     ) -> ChoiceDelta:
         if stop_event is not None:
             self.finished = True
-            text += self._detokenizer.finish()
+            text += self.detokenizer.finish()
         delta = ChoiceDelta(
             index=self.sequence.choice,
             position=position,
