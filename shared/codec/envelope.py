@@ -1,4 +1,4 @@
-"""The envelope: a binary layout for a typed head and its tensors.
+"""Envelope: a binary layout for a typed head and its tensors.
 
     0   4  magic "PMM1"
     4   2  u16 version
@@ -32,7 +32,7 @@ MAGIC = b"PMM1"
 VERSION = 1
 # The size of a cache line and of the widest vector load, so that no buffer begins within one.
 ALIGNMENT = 64
-# The head contains the prompt's token ids, at up to 5 bytes each; there is room for 800,000.
+# The head contains the prompt's token ids of up to 5 bytes; there is room for 800,000.
 MAX_HEADER_BYTES = 4 * 2**20
 # Eight images of three fields need 24; ten times that leaves room for video and audio.
 MAX_TENSORS = 256
@@ -44,8 +44,8 @@ MAX_ELEMENTS = 2**48
 # The deepest valid header has 5 levels. msgspec recurses, and depth 600 was seen to crash a process
 # on a thread with a 128 KiB stack.
 MAX_DEPTH = 32
-# Limit on arrays, maps, strings, and numbers outside of long runs. A valid head has some hundreds;
-# 5 MB of empty arrays were seen to become 368 MB of Python objects.
+# Limit on arrays, maps, strings, and numbers outside of long runs. A valid head has some hundreds.
+# 5 MB of empty arrays became 368 MB of Python objects in a test.
 MAX_NODES = 65_536
 
 DType = Literal[
@@ -107,7 +107,7 @@ def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | me
     """Encode an envelope as consecutive parts, without copying the tensors' buffers.
 
     Raises PayloadTooLarge for a head over MAX_HEADER_BYTES or more than MAX_TENSORS tensors, and
-    ValueError for a tensor whose dtype is unknown or whose buffer does not fit its shape.
+    ValueError for a tensor with an unknown dtype or with a buffer that does not fit its shape.
     """
     entries = [_entry_of(tensor) for tensor in tensors]
     header = _encoder.encode(_Header(entries, msgspec.Raw(_encoder.encode(head))))
