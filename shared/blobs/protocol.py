@@ -37,7 +37,8 @@ NO_KEY = bytes(KEY_BYTES)
 class BlobReply(NamedTuple):
     """The owner's reply to a request over a socket."""
 
-    found: bool
+    is_valid: bool
+    """Whether the owner has the blob."""
     offset: int = 0
     num_bytes: int = 0
     key: bytes = NO_KEY
@@ -74,8 +75,8 @@ async def send_reply(sock: socket.socket, reply: BlobReply) -> None:
 
 
 async def read_reply(sock: socket.socket) -> BlobReply:
-    found, *rest = _reply.unpack(await _read_exactly(sock, _reply.size))
-    return BlobReply(bool(found), *rest)
+    status, *rest = _reply.unpack(await _read_exactly(sock, _reply.size))
+    return BlobReply(bool(status), *rest)
 
 
 async def read_into(sock: socket.socket, buffer: memoryview) -> None:

@@ -264,9 +264,11 @@ class _ReaderConnection:
 
     async def _find(self, request: protocol.BlobRequest) -> None:
         ref = self._server.find(request.key.hex(), request.ttl_s)
-        found = (False,) if ref is None else (True, 0, ref.num_bytes, ref.key)
+        reply = protocol.BlobReply(False)
+        if ref is not None:
+            reply = protocol.BlobReply(True, 0, ref.num_bytes, ref.key)
         try:
-            await protocol.send_reply(self._sock, protocol.BlobReply(*found))
+            await protocol.send_reply(self._sock, reply)
         except BaseException:
             # The reader has not received the key, so no other process could release it.
             if ref is not None:

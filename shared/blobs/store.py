@@ -127,8 +127,8 @@ class Blobs:
             transport = self._cached_transports(worker, address)[0]
             assert isinstance(transport, SharedMemoryTransport)
             try:
-                if (found := await transport.find(name, ttl_s)) is not None:
-                    return BlobRef(worker, *found)
+                if (key_and_size := await transport.find(name, ttl_s)) is not None:
+                    return BlobRef(worker, *key_and_size)
             except (OSError, TimeoutError, ValueError):
                 continue
         # Another task may have stored it here during the requests to the neighbours.
@@ -229,11 +229,11 @@ class Blobs:
         if ref.worker == self._worker:
             self.discard(ref)
             return
-        sent = asyncio.Event()
-        self._releasing.start(self._release(ref, sent))
-        await sent.wait()
+        is_sent = asyncio.Event()
+        self._releasing.start(self._release(ref, is_sent))
+        await is_sent.wait()
 
-    async def _release(self, ref: BlobRef, sent: asyncio.Event) -> None:
+    async def _release(self, ref: BlobRef, is_sent: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         try:
             for pause_s in RELEASE_PAUSES_S:
@@ -242,12 +242,12 @@ class Blobs:
                     transports = await self._transports_to(ref.worker)
                 except Unavailable:
                     continue
-                timer = loop.call_later(RELEASE_SENT_S, sent.set)
+                timer = loop.call_later(RELEASE_SENT_S, is_sent.set)
                 if await _send(transports, ref, protocol.RELEASE):
                     return
                 timer.cancel()
         finally:
-            sent.set()
+            is_sent.set()
 
     def _get_own(self, ref: BlobRef) -> Blob:
         reader = f"self-{secrets.token_hex(8)}"

@@ -118,7 +118,7 @@ class _SocketTransport:
 
     async def _request_blob(self, ref: BlobRef) -> protocol.BlobReply:
         reply = await self._request(protocol.BlobRequest(protocol.GET, ref.key))
-        if not reply.found:
+        if not reply.is_valid:
             raise BlobLost("a payload has expired at its owner")
         if reply.num_bytes != ref.num_bytes:
             self.close()
@@ -170,7 +170,7 @@ class SharedMemoryTransport(_SocketTransport):
             reply = await self._request(
                 protocol.BlobRequest(protocol.FIND, bytes.fromhex(name), ttl_s)
             )
-        return (reply.key, reply.num_bytes) if reply.found else None
+        return (reply.key, reply.num_bytes) if reply.is_valid else None
 
     def close(self) -> None:
         sock, self._sock = self._sock, None

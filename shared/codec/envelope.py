@@ -249,8 +249,8 @@ def _check_nesting(data: bytes) -> None:
             pending.pop()
             keys.pop()
             continue
-        seen, left = keys[-1], pending[-1]
-        if seen is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+        map_keys, left = keys[-1], pending[-1]
+        if map_keys is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
             pending[-1] -= RUN_LEN
             offset = run.end()
             continue
@@ -258,8 +258,8 @@ def _check_nesting(data: bytes) -> None:
         start = offset
         offset, children, is_map = _step(data, offset)
         num_nodes += 1
-        if seen is not None and left % 2 == 0:
-            _add_key(seen, data[start:offset])
+        if map_keys is not None and left % 2 == 0:
+            _add_key(map_keys, data[start:offset])
         if children:
             pending.append(children)
             keys.append(set() if is_map else None)
@@ -269,11 +269,11 @@ def _check_nesting(data: bytes) -> None:
             )
 
 
-def _add_key(seen: set[str | int], packed: bytes) -> None:
+def _add_key(keys: set[str | int], packed: bytes) -> None:
     key = _key_decoder.decode(packed)
-    if key in seen:
+    if key in keys:
         raise DecodeError("the header has the same key twice")
-    seen.add(key)
+    keys.add(key)
 
 
 def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
@@ -284,7 +284,7 @@ def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
     # No head has extension types, and they could contain pickles.
     if offset < len(data) and data[offset] not in _KNOWN:
         raise DecodeError(f"the header has a value of unknown type {data[offset]:#04x}")
-    if (found := step(data, offset)) is None:
+    if (value := step(data, offset)) is None:
         raise DecodeError("the header ends in the middle of a value")
-    end, children, form = found
+    end, children, form = value
     return end, children, form.is_map

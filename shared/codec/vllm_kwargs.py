@@ -134,8 +134,8 @@ def mm_hash(
     if video is not None:
         leaf = _SEQUENCE + _length(2) + leaf + _hash_facts(video)
         if video.use_audio:
-            heard = {b"use_audio_in_video": _LEAF + _frame(b"\1")}
-            leaves["mm_processor_kwargs"] = _mapping(heard)
+            kwargs = {b"use_audio_in_video": _LEAF + _frame(b"\1")}
+            leaves["mm_processor_kwargs"] = _mapping(kwargs)
     leaves[modality] = leaf
     digest = blake3()
     for name in sorted(leaves):

@@ -59,12 +59,12 @@ def read_video_settings(folder: Path, **defaults: Any) -> VideoSettings | None:
     ):
         file = folder / name
         try:
-            found: Any = msgspec.json.decode(file.read_bytes()) if file.is_file() else None
+            section: Any = msgspec.json.decode(file.read_bytes()) if file.is_file() else None
             if key is not None:
-                found = (found or {}).get(key)
-            if found is not None:
-                given = {name: value for name, value in found.items() if value is not None}
-                return msgspec.convert(defaults | given, VideoSettings)
+                section = (section or {}).get(key)
+            if section is not None:
+                settings = {name: value for name, value in section.items() if value is not None}
+                return msgspec.convert(defaults | settings, VideoSettings)
         except (OSError, AttributeError, msgspec.MsgspecError) as error:
             if name != "preprocessor_config.json":
                 raise ConfigError(f"{file}: no video settings: {error}", field="path") from error

@@ -149,10 +149,10 @@ class LanguageAdapter:
         start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
         if num_embeds != count:
             refuse(f"{num_embeds} placeholders for {count} embeddings")
-        found = [
+        tokens = [
             prompt_token_ids[start + i : start + i + 1] for i in item.placeholder.embed_indexes()
         ]
-        if start < 0 or found != [[token_id] for token_id in self._embed_ids(item, count)]:
+        if start < 0 or tokens != [[token_id] for token_id in self._embed_ids(item, count)]:
             refuse(f"the prompt has no {num_embeds} {item.modality} tokens at {start}")
 
     def _embed_ids(self, item: MediaItem, count: int) -> Sequence[int]:

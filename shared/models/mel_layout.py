@@ -148,9 +148,9 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     # -- details ----------------------------------------------------------------------------------
 
     def _fields_of(self, features: NDArray[np.float32], num_frames: int) -> dict[str, TensorData]:
-        kept = features[:, : num_frames + NUM_FRAMES_BEHIND]
+        shortened = features[:, : num_frames + NUM_FRAMES_BEHIND]
         return {
-            "input_features": from_numpy(np.ascontiguousarray(kept)),
+            "input_features": from_numpy(np.ascontiguousarray(shortened)),
             "audio_frames": from_numpy(np.array(num_frames, np.int64)),
         }
 
@@ -207,7 +207,7 @@ def _load_extractor(folder: Path) -> Any:
 
 
 def _check_settings(extractor: Any, num_bins: int, folder: Path) -> None:
-    wanted = {
+    required = {
         "sampling_rate": SAMPLE_RATE,
         "feature_size": num_bins,
         "padding_value": 0.0,
@@ -215,9 +215,9 @@ def _check_settings(extractor: Any, num_bins: int, folder: Path) -> None:
         # Noise would give one sound different features each time.
         "dither": 0.0,
     }
-    for name, value in wanted.items():
-        if (given := getattr(extractor, name)) != value:
+    for name, value in required.items():
+        if (actual := getattr(extractor, name)) != value:
             raise ConfigError(
-                f"{folder}: the feature extractor has {name} {given!r}, not {value!r}",
+                f"{folder}: the feature extractor has {name} {actual!r}, not {value!r}",
                 field="path",
             )

@@ -26,8 +26,8 @@ _decoders: dict[str, frozenset[DecoderTrait]] = {}
 
 def register(family: ModelFamily) -> None:
     """Add a family. Raises ValueError for a model type that another family has."""
-    if taken := family.model_types & _families.keys():
-        raise ValueError(f"{', '.join(sorted(taken))} belongs to another family")
+    if duplicates := family.model_types & _families.keys():
+        raise ValueError(f"{', '.join(sorted(duplicates))} belongs to another family")
     _families.update(dict.fromkeys(family.model_types, family))
     _decoders.update(family.decoders)
 

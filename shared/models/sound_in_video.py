@@ -43,12 +43,12 @@ class SoundingVideo:
 
         The embeddings of the sound are numbered after the embeddings of the video.
         """
-        seen = self._split(self._seen()[0])
-        heard = self._split(np.arange(self.num_heard))
+        video_chunks = self._split(self._seen()[0])
+        sound_chunks = self._split(np.arange(self.num_heard))
         parts = []
-        for number in range(max(len(seen), len(heard))):
-            parts += seen[number : number + 1]
-            parts += [part + self.num_seen for part in heard[number : number + 1]]
+        for number in range(max(len(video_chunks), len(sound_chunks))):
+            parts += video_chunks[number : number + 1]
+            parts += [part + self.num_seen for part in sound_chunks[number : number + 1]]
         return np.concatenate(parts)
 
     def positions(self) -> tuple[Indexes, int]:
@@ -57,8 +57,8 @@ class SoundingVideo:
         Position 0 is the position after the previous token. Each mark shares the position of the
         video's mark next to it.
         """
-        heard = np.broadcast_to(np.arange(self.num_heard), (3, self.num_heard))
-        inner = np.concatenate([self._seen(), heard], axis=1)[:, self.order()]
+        sound = np.broadcast_to(np.arange(self.num_heard), (3, self.num_heard))
+        inner = np.concatenate([self._seen(), sound], axis=1)[:, self.order()]
         # The end follows the last embedding, which may not have the largest position: the last
         # frame may be later than the end of the sound.
         end = int(inner[:, -1].max()) + 1

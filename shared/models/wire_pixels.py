@@ -65,14 +65,14 @@ def to_pixels(
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise InvalidRequest("pixel_values are not finite", field=field)
-    found = [np.searchsorted(row, values[:, i]) for i, row in enumerate(to_numpy(table))]
-    indexes = np.stack(found, axis=1).clip(max=NUM_VALUES - 1).astype(np.uint8)
+    places = [np.searchsorted(row, values[:, i]) for i, row in enumerate(to_numpy(table))]
+    indexes = np.stack(places, axis=1).clip(max=NUM_VALUES - 1).astype(np.uint8)
     if to_values(indexes, table).tobytes() == values.tobytes():
         return indexes, table
     pixels = np.empty(values.shape, np.uint8)
     own_table = np.zeros((values.shape[1], NUM_VALUES), np.float32)
     for channel in range(values.shape[1]):
-        levels, places = np.unique(values[:, channel], return_inverse=True)
+        levels, level_indexes = np.unique(values[:, channel], return_inverse=True)
         if len(levels) > NUM_VALUES:
             raise InvalidRequest(
                 f"pixel_values have {len(levels)} different values in a channel, more than the"
@@ -80,5 +80,5 @@ def to_pixels(
                 field=field,
             )
         own_table[channel, : len(levels)] = levels
-        pixels[:, channel] = places.reshape(pixels[:, channel].shape)
+        pixels[:, channel] = level_indexes.reshape(pixels[:, channel].shape)
     return pixels, from_numpy(own_table)

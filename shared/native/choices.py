@@ -123,12 +123,14 @@ def _excess(operation: Operation, least_s: Times, option: Option) -> float:
     )
 
 
-def update(operation: Operation, known: Measurement | None, rounds: Sequence[Times]) -> Measurement:
+def update(
+    operation: Operation, stored: Measurement | None, rounds: Sequence[Times]
+) -> Measurement:
     """Return the measurement with further rounds of all implementations and rows."""
-    times = [known.least_s] if known is not None else []
+    times = [stored.least_s] if stored is not None else []
     times += rounds
-    num_rounds = len(rounds) + (0 if known is None else known.num_rounds)
-    current = operation.options[0] if known is None else known.option
+    num_rounds = len(rounds) + (0 if stored is None else stored.num_rounds)
+    current = operation.options[0] if stored is None else stored.option
     least_s = _least(times)
     option = choose(operation, least_s, current) if num_rounds >= MIN_ROUNDS else current
     return Measurement(least_s, num_rounds, option)
@@ -136,27 +138,27 @@ def update(operation: Operation, known: Measurement | None, rounds: Sequence[Tim
 
 def _least(times: Sequence[Mapping[Implementation, Mapping[int, float]]]) -> Times:
     least: Times = {}
-    for one in times:
-        for implementation, by_rows in one.items():
+    for measured in times:
+        for implementation, by_rows in measured.items():
             into = least.setdefault(implementation, {})
             for rows, seconds in by_rows.items():
                 into[rows] = min(seconds, into.get(rows, math.inf))
     return least
 
 
-def is_enough(operation: Operation, known: Measurement | None) -> bool:
+def is_enough(operation: Operation, stored: Measurement | None) -> bool:
     """Return whether an operation needs no further rounds. Other options' records do not count."""
     if len(operation.options) == 1:
         return True
-    return fits(operation, known) and known is not None and known.num_rounds >= ENOUGH_ROUNDS
+    return fits(operation, stored) and stored is not None and stored.num_rounds >= ENOUGH_ROUNDS
 
 
-def fits(operation: Operation, known: Measurement | None) -> bool:
+def fits(operation: Operation, stored: Measurement | None) -> bool:
     """Return whether a measurement has this operation's options and rows, and possible times."""
     return (
-        known is not None
-        and known.option in operation.options
-        and set(known.least_s) == set(operation.implementations)
-        and all(set(by_rows) == set(operation.rows) for by_rows in known.least_s.values())
-        and all(0 < s < math.inf for by_rows in known.least_s.values() for s in by_rows.values())
+        stored is not None
+        and stored.option in operation.options
+        and set(stored.least_s) == set(operation.implementations)
+        and all(set(by_rows) == set(operation.rows) for by_rows in stored.least_s.values())
+        and all(0 < s < math.inf for by_rows in stored.least_s.values() for s in by_rows.values())
     )

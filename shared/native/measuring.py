@@ -78,18 +78,18 @@ def select(
     trials = list({trial.operation.name: trial for trial in trials}.values())
     operations = {trial.operation.name: trial.operation for trial in trials}
     if setting != "measured":
-        return {name: force(one, setting) for name, one in operations.items()}
+        return {name: force(operation, setting) for name, operation in operations.items()}
     measured = _measure_missing(trials, key, budget_s)
     return {
-        name: measured[name].option if name in measured else one.options[0]
-        for name, one in operations.items()
+        name: measured[name].option if name in measured else operation.options[0]
+        for name, operation in operations.items()
     }
 
 
 def read_records(folder: Path) -> list[ChoiceRecord]:
     """Return the records in a folder. Damaged files are ignored."""
-    found = (_read(file) for file in sorted(folder.glob(f"{PREFIX}*.json")))
-    return [record for record in found if record is not None]
+    records = (_read(file) for file in sorted(folder.glob(f"{PREFIX}*.json")))
+    return [record for record in records if record is not None]
 
 
 def _measure_missing(
@@ -102,27 +102,29 @@ def _measure_missing(
         structlog.get_logger().warning("kernel_choices_not_kept", reason=str(error))
         return _measure(trials, {}, budget_s)
     file = folder / key.file_name
-    known = _known(file, trials)
-    if not _lacking(trials, known):
-        return known
+    stored = _stored(file, trials)
+    if not _lacking(trials, stored):
+        return stored
     with library.only_process(folder):
         # Another process may have measured meanwhile.
-        known = _known(file, trials)
-        measured = _measure(_lacking(trials, known), known, budget_s)
+        stored = _stored(file, trials)
+        measured = _measure(_lacking(trials, stored), stored, budget_s)
         with contextlib.suppress(OSError):  # If the disk is full, the next start measures again.
             before = _read(file)
             others = {} if before is None else before.measured
             _write(file, ChoiceRecord(key, {**others, **measured}))
-    return {**known, **measured}
+    return {**stored, **measured}
 
 
-def _lacking(trials: Sequence[Trial], known: dict[str, Measurement]) -> list[Trial]:
+def _lacking(trials: Sequence[Trial], stored: dict[str, Measurement]) -> list[Trial]:
     return [
-        trial for trial in trials if not is_enough(trial.operation, known.get(trial.operation.name))
+        trial
+        for trial in trials
+        if not is_enough(trial.operation, stored.get(trial.operation.name))
     ]
 
 
-def _known(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
+def _stored(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
     record = _read(file)
     measured = {} if record is None else record.measured
     names = {
@@ -134,7 +136,7 @@ def _known(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
 
 
 def _measure(
-    trials: Sequence[Trial], known: dict[str, Measurement], budget_s: float
+    trials: Sequence[Trial], stored: dict[str, Measurement], budget_s: float
 ) -> dict[str, Measurement]:
     """Time operations one after the other until the budget is spent. The next start continues."""
     deadline = time.perf_counter() + budget_s
@@ -142,7 +144,7 @@ def _measure(
     for operation, prepare in trials:
         if time.perf_counter() > deadline:
             break
-        before = known.get(operation.name)
+        before = stored.get(operation.name)
         rounds = _time_rounds(operation, prepare(), deadline)
         if rounds:
             measured[operation.name] = update(operation, before, rounds)

@@ -89,12 +89,12 @@ def missing_reason(features: Collection[str], folder: Path) -> str:
     if not folder.is_dir():
         return "no C++ compiler is installed"
     there = ", ".join(compiled_targets(folder)) or "no target"
-    wanted = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
-    if wanted is None:
+    best = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
+    if best is None:
         return f"no kernels support this processor; there are compiled kernels for {there}"
     return (
         f"there are compiled kernels for {there}, but none of them supports this processor:"
-        f" build the image or the wheel with {BUILD_ARGUMENT}={wanted}"
+        f" build the image or the wheel with {BUILD_ARGUMENT}={best}"
     )
 
 
@@ -113,8 +113,8 @@ def compile_targets(names: Iterable[str], folder: Path, compiler: str = "g++") -
     names = list(names)
     for name in names:
         if name not in TARGETS:
-            known = ", ".join(sorted(TARGETS))
-            raise ConfigError(f"no target {name!r}; there are: {known}", field=BUILD_ARGUMENT)
+            targets = ", ".join(sorted(TARGETS))
+            raise ConfigError(f"no target {name!r}; there are: {targets}", field=BUILD_ARGUMENT)
     folder.mkdir(exist_ok=True)
     for name in names:
         file = folder / file_name(name)

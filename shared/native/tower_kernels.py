@@ -133,8 +133,8 @@ class TowerKernels:
         output = torch.empty_like(query)
         pointers = library.pointers(query, keys, values, block_table, output)
         sizes = (num_rows, seq_len, head_dim, min_tile_rows)
-        given = _CachedAttention(*pointers, *sizes, head_dim**-0.5)
-        self._library.pagemill_attend_cached(self._pool, ctypes.byref(given))
+        arguments = _CachedAttention(*pointers, *sizes, head_dim**-0.5)
+        self._library.pagemill_attend_cached(self._pool, ctypes.byref(arguments))
         return output
 
     def multiply(

@@ -64,8 +64,8 @@ def _llama3_json(reader: CallReader) -> Reading:
     try:
         character = yield from reader.after_space()
         if character == "<":
-            for wanted in "|python_tag|>":
-                reader.expect(wanted, (yield from reader.next_char()))
+            for tag_character in "|python_tag|>":
+                reader.expect(tag_character, (yield from reader.next_char()))
             character = yield from reader.after_space()
         while True:
             reader.expect("{", character)
@@ -108,8 +108,8 @@ def _named_calls(reader: CallReader, character: str) -> Reading:
 def _tag(reader: CallReader, tag: str) -> Reading:
     """Read a tag, with space before it. Raises NoCall for other text."""
     reader.expect(tag[0], (yield from reader.after_space()))
-    for wanted in tag[1:]:
-        reader.expect(wanted, (yield from reader.next_char()))
+    for tag_character in tag[1:]:
+        reader.expect(tag_character, (yield from reader.next_char()))
 
 
 def _named(reader: CallReader) -> Reading:

@@ -117,25 +117,27 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return Placement([start, *embeds, end], self.embed_ids)
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        heard = FRAMES in fields
-        flag = WireField(from_numpy(np.array(heard)), SharedField(1, keep_on_cpu=True))
+        has_sound = FRAMES in fields
+        flag = WireField(from_numpy(np.array(has_sound)), SharedField(1, keep_on_cpu=True))
         wire = dict(sorted({**super().to_wire(fields), USE_AUDIO: flag}.items()))
         # vLLM sends the sound as a separate item, and has no format for one item with both.
-        return wire | self.sound.to_wire(fields) if heard else wire
+        return wire | self.sound.to_wire(fields) if has_sound else wire
 
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        heard = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
-        seen = {name: wire[name] for name in wire if name not in heard and name != USE_AUDIO}
+        sound_wire = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
+        video_wire = {
+            name: wire[name] for name in wire if name not in sound_wire and name != USE_AUDIO
+        }
         flag = USE_AUDIO in wire and bool(to_numpy(wire[USE_AUDIO].tensor).any())
-        if flag != bool(heard):
+        if flag != bool(sound_wire):
             names = ", ".join(wire)
             raise InvalidRequest(f"{USE_AUDIO} is {str(flag).lower()} for {names}", field=field)
-        if not heard:
-            return super().from_wire(seen, field)
-        fields, num_seen = super().from_wire(seen, field)
-        sound, num_heard = self.sound.from_wire(heard, field)
+        if not sound_wire:
+            return super().from_wire(video_wire, field)
+        fields, num_seen = super().from_wire(video_wire, field)
+        sound, num_heard = self.sound.from_wire(sound_wire, field)
         return fields | sound, num_seen + num_heard
 
     def _time_names(self) -> tuple[str, ...]:
@@ -186,8 +188,8 @@ class HearingTower(OmniTower):
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
         if not _has_sound(fields):
             return super().split(fields, max_count)
-        heard = {name: fields[name] for name in SOUND_FIELDS}
-        return [*super().split(_without_sound(fields), max_count), heard]
+        sound = {name: fields[name] for name in SOUND_FIELDS}
+        return [*super().split(_without_sound(fields), max_count), sound]
 
     def join(self, fields: Fields, parts: Sequence[Tensor]) -> Tensor:
         joined = super().join(fields, parts)
@@ -200,9 +202,9 @@ class HearingTower(OmniTower):
         is_sound = [_is_sound(fields) for fields in batch]
         sounds = [fields for fields in batch if _is_sound(fields)]
         others = [fields for fields in batch if not _is_sound(fields)]
-        heard = iter(self._audio.encode(model, sounds) if sounds else [])
-        seen = iter(super().encode(model, others) if others else [])
-        return [next(heard if sound else seen) for sound in is_sound]
+        sound_embeddings = iter(self._audio.encode(model, sounds) if sounds else [])
+        other_embeddings = iter(super().encode(model, others) if others else [])
+        return [next(sound_embeddings if sound else other_embeddings) for sound in is_sound]
 
     def samples(self) -> list[Fields]:
         return [*super().samples(), *self._audio.samples()]
@@ -256,8 +258,8 @@ def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> Soundi
 def _embed_ids(config: Any, video: SoundingVideo) -> list[int]:
     """Return the placeholder tokens of a video and its sound, in order."""
     is_seen = video.order() < video.num_seen
-    found: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
-    return found
+    ids: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
+    return ids
 
 
 class Qwen3OmniTower(OmniTower):
