@@ -72,10 +72,10 @@ def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
     for run in runs:
         parts.append(_count_on(position, run.offset - at))
         begin = position + run.offset - at
-        places, behind = run.positions()
+        places, num_positions = run.positions()
         # A mark shares the position of the previous token, but may be the prompt's first token.
         parts.append(np.maximum(places + begin, 0))
-        position = begin + behind
+        position = begin + num_positions
         at = run.offset + run.length
     parts.append(_count_on(position, num_tokens - at))
     prompt = torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))

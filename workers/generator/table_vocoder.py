@@ -122,10 +122,10 @@ class TableVocoder:
 
     def _voice(self, codes: NDArray[np.int32]) -> tuple[Floats, Floats]:
         """Return voicing and pitch of every step, [num_chunks, num_steps]; 0 without pulses."""
-        before, behind, weight = _neighbors(codes.shape[1])
-        voicing = _between(self._voicing[codes], before, behind, weight)
+        before, after, weight = _neighbors(codes.shape[1])
+        voicing = _between(self._voicing[codes], before, after, weight)
         pitch = self._pitch_hz[codes]
-        low, high = pitch[:, before], pitch[:, behind]
+        low, high = pitch[:, before], pitch[:, after]
         both = (low > 0) & (high > 0)
         pitch_hz = np.where(both, (1 - weight) * low + weight * high, np.maximum(low, high))
         is_pulsed = (pitch_hz > 0) & (voicing > MIN_PULSE_VOICING)
@@ -133,9 +133,9 @@ class TableVocoder:
 
     def _gain(self, codes: NDArray[np.int32], steps: slice) -> Floats:
         """Return the gain of the steps in `steps`, [num_chunks, num_steps, bins]."""
-        before, behind, weight = _neighbors(codes.shape[1])
+        before, after, weight = _neighbors(codes.shape[1])
         log_gain = self._log_gain[codes]
-        gain: Floats = np.exp(_between(log_gain, before[steps], behind[steps], weight[steps, None]))
+        gain: Floats = np.exp(_between(log_gain, before[steps], after[steps], weight[steps, None]))
         return gain
 
     def _increments(self, pitch_hz: Floats) -> NDArray[np.uint64]:
@@ -189,16 +189,16 @@ def _neighbors(num_frames: int) -> tuple[NDArray[np.int64], NDArray[np.int64], F
     """
     # Shifted by half a frame, so that a quotient counts the intervals between middles.
     shifted = np.arange(num_frames * STEPS_PER_FRAME) + STEPS_PER_FRAME // 2
-    behind = shifted // STEPS_PER_FRAME
+    after = shifted // STEPS_PER_FRAME
     weight = (shifted % STEPS_PER_FRAME + 0.5) / STEPS_PER_FRAME
-    return np.maximum(behind - 1, 0), np.minimum(behind, num_frames - 1), weight
+    return np.maximum(after - 1, 0), np.minimum(after, num_frames - 1), weight
 
 
 def _between(
-    values: Floats, before: NDArray[np.int64], behind: NDArray[np.int64], weight: Floats
+    values: Floats, before: NDArray[np.int64], after: NDArray[np.int64], weight: Floats
 ) -> Floats:
     """Interpolate values of frames, [num_chunks, num_frames, …]."""
-    return (1 - weight) * values[:, before] + weight * values[:, behind]
+    return (1 - weight) * values[:, before] + weight * values[:, after]
 
 
 def _noise(first: NDArray[np.uint64], num_samples: int) -> Floats:
