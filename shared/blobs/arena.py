@@ -1,8 +1,8 @@
 """Shared memory that one process writes and other processes of its host map.
 
-It is a memfd without a name, which disappears with the last process that has it open, however that
-process ends. Before it is shared, it is sealed against shrinking, growing and new writable
-mappings: a reader cannot write, and never finds a page missing (SIGBUS). Requires Linux 5.1.
+It is a memfd without a name, which disappears with the last process that has it open, even if the
+process is killed. Before it is shared, it is sealed against shrinking, growing and new writable
+mappings: a reader cannot write, and no page can be missing (SIGBUS). Requires Linux 5.1.
 """
 
 import contextlib

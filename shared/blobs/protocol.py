@@ -1,9 +1,9 @@
-"""The protocol between a reader of blobs and their owner.
+"""Protocol between a reader of blobs and their owner.
 
-On a socket the owner begins with `HELLO`; on a local socket it passes the file descriptor of its
-arena along. Then the reader sends requests one by one: an operation, 32 bytes that are a key or a
-name, and a time to live. Each reply has a status, the blob's position in the arena, and a key. Over
-TCP the bytes follow the reply to `GET`. A local reader finds them in its mapping, where they stay
+On a socket the owner begins with `HELLO`; on a local socket it also passes the file descriptor of
+its arena. Then the reader sends requests one by one: an operation, 32 bytes with a key or a name,
+and a time to live. Each reply has a status, the blob's position in the arena, and a key. Over TCP
+the bytes follow the reply to `GET`. A local reader reads them in its mapping, where they stay
 pinned until it sends `DONE` or the connection ends.
 """
 
@@ -18,7 +18,7 @@ KEY_BYTES = 32
 
 BlobOperation = Literal[b"G", b"D", b"A", b"R", b"F"]
 GET: BlobOperation = b"G"
-"""Read the blob of this key."""
+"""Read the blob with this key."""
 DONE: BlobOperation = b"D"
 """End the reading of this key's blob, which unpins it."""
 ACKNOWLEDGE: BlobOperation = b"A"
@@ -26,7 +26,7 @@ ACKNOWLEDGE: BlobOperation = b"A"
 RELEASE: BlobOperation = b"R"
 """End the validity of this key."""
 FIND: BlobOperation = b"F"
-"""Request a new key, valid for the given time, and the size of the blob of this name."""
+"""Request a new key, valid for the given time, and the size of the blob with this name."""
 
 _request = struct.Struct(f"<c{KEY_BYTES}sf")
 _reply = struct.Struct(f"<BQQ{KEY_BYTES}s")
@@ -37,7 +37,8 @@ NO_KEY = bytes(KEY_BYTES)
 class BlobReply(NamedTuple):
     """The owner's reply to a request over a socket."""
 
-    found: bool
+    is_valid: bool
+    """Whether the owner has the blob."""
     offset: int = 0
     num_bytes: int = 0
     key: bytes = NO_KEY
@@ -74,8 +75,8 @@ async def send_reply(sock: socket.socket, reply: BlobReply) -> None:
 
 
 async def read_reply(sock: socket.socket) -> BlobReply:
-    found, *rest = _reply.unpack(await _read_exactly(sock, _reply.size))
-    return BlobReply(bool(found), *rest)
+    status, *rest = _reply.unpack(await _read_exactly(sock, _reply.size))
+    return BlobReply(bool(status), *rest)
 
 
 async def read_into(sock: socket.socket, buffer: memoryview) -> None:

@@ -1,12 +1,12 @@
-"""The owner's side of blobs: stores them in an arena, and serves them to readers that have a key.
+"""The owner's side of blobs: stores them in an arena, and serves them to readers with a key.
 
-A key is 32 random bytes. It travels with the message that needs the blob, and is valid until it is
+A key is 32 random bytes. It is sent in the message that needs the blob, and is valid until it is
 released or expires; the blob's slot stays pinned for that time. The connection of a local reader
 also pins the slots that it reads, so that their content does not change and the reader's death
 unpins them.
 
-Over TCP anybody may connect, so a connection is a stranger's until its first valid key. Strangers
-have little time, and the oldest is disconnected for a new one when there are many.
+Over TCP any client may connect, so a connection is a stranger until its first valid key. Strangers
+have little time. When there are too many, the oldest is disconnected for a new one.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
 
 BACKLOG = 128
-# Time for one blob over a socket; a reader that takes longer counts as dead.
+# Time for one blob over a socket. A slower reader counts as dead.
 SEND_TIMEOUT_S = 60.0
-# Over TCP: time until the first valid key, and between two requests. A reader whose connection was
-# closed makes another one for its next request.
+# Over TCP: time until the first valid key, and between two requests. After a closed connection, a
+# reader connects again for its next request.
 KEY_TIMEOUT_S = 5.0
 IDLE_TIMEOUT_S = 300.0
 MAX_STRANGERS = 64
@@ -63,7 +63,7 @@ class BlobServer:
         self._strangers: dict[_ReaderConnection, asyncio.Task[None]] = {}
         """Connections over TCP without a valid key so far, the oldest first."""
         self._readers: set[_ReaderConnection] = set()
-        """Connections over TCP that have shown a valid key."""
+        """Connections over TCP that have sent a valid key."""
         self.address = BlobAddress(host_id(), f"pagemill-{secrets.token_hex(16)}")
 
     # -- storing ------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class BlobServer:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of file descriptors, until some are closed.
+                # The process has no file descriptors left until some are closed.
                 _log.warning("blob_reader_not_accepted", error=str(error))
                 await asyncio.sleep(1)
             else:
@@ -168,7 +168,7 @@ class BlobServer:
         self._strangers[connection] = serving
 
     def recognize(self, connection: "_ReaderConnection", key: bytes) -> bool:
-        """Return whether the connection is a reader's, which it becomes by its first valid key.
+        """Return whether the connection has sent a valid key, now or before.
 
         Raises ConnectionError when there are too many readers.
         """
@@ -219,7 +219,7 @@ class _ReaderConnection:
 
     async def _next_request(self) -> protocol.BlobRequest:
         if self._local:
-            # Its connection pins what it reads, and it runs as this user.
+            # Its connection pins the slots that it reads, and it runs as this user.
             return await protocol.read_request(self._sock)
         async with asyncio.timeout_at(self._until_s):
             request = await protocol.read_request(self._sock)
@@ -264,9 +264,11 @@ class _ReaderConnection:
 
     async def _find(self, request: protocol.BlobRequest) -> None:
         ref = self._server.find(request.key.hex(), request.ttl_s)
-        found = (False,) if ref is None else (True, 0, ref.num_bytes, ref.key)
+        reply = protocol.BlobReply(False)
+        if ref is not None:
+            reply = protocol.BlobReply(True, 0, ref.num_bytes, ref.key)
         try:
-            await protocol.send_reply(self._sock, protocol.BlobReply(*found))
+            await protocol.send_reply(self._sock, reply)
         except BaseException:
             # The reader has not received the key, so no other process could release it.
             if ref is not None:

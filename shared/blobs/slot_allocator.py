@@ -1,7 +1,7 @@
 """Allocation of a fixed area: named slots, and holders that pin them.
 
 This module does the bookkeeping; `shared.blobs.arena` has the memory. Pinned slots stay in place.
-All others are a cache, from which the least recently used slot is evicted first.
+The other slots are a cache, and the least recently used slot is evicted first.
 """
 
 import bisect
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 ALIGNMENT = 4096
-"""The page size, so that each slot could be mapped on its own."""
+"""The page size, so that each slot could be mapped separately."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class SlotPool:
         return slot
 
     def pin(self, name: str, holder: str) -> Slot | None:
-        """Pin the slot of this name for `holder` and return it; None if there is none."""
+        """Pin the slot with this name for `holder` and return it; None if there is none."""
         slot = self._slots.get(name)
         if slot is not None:
             self._slots.move_to_end(name)

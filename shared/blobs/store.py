@@ -2,7 +2,7 @@
 
 A worker stores its blobs in its arena (`shared.blobs.server`). A reader uses the first transport
 that works: the owner's memory on the same machine, a TCP connection, or chunks over the broker,
-which needs no other connection and is the slowest. The caller does not see which one.
+which needs no other connection and is the slowest. Callers are independent of the transport.
 
 A blob is lost with its owner, or when it expires. Reading it then raises `BlobLost`, and the stage
 that created it runs again.
@@ -43,10 +43,10 @@ from shared.protocol.multimodal import BlobRef
 MAX_OWNERS = 64
 # Validity of the cached list of neighbours.
 NEIGHBOURS_TTL_S = 2.0
-# Interval of the search for dead owners, whose memory exists as long as it is mapped here.
+# Interval of the search for dead owners. Their memory exists as long as it is mapped here.
 SWEEP_INTERVAL_S = 1.0
 # Pauses before attempts to release a blob, because an owner may be frozen or without a broker for a
-# moment. An attempt that takes longer than this has been sent to a frozen owner.
+# moment. An attempt that takes longer than `RELEASE_SENT_S` has been sent to a frozen owner.
 RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
 RELEASE_SENT_S = 0.25
 
@@ -54,7 +54,7 @@ _log = structlog.get_logger()
 
 
 class Blobs:
-    """One worker's blobs, and its transports for those of other workers."""
+    """One worker's blobs, and its transports for the blobs of other workers."""
 
     def __init__(self, bus: Bus, role: str, worker: str, config: BlobsConfig) -> None:
         self._bus = bus
@@ -71,7 +71,7 @@ class Blobs:
         self._releasing = TaskSet()
 
     async def start(self) -> None:
-        """Start to serve the blobs of this worker."""
+        """Start serving the blobs of this worker."""
         config = self._config
         self._server.start()
         if config.listen is not None:
@@ -86,7 +86,7 @@ class Blobs:
 
     @property
     def capacity(self) -> int:
-        """Size of the arena in bytes, which a larger blob never fits."""
+        """Size of the arena in bytes. A larger blob never fits."""
         return self._server.arena.slots.capacity
 
     @property
@@ -117,9 +117,9 @@ class Blobs:
         return self._server.put(name, parts, ttl_s)
 
     async def find(self, name: str, ttl_s: float) -> BlobRef | None:
-        """Return a new reference to the blob of this name, or None if it is not stored.
+        """Return a new reference to the blob with this name, or None if it is not stored.
 
-        The blob may belong to this worker or to another one of its role on this machine.
+        The blob may belong to this worker, or to another worker of its role on this machine.
         """
         if (ours := self._server.find(name, ttl_s)) is not None:
             return ours
@@ -127,15 +127,15 @@ class Blobs:
             transport = self._cached_transports(worker, address)[0]
             assert isinstance(transport, SharedMemoryTransport)
             try:
-                if (found := await transport.find(name, ttl_s)) is not None:
-                    return BlobRef(worker, *found)
+                if (key_and_size := await transport.find(name, ttl_s)) is not None:
+                    return BlobRef(worker, *key_and_size)
             except (OSError, TimeoutError, ValueError):
                 continue
         # Another task may have stored it here during the requests to the neighbours.
         return self._server.find(name, ttl_s)
 
     async def _find_neighbours(self) -> dict[str, BlobAddress]:
-        """Return the other workers of this role whose memory can be mapped, cached for a moment."""
+        """Return the other workers of this role with memory that can be mapped; briefly cached."""
         now_s = time.monotonic()
         if now_s > self._neighbours_until_s:
             self._neighbours_until_s = now_s + NEIGHBOURS_TTL_S
@@ -170,13 +170,13 @@ class Blobs:
         return bytes(view)
 
     def discard(self, ref: BlobRef) -> None:
-        """Release a reference of this worker that was not sent to another one."""
+        """Release a reference of this worker that was not sent to another worker."""
         self._server.release(ref.key)
 
     def release_all(self) -> None:
-        """End the validity of all references to blobs of this worker, as their tasks are lost.
+        """End the validity of all references to blobs of this worker, because their tasks are lost.
 
-        Whoever has one that was not lost finds the blob gone, and has it made again.
+        If a reference was not lost, its reader finds that the blob is gone, and it is made again.
         """
         self._server.release_all()
 
@@ -229,11 +229,11 @@ class Blobs:
         if ref.worker == self._worker:
             self.discard(ref)
             return
-        sent = asyncio.Event()
-        self._releasing.start(self._release(ref, sent))
-        await sent.wait()
+        is_sent = asyncio.Event()
+        self._releasing.start(self._release(ref, is_sent))
+        await is_sent.wait()
 
-    async def _release(self, ref: BlobRef, sent: asyncio.Event) -> None:
+    async def _release(self, ref: BlobRef, is_sent: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         try:
             for pause_s in RELEASE_PAUSES_S:
@@ -242,12 +242,12 @@ class Blobs:
                     transports = await self._transports_to(ref.worker)
                 except Unavailable:
                     continue
-                timer = loop.call_later(RELEASE_SENT_S, sent.set)
+                timer = loop.call_later(RELEASE_SENT_S, is_sent.set)
                 if await _send(transports, ref, protocol.RELEASE):
                     return
                 timer.cancel()
         finally:
-            sent.set()
+            is_sent.set()
 
     def _get_own(self, ref: BlobRef) -> Blob:
         reader = f"self-{secrets.token_hex(8)}"
@@ -266,7 +266,7 @@ class Blobs:
         stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
         beat = None if stored is None else decode_heartbeat(stored.data)
         if beat is None or beat.blobs is None:
-            # The owner may be alive all the same, if the broker has just lost all heartbeats.
+            # The owner may still be alive, if the broker has just lost all heartbeats.
             return [BusTransport(self._bus, owner, self._pool)]
         return self._cached_transports(owner, beat.blobs)
 
@@ -299,7 +299,7 @@ class Blobs:
 async def release_by_broker(bus: Bus, ref: BlobRef) -> None:
     """End the validity of a reference, from a worker that has no blobs.
 
-    Without an answer of the owner, it remains valid until it expires.
+    Without an answer from the owner, it remains valid until it expires.
     """
     if names.is_name(ref.worker):
         await _send([BusTransport(bus, ref.worker, BufferPool(0))], ref, protocol.RELEASE)

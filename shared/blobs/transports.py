@@ -20,11 +20,11 @@ from shared.protocol.multimodal import BlobRef
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-# After a timeout of the owner, waiting readers use another transport at once for so long.
+# Time after a timeout of the owner in which readers use another transport at once.
 BACKOFF_S = 2.0
 # A tenth of the rate of a 1 Gbit/s link.
 MIN_BYTES_PER_S = 12 * 2**20
-# Size of one message over the broker, which is fastest well below its limit. Four of them fill the
+# Size of one message over the broker, which is fastest well below its limit. Four messages fill the
 # connection.
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 4
@@ -51,7 +51,7 @@ class Blob:
 
 
 class Transport(Protocol):
-    """A way to read the blobs of one owner.
+    """Interface for reading the blobs of one owner.
 
     Methods raise BlobLost when the owner no longer has the blob, and OSError, TimeoutError or
     ValueError when the transport itself fails.
@@ -67,7 +67,7 @@ class Transport(Protocol):
 
 
 class _SocketTransport:
-    """One connection with one request at a time. A failed one is replaced."""
+    """One connection with one request at a time. A failed connection is replaced."""
 
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
@@ -90,8 +90,8 @@ class _SocketTransport:
     async def _request(self, request: protocol.BlobRequest) -> protocol.BlobReply:
         """Send a request and return its reply. The caller holds the lock.
 
-        After any failure the connection is closed, because a late reply would be taken for that to
-        the next request.
+        After any failure the connection is closed, because a late reply would be mistaken for the
+        reply to the next request.
         """
         if time.monotonic() < self._blocked_until_s:
             raise ConnectionError("the owner did not reply a moment ago")
@@ -112,13 +112,13 @@ class _SocketTransport:
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            # The thread continues without a caller that would close its socket.
+            # The thread continues, and no caller would close its socket.
             connecting.add_done_callback(_close_result)
             raise
 
     async def _request_blob(self, ref: BlobRef) -> protocol.BlobReply:
         reply = await self._request(protocol.BlobRequest(protocol.GET, ref.key))
-        if not reply.found:
+        if not reply.is_valid:
             raise BlobLost("a payload has expired at its owner")
         if reply.num_bytes != ref.num_bytes:
             self.close()
@@ -165,16 +165,16 @@ class SharedMemoryTransport(_SocketTransport):
             return Blob(data, on_close)
 
     async def find(self, name: str, ttl_s: float) -> tuple[bytes, int] | None:
-        """Return a key to the owner's blob of this name, and its size; None if it has none."""
+        """Return a key to the owner's blob with this name, and its size; None if it has none."""
         async with self._lock:
             reply = await self._request(
                 protocol.BlobRequest(protocol.FIND, bytes.fromhex(name), ttl_s)
             )
-        return (reply.key, reply.num_bytes) if reply.found else None
+        return (reply.key, reply.num_bytes) if reply.is_valid else None
 
     def close(self) -> None:
         sock, self._sock = self._sock, None
-        # Open blobs hold the mapping by themselves.
+        # Open blobs have references to the mapping.
         self._arena = None
         # They also need the connection: its end would unpin them, and the owner could overwrite
         # their memory.
@@ -254,7 +254,7 @@ class TcpTransport(_SocketTransport):
 
 
 class BusTransport(Transport):
-    """Chunks over the broker, a few at a time. It works where no direct connection does."""
+    """Chunks over the broker, a few at a time. This works without a direct connection."""
 
     def __init__(self, bus: Bus, worker: str, pool: BufferPool) -> None:
         self._bus = bus

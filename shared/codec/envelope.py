@@ -1,4 +1,4 @@
-"""The envelope: a binary layout for a typed head and its tensors.
+"""Envelope: a binary layout for a typed head and its tensors.
 
     0   4  magic "PMM1"
     4   2  u16 version
@@ -32,7 +32,7 @@ MAGIC = b"PMM1"
 VERSION = 1
 # The size of a cache line and of the widest vector load, so that no buffer begins within one.
 ALIGNMENT = 64
-# The head contains the prompt's token ids, at up to 5 bytes each; there is room for 800,000.
+# The head contains the prompt's token ids of up to 5 bytes; there is room for 800,000.
 MAX_HEADER_BYTES = 4 * 2**20
 # Eight images of three fields need 24; ten times that leaves room for video and audio.
 MAX_TENSORS = 256
@@ -44,8 +44,8 @@ MAX_ELEMENTS = 2**48
 # The deepest valid header has 5 levels. msgspec recurses, and depth 600 was seen to crash a process
 # on a thread with a 128 KiB stack.
 MAX_DEPTH = 32
-# Limit on arrays, maps, strings, and numbers outside of long runs. A valid head has some hundreds;
-# 5 MB of empty arrays were seen to become 368 MB of Python objects.
+# Limit on arrays, maps, strings, and numbers outside of long runs. A valid head has some hundreds.
+# 5 MB of empty arrays became 368 MB of Python objects in a test.
 MAX_NODES = 65_536
 
 DType = Literal[
@@ -107,7 +107,7 @@ def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | me
     """Encode an envelope as consecutive parts, without copying the tensors' buffers.
 
     Raises PayloadTooLarge for a head over MAX_HEADER_BYTES or more than MAX_TENSORS tensors, and
-    ValueError for a tensor whose dtype is unknown or whose buffer does not fit its shape.
+    ValueError for a tensor with an unknown dtype or with a buffer that does not fit its shape.
     """
     entries = [_entry_of(tensor) for tensor in tensors]
     header = _encoder.encode(_Header(entries, msgspec.Raw(_encoder.encode(head))))
@@ -249,8 +249,8 @@ def _check_nesting(data: bytes) -> None:
             pending.pop()
             keys.pop()
             continue
-        seen, left = keys[-1], pending[-1]
-        if seen is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+        map_keys, left = keys[-1], pending[-1]
+        if map_keys is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
             pending[-1] -= RUN_LEN
             offset = run.end()
             continue
@@ -258,8 +258,8 @@ def _check_nesting(data: bytes) -> None:
         start = offset
         offset, children, is_map = _step(data, offset)
         num_nodes += 1
-        if seen is not None and left % 2 == 0:
-            _add_key(seen, data[start:offset])
+        if map_keys is not None and left % 2 == 0:
+            _add_key(map_keys, data[start:offset])
         if children:
             pending.append(children)
             keys.append(set() if is_map else None)
@@ -269,11 +269,11 @@ def _check_nesting(data: bytes) -> None:
             )
 
 
-def _add_key(seen: set[str | int], packed: bytes) -> None:
+def _add_key(keys: set[str | int], packed: bytes) -> None:
     key = _key_decoder.decode(packed)
-    if key in seen:
+    if key in keys:
         raise DecodeError("the header has the same key twice")
-    seen.add(key)
+    keys.add(key)
 
 
 def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
@@ -284,7 +284,7 @@ def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
     # No head has extension types, and they could contain pickles.
     if offset < len(data) and data[offset] not in _KNOWN:
         raise DecodeError(f"the header has a value of unknown type {data[offset]:#04x}")
-    if (found := step(data, offset)) is None:
+    if (value := step(data, offset)) is None:
         raise DecodeError("the header ends in the middle of a value")
-    end, children, form = found
+    end, children, form = value
     return end, children, form.is_map

@@ -3,7 +3,7 @@
 An item is msgpack: a map from field names to `{"data": tensor, "field": [kind, arguments]}`. A
 tensor is `[dtype, shape, bytes]`, with the bytes in C order and little endian in an extension of
 type 3. The kind determines how a server batches items. Extensions of types 1 and 2 are pickles, and
-decoding them would execute a stranger's code. They are refused like everything but tensors.
+decoding them would execute untrusted code. Everything except tensors is refused.
 """
 
 import math
@@ -29,7 +29,7 @@ _RAW_VIEW = 3
 _Size = Annotated[int, Meta(ge=0)]
 
 Samples = NDArray[np.float32]
-"""One channel of a sound, at the rate that the model hears."""
+"""One channel of a sound, at the model's sample rate."""
 
 Bounds = list[int | None]
 """Start, stop and step of a slice."""
@@ -38,13 +38,13 @@ Slices = list[list[int | Bounds | None]]
 
 
 class BatchedField(Struct, frozen=True, forbid_unknown_fields=True):
-    """A field of which each item is a row of the batch."""
+    """A field with one row of the batch for each item."""
 
     keep_on_cpu: bool = False
 
 
 class FlatField(Struct, frozen=True, forbid_unknown_fields=True):
-    """A field whose items are concatenated along `dim`."""
+    """A field that concatenates the items along `dim`."""
 
     slices: Slices
     dim: _Size = 0
@@ -65,12 +65,12 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class WireField:
-    """One field of an item: its tensor, and how it is batched."""
+    """One field of an item: its tensor, and the kind of its batching."""
 
     tensor: TensorData
     kind: Kind
     is_list: bool = False
-    """Whether it is written as a list of numbers; then it has one dimension of float64."""
+    """Whether it is written as a list of numbers. The tensor then has one dimension of float64."""
 
 
 def encode_item(fields: Mapping[str, WireField]) -> bytes:
@@ -84,12 +84,12 @@ def encode_item(fields: Mapping[str, WireField]) -> bytes:
 
 
 def metadata_of(fields: Mapping[str, WireField]) -> dict[str, WireField]:
-    """Return the fields that the language model needs, whichever server encodes the item."""
+    """Return the fields that the language model needs, even if another server encodes the item."""
     return {name: field for name, field in fields.items() if field.kind.keep_on_cpu}
 
 
 def decode_item(data: bytes, field: str) -> dict[str, WireField]:
-    """Decode an item, whose tensors are views into `data`.
+    """Decode an item. Its tensors are views into `data`.
 
     Raises InvalidRequest naming `field`, and no other error, for any other bytes.
     """
@@ -102,29 +102,29 @@ def decode_item(data: bytes, field: str) -> dict[str, WireField]:
 
 @dataclass(frozen=True, slots=True)
 class VideoFacts:
-    """What vLLM's mm_hash of a video covers besides its file."""
+    """Properties of a video that vLLM's mm_hash covers, in addition to its file."""
 
     num_frames: int
-    """Frames in the file."""
+    """Number of frames in the file."""
     fps: float
     indexes: tuple[int, ...]
-    """The frames that were sampled."""
+    """Indexes of the sampled frames."""
     is_sequence: bool
     """Whether the file is a sequence of JPEG files: their base64 with commas between them."""
     use_audio: bool = False
-    """Whether the sound is heard as well."""
+    """Whether the sound is used as well."""
 
 
 def mm_hash(
     modality: str, source: bytes | Samples, model_id: str, video: VideoFacts | None = None
 ) -> str:
     """Return vLLM's mm_hash, with its default algorithm, of a medium that was fetched or sent as a
-    file: of an image or a video the file, of a sound the samples that the model hears. `model_id`
-    is the model name with which its servers were started.
+    file. `source` is the file of an image or a video, or the resampled samples of a sound.
+    `model_id` is the model name with which vLLM's servers were started.
 
-    vLLM also hashes other properties that determine the pixels: an image that is not RGB, or that
-    has a UUID as its EXIF ImageID, has a different hash there, and so has a video whose sampled
-    frames together are smaller than its file.
+    In some cases vLLM hashes the pixels instead, and its hash differs: for an image that is not
+    RGB, or has a UUID as its EXIF ImageID, and for a video with sampled frames that are smaller
+    together than its file.
     """
     if isinstance(source, bytes):
         leaf = _LEAF + _frame(modality.encode()) + _LEAF + _frame(source)
@@ -134,8 +134,8 @@ def mm_hash(
     if video is not None:
         leaf = _SEQUENCE + _length(2) + leaf + _hash_facts(video)
         if video.use_audio:
-            heard = {b"use_audio_in_video": _LEAF + _frame(b"\1")}
-            leaves["mm_processor_kwargs"] = _mapping(heard)
+            kwargs = {b"use_audio_in_video": _LEAF + _frame(b"\1")}
+            leaves["mm_processor_kwargs"] = _mapping(kwargs)
     leaves[modality] = leaf
     digest = blake3()
     for name in sorted(leaves):
@@ -147,7 +147,7 @@ _SEQUENCE, _MAPPING, _LEAF = b"\x01", b"\x02", b"\x03"
 
 
 def _hash_facts(video: VideoFacts) -> bytes:
-    """Numbers are hashed as those of numpy: 8 bytes each, and a truth value as one."""
+    """Return the hash input of a video's facts: numbers have 8 bytes as in numpy, and bools one."""
     indexes = b"".join(_LEAF + _frame(struct.pack("<q", index)) for index in video.indexes)
     backend = b"jpeg_sequence" if video.is_sequence else b"opencv"
     values = {

@@ -1,1 +1,1 @@
-"""Small tools without knowledge of the domain."""
+"""Small tools that are independent of the domain."""

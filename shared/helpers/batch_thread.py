@@ -56,7 +56,7 @@ class BatchThread(ABC, Generic[Item, Result]):
     async def _result_of(self, pending: Pending[Item, Result]) -> Result:
         """Return the result of an item that has just been added to the queue.
 
-        Raises any error of the computation, for the item that causes it alone.
+        Raises an error of the computation only for the item that causes it.
         """
         self._arrived.set()
         return await pending.done
@@ -69,7 +69,7 @@ class BatchThread(ABC, Generic[Item, Result]):
             # memory. The last batch is empty.
             while batch := self._take():
                 await self._serve([pending for pending in batch if not pending.done.done()])
-                # Whoever has a result may add its next item, which joins those that wait already.
+                # Callers with a result may add their next item to the next batch.
                 await asyncio.sleep(0)
             self._arrived.clear()
 

@@ -1,4 +1,4 @@
-"""An LRU cache with a limit in bytes. It is not thread-safe."""
+"""LRU cache with a limit in bytes. It is not thread-safe."""
 
 from collections import OrderedDict
 from collections.abc import Hashable

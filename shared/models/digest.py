@@ -1,4 +1,4 @@
-"""The identity of a model by its files, for caches of what was computed with them."""
+"""Identity of a model by its files, for caches of computed results."""
 
 from pathlib import Path
 

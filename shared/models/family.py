@@ -1,8 +1,8 @@
-"""Model family: one declaration of everything that the workers know about a kind of model.
+"""Model family: one declaration of everything that is specific to a kind of model.
 
-Each module in `shared.models.families` declares its families in `FAMILIES`. The renderer takes the
-media layouts and the tool format from a declaration, encoders and engines the tower, and engines
-the positions and the traits of the decoder.
+Each module in `shared.models.families` declares its families in `FAMILIES`. The renderer uses the
+media layouts and the tool format of a declaration, encoders and engines the tower, and engines the
+positions and the traits of the decoder.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from shared.models.tower_adapter import TowerAdapter
 from shared.protocol.multimodal import Modality
 
 DecoderTrait = Literal["llama_like", "one_window"]
-"""A property of a decoder that the engine cannot read from its config.
+"""Property of a decoder that the engine cannot read from its config.
 
 llama_like  Pre-norm layers with RMSNorm and a gated SiLU; biases, norms of heads and windows may
             differ. The C++ kernels and the fused CUDA layers compute such decoders.
@@ -24,27 +24,27 @@ one_window  `sliding_window` holds for every layer, although there are no `layer
 """
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
-"""A syntax of tool calls that the gateway parses."""
+"""Syntax of tool calls that the gateway parses."""
 
 TalkerKind = Literal["code_predictor", "thinker_states"]
-"""A talker by what is special about it: a decoder for further codebooks, or the thinker's hidden
-states as its input."""
+"""Kind of a talker: with a decoder for further codebooks, or with the thinker's hidden states as
+input."""
 VocoderKind = Literal["code2wav", "token2wav"]
-"""A vocoder with a neural network, by the name of its weights in a model's folder."""
+"""Kind of a vocoder with a neural network: the name of its weights in a model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaInput:
-    """One modality that a family reads."""
+    """One modality that a family accepts."""
 
     open_layout: Callable[[Path, Any], MediaLayout | None]
-    """Makes the layout of a model folder and its config; None if the folder has none for this
-    modality. Raises ConfigError."""
+    """Opens the layout of a model folder with its config; returns None if the folder has none for
+    this modality. Raises ConfigError."""
     placeholder: str
-    """Name of the placeholder token's id in the config."""
+    """Name of the config's key with the placeholder token."""
 
     def placeholder_id(self, config: Any) -> int:
-        """The placeholder token of a model; an omni model's is in the config of its thinker."""
+        """Return the placeholder token of a model. Omni models have it in the thinker's config."""
         token_id: int = getattr(getattr(config, "thinker_config", config), self.placeholder)
         return token_id
 
@@ -58,14 +58,14 @@ class ModelFamily:
     """Traits of the family's decoders by the `model_type` of their text config."""
     media: Mapping[Modality, MediaInput] = field(default_factory=dict)
     tower: type[TowerAdapter] | None = None
-    """None for a family that reads text only."""
+    """None for a family that accepts only text."""
     language: type[LanguageAdapter] = LanguageAdapter
     """Positions of the prompt, and the model's forward pass."""
     model_class: str | None = None
-    """Name of the class in transformers, where its auto classes do not tell it."""
+    """Name of the class in transformers, if the auto classes do not find it."""
     vocoder: VocoderKind | None = None
-    """The vocoder in the folders of models that speak."""
+    """Vocoder in the model folders; None if they have none."""
     talker: TalkerKind | None = None
-    """The talker in these folders."""
+    """Talker in the model folders; None if they have none."""
     tool_format: ToolFormat | None = None
-    """Format of tool calls for chat templates that show no mark of one."""
+    """Format of tool calls for chat templates without the mark of a format."""

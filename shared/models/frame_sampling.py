@@ -1,8 +1,8 @@
-"""Frame sampling: which frames of a video a model is given, by the rule of its family.
+"""Frame sampling: selects the frames of a video for a model, by the rule of its family.
 
-The rules are those of transformers' video processors, whose own results run over the last frame, or
-are an error, for short videos. Here an index behind the last frame is the last frame's, and a video
-always gives at least one frame.
+The rules are the same as in transformers' video processors, except for short videos. There,
+transformers returns indexes after the last frame, or fails. Here such an index becomes the last
+frame, and a video has at least one frame.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.media import VideoProbe
 from shared.protocol.multimodal import FrameSampling
 
-# transformers assumes this rate where it knows none.
+# transformers assumes this rate if a video has none.
 ASSUMED_FPS = 24.0
 
 
@@ -29,96 +29,98 @@ class SampledFrames:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """The numbers of a processor that decide how many frames are sampled."""
+    """Settings of a processor that determine the number of sampled frames."""
 
     fps: float = 2.0
     num_frames: int | None = None
-    """Number of frames in place of a rate, for requests that ask for neither."""
+    """Number of frames instead of a rate, for requests that set neither."""
     min_frames: int = 4
     max_frames: int = 768
 
 
 def sample_by_step(
-    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, multiple: int, field: str
+    probe: VideoProbe, sampling: FrameSampling, rule: SamplingRule, multiple: int, field: str
 ) -> SampledFrames:
     """Sample at equal steps from the first frame on, as Qwen2-VL and Qwen2.5-VL do.
 
     The number of frames is a multiple of `multiple`, if rounding does not add one. Raises a
     RequestError naming `field`.
     """
-    check_sampling(probe, asked, field)
+    check_sampling(probe, sampling, field)
     if probe.is_sequence:
-        return _take_all(probe, asked, rule, field)
-    total, limit = probe.num_frames, _limit(asked, rule)
-    num = _num_asked(asked, rule)
+        return _take_all(probe, sampling, rule, field)
+    total, limit = probe.num_frames, _limit(sampling, rule)
+    num = _requested_num(sampling, rule)
     if num is not None:
-        wanted = min(round(num / multiple) * multiple, _floor(min(limit, total), multiple))
+        num_wanted = min(round(num / multiple) * multiple, _floor(min(limit, total), multiple))
     elif probe.fps is None:
         raise InvalidMedia("a video without times needs num_frames", field=field)
     else:
-        by_rate = max(total / probe.fps * _fps_asked(asked, rule), rule.min_frames)
-        wanted = _floor(min(by_rate, _floor(min(limit, total), multiple)), multiple)
-    step = total / max(wanted, 1)
-    # In float64, rounded to float32: torch.arange depends on the width of the CPU's registers
-    # where a video has some ten thousand frames.
+        by_rate = max(total / probe.fps * _requested_fps(sampling, rule), rule.min_frames)
+        num_wanted = _floor(min(by_rate, _floor(min(limit, total), multiple)), multiple)
+    step = total / max(num_wanted, 1)
+    # In float64, rounded to float32: the result of torch.arange depends on the width of the CPU's
+    # registers for a video with tens of thousands of frames.
     indexes = (np.arange(int(np.ceil(total / step))) * step).astype(np.float32).astype(np.int64)
     return _sampled(probe, np.minimum(indexes, total - 1), probe.fps)
 
 
 def sample_evenly(
-    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+    probe: VideoProbe, sampling: FrameSampling, rule: SamplingRule, field: str
 ) -> SampledFrames:
     """Sample from the first to the last frame at equal distances, rounded, as Qwen3-VL does.
 
     Raises a RequestError naming `field`.
     """
-    check_sampling(probe, asked, field)
+    check_sampling(probe, sampling, field)
     if probe.is_sequence:
-        return _take_all(probe, asked, rule, field)
-    return _sampled(probe, _even_places(probe, asked, rule).round(), probe.fps)
+        return _take_all(probe, sampling, rule, field)
+    return _sampled(probe, _even_places(probe, sampling, rule).round(), probe.fps)
 
 
 def sample_evenly_cut(
-    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+    probe: VideoProbe, sampling: FrameSampling, rule: SamplingRule, field: str
 ) -> SampledFrames:
-    """Sample as `sample_evenly`, but cut fractions off, as LLaVA-NeXT-Video's examples do.
+    """Sample like `sample_evenly`, but truncate fractions, as LLaVA-NeXT-Video's examples do.
 
     Raises a RequestError naming `field`.
     """
-    check_sampling(probe, asked, field)
+    check_sampling(probe, sampling, field)
     if probe.is_sequence:
-        return _take_all(probe, asked, rule, field)
-    return _sampled(probe, _even_places(probe, asked, rule), probe.fps)
+        return _take_all(probe, sampling, rule, field)
+    return _sampled(probe, _even_places(probe, sampling, rule), probe.fps)
 
 
-def _even_places(probe: VideoProbe, asked: FrameSampling, rule: SamplingRule) -> "np.ndarray":
-    """Return places from the first to the last frame at equal distances, in frames."""
+def _even_places(probe: VideoProbe, sampling: FrameSampling, rule: SamplingRule) -> "np.ndarray":
+    """Return equidistant positions from the first to the last frame, in frames."""
     total = probe.num_frames
-    num = _num_asked(asked, rule)
+    num = _requested_num(sampling, rule)
     if num is None:
-        by_rate = int(total / (probe.fps or ASSUMED_FPS) * _fps_asked(asked, rule))
+        by_rate = int(total / (probe.fps or ASSUMED_FPS) * _requested_fps(sampling, rule))
         num = max(by_rate, rule.min_frames)
-    return np.linspace(0, total - 1, min(num, _limit(asked, rule), total))
+    return np.linspace(0, total - 1, min(num, _limit(sampling, rule), total))
 
 
-def check_sampling(probe: VideoProbe, asked: FrameSampling, field: str) -> None:
-    """Raises InvalidRequest for sampling parameters that contradict each other or the video."""
-    if asked.num_frames is not None and asked.fps is not None:
-        raise InvalidRequest("a video takes fps or num_frames, not both", field=field)
-    if probe.is_sequence and asked.num_frames is not None:
-        raise InvalidRequest("all frames of a video/jpeg sequence are taken", field=field)
+def check_sampling(probe: VideoProbe, sampling: FrameSampling, field: str) -> None:
+    """Raise InvalidRequest for sampling parameters that contradict each other or the video."""
+    if sampling.num_frames is not None and sampling.fps is not None:
+        raise InvalidRequest("set fps or num_frames of a video, not both", field=field)
+    if probe.is_sequence and sampling.num_frames is not None:
+        raise InvalidRequest(
+            "num_frames has no effect: all frames of a video/jpeg sequence are used", field=field
+        )
 
 
 def _take_all(
-    probe: VideoProbe, asked: FrameSampling, rule: SamplingRule, field: str
+    probe: VideoProbe, sampling: FrameSampling, rule: SamplingRule, field: str
 ) -> SampledFrames:
-    """Take all frames of a sequence, whose rate only the request knows."""
-    limit = _limit(asked, rule)
+    """Take all frames of a sequence. Its rate is only in the request."""
+    limit = _limit(sampling, rule)
     if probe.num_frames > limit:
         raise MediaTooLarge(
             f"a sequence of {probe.num_frames} frames is over the limit of {limit}", field=field
         )
-    return _sampled(probe, np.arange(probe.num_frames), asked.fps or probe.fps)
+    return _sampled(probe, np.arange(probe.num_frames), sampling.fps or probe.fps)
 
 
 def _sampled(probe: VideoProbe, indexes: "np.ndarray", fps: float | None) -> SampledFrames:
@@ -127,16 +129,16 @@ def _sampled(probe: VideoProbe, indexes: "np.ndarray", fps: float | None) -> Sam
     return SampledFrames(tuple(int(index) for index in indexes), rate, sampled_fps)
 
 
-def _limit(asked: FrameSampling, rule: SamplingRule) -> int:
-    return min(asked.max_frames or rule.max_frames, rule.max_frames)
+def _limit(sampling: FrameSampling, rule: SamplingRule) -> int:
+    return min(sampling.max_frames or rule.max_frames, rule.max_frames)
 
 
-def _num_asked(asked: FrameSampling, rule: SamplingRule) -> int | None:
-    return asked.num_frames or (rule.num_frames if asked.fps is None else None)
+def _requested_num(sampling: FrameSampling, rule: SamplingRule) -> int | None:
+    return sampling.num_frames or (rule.num_frames if sampling.fps is None else None)
 
 
-def _fps_asked(asked: FrameSampling, rule: SamplingRule) -> float:
-    return rule.fps if asked.fps is None else asked.fps
+def _requested_fps(sampling: FrameSampling, rule: SamplingRule) -> float:
+    return rule.fps if sampling.fps is None else sampling.fps
 
 
 def _floor(number: float, multiple: int) -> int:

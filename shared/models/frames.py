@@ -1,8 +1,8 @@
 """Frames of videos: their size, their arithmetic and the settings of transformers' processors.
 
-Those processors need torchvision. What it computes is torch's bicubic interpolation of 8-bit
-values, for which a frame at a time gives the same bits as a whole video, and one subtraction and
-division for each channel. Images are resized by Pillow, which differs in some values by 1.
+These processors need torchvision. It computes torch's bicubic interpolation of 8-bit values, and
+one subtraction and division for each channel. Single frames give the same bits as a whole video.
+Images are resized by Pillow, which differs in some values by 1.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from shared.errors import ConfigError
 from shared.models.media import Frame, FramePlan
 from shared.models.resizing import resize_bicubic
 
-# What the fingerprint of a video layout says about the resizing of frames.
+# Part of the fingerprint of a video layout that identifies the resizing of frames.
 RESIZING = "torch bicubic antialias"
 
 
 class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a video processor that its output depends on, with the classes' defaults."""
+    """Settings of a video processor that affect its output, with the classes' defaults."""
 
     size: dict[str, int] = {}
     crop_size: dict[str, int] = {}
@@ -47,10 +47,10 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_video_settings(folder: Path, **defaults: Any) -> VideoSettings | None:
-    """Read the settings of a model folder; `defaults` are those of the processor's class.
+    """Read the settings of a model folder; `defaults` are the defaults of the processor's class.
 
-    A folder without a file about videos has the settings of its images, and None if videos are not
-    supported with those. Raises ConfigError for settings about videos that are not supported.
+    Without a file about videos, the settings of images are used. Returns None if videos are not
+    supported with these. Raises ConfigError for unsupported settings about videos.
     """
     for name, key in (
         ("processor_config.json", "video_processor"),
@@ -59,12 +59,12 @@ def read_video_settings(folder: Path, **defaults: Any) -> VideoSettings | None:
     ):
         file = folder / name
         try:
-            found: Any = msgspec.json.decode(file.read_bytes()) if file.is_file() else None
+            section: Any = msgspec.json.decode(file.read_bytes()) if file.is_file() else None
             if key is not None:
-                found = (found or {}).get(key)
-            if found is not None:
-                given = {name: value for name, value in found.items() if value is not None}
-                return msgspec.convert(defaults | given, VideoSettings)
+                section = (section or {}).get(key)
+            if section is not None:
+                settings = {name: value for name, value in section.items() if value is not None}
+                return msgspec.convert(defaults | settings, VideoSettings)
         except (OSError, AttributeError, msgspec.MsgspecError) as error:
             if name != "preprocessor_config.json":
                 raise ConfigError(f"{file}: no video settings: {error}", field="path") from error
@@ -74,7 +74,7 @@ def read_video_settings(folder: Path, **defaults: Any) -> VideoSettings | None:
 def fused_table(settings: VideoSettings) -> NDArray[np.float32]:  # [channels, 256]
     """Return the normalised value of every pixel value, as transformers' torch backend computes it.
 
-    Mean and deviation are scaled once, so that the values differ from an image's in their last
+    Mean and deviation are scaled once, so the values differ from the values of images in their last
     bits.
     """
     scale = np.float32(1.0 / settings.rescale_factor)
@@ -87,7 +87,7 @@ def fused_table(settings: VideoSettings) -> NDArray[np.float32]:  # [channels, 2
 
 
 def resize_frame(frame: NDArray[np.uint8], plan: FramePlan) -> Frame:
-    """Return an RGB frame [height, width, 3] in the size and the order of axes that are planned."""
+    """Return an RGB frame [height, width, 3] in the planned size, [3, height, width]."""
     resized = resize_bicubic(frame, plan.height, plan.width)
     if plan.crop is None:
         return resized

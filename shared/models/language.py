@@ -1,7 +1,7 @@
-"""Language adapter: how a family's language model takes its positions and its embeddings.
+"""Language adapter: positions, embeddings and forward pass of a family's language model.
 
-An adapter wraps a transformers model as it is. It knows neither the KV cache nor batches. Towers
-make the embeddings of items; here the items are only checked.
+An adapter wraps an unchanged transformers model. It is independent of the KV cache and of batches.
+Towers compute the embeddings of items; here the items are only checked.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class MediaPrompt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptPositions:
-    """Rotary positions of a prompt; each later token t stands at t + delta in every row."""
+    """Rotary positions of a prompt. Each later token t has the position t + delta in every row."""
 
     prompt: Tensor  # [num_position_rows, num_prompt_tokens] int64
     delta: int
 
 
 class LanguageAdapter:
-    """A plain decoder: its one row of positions holds the tokens' indices."""
+    """A plain decoder: it has one row of positions, the indexes of the tokens."""
 
     num_position_rows = 1
 
@@ -72,32 +72,34 @@ class LanguageAdapter:
 
     @property
     def decoder(self) -> PreTrainedModel:
-        """The language model without its head and without towers."""
+        """Language model without its head and towers."""
         model: Any = self.model
         return cast(PreTrainedModel, model.get_decoder())
 
     @property
     def _num_positions(self) -> int:
-        """Number of positions for which the decoder was made, and its rotary table is as long."""
+        """Number of positions of the decoder, which is the length of its rotary table."""
         config: Any = self.decoder.config
         return int(config.max_position_embeddings)
 
     @property
     def input_embeddings(self) -> Any:
-        """The module that embeds token ids."""
+        """Module that embeds token ids."""
         model: Any = self.model
         return model.get_input_embeddings()
 
     def check(self, prompt: MediaPrompt) -> None:
-        """Check the items, because towers and `locate` take valid ones for granted.
+        """Check the items. Towers and `locate` require valid items.
 
         Raises UnsupportedContent or InvalidRequest.
         """
         for item in prompt.items:
             if self.tower is None:
-                raise UnsupportedContent("this model reads text only", field="items")
+                raise UnsupportedContent("this model accepts only text", field="items")
             if item.modality not in self._placeholders:
-                raise UnsupportedContent(f"no {item.modality!r} input in this model", field="items")
+                raise UnsupportedContent(
+                    f"this model does not accept {item.modality!r}", field="items"
+                )
             if item.embedding is None:
                 self.tower.check(item.fields)
             else:
@@ -105,7 +107,7 @@ class LanguageAdapter:
             self._check_placeholder(item, self.tower.count(item.fields), prompt.prompt_token_ids)
 
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
-        """Return the positions of a prompt with items; None if each token stands at its index."""
+        """Return the positions of a prompt with items; None if they are the tokens' indexes."""
         return None
 
     def count_free_positions(self, prompt: MediaPrompt) -> int:
@@ -128,7 +130,7 @@ class LanguageAdapter:
         deepstack: Tensor | None,  # [num_levels, num_tokens, hidden_size]
         **attention: Any,
     ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
-        """Run the model with its own head, because some families scale or bound their logits there.
+        """Run the model with its own head, because some families scale or limit their logits there.
 
         `attention` is passed to the attention of every layer.
         """
@@ -147,10 +149,10 @@ class LanguageAdapter:
         start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
         if num_embeds != count:
             refuse(f"{num_embeds} placeholders for {count} embeddings")
-        found = [
+        tokens = [
             prompt_token_ids[start + i : start + i + 1] for i in item.placeholder.embed_indexes()
         ]
-        if start < 0 or found != [[token_id] for token_id in self._embed_ids(item, count)]:
+        if start < 0 or tokens != [[token_id] for token_id in self._embed_ids(item, count)]:
             refuse(f"the prompt has no {num_embeds} {item.modality} tokens at {start}")
 
     def _embed_ids(self, item: MediaItem, count: int) -> Sequence[int]:

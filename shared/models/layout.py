@@ -1,8 +1,8 @@
-"""Media layouts: how a family's processor turns decoded media into fields and a number of tokens.
+"""Media layouts: conversion of decoded media to fields and a number of tokens, for each family.
 
-An image layout wraps transformers' own image processor. Pixels stay 8 bits wide on their way to the
-engine. The rest of the processor's arithmetic is a table of 256 values per channel, computed by the
-processor's own functions, so that `pixel_table[channel, pixel]` restores its output bit for bit.
+An image layout wraps transformers' image processor. Pixels are sent to the engine in 8 bits. The
+rest of the processor's arithmetic is a table of 256 values per channel, computed by the processor's
+functions, so that `pixel_table[channel, pixel]` restores its output bit for bit.
 """
 
 import json
@@ -26,23 +26,23 @@ from shared.protocol.multimodal import FrameSampling, Placement, content_hash
 # transformers leaves this function without types.
 _load_image_processor: Any = AutoImageProcessor.from_pretrained
 
-# Qwen2-VL's processor raises ValueError beyond this ratio, and CLIP's scales the shorter side up,
-# which makes gigabytes of an image that is one line.
+# Qwen2-VL's processor raises ValueError beyond this ratio. CLIP's processor scales the shorter side
+# up, so that an image of one line would need gigabytes.
 MAX_ASPECT_RATIO = 200
 
 
 class ImageLayout(Protocol):
-    """The fields that one family makes of images."""
+    """Fields of images in one family."""
 
     fingerprint: str
     """Equal for processors that return equal fields for equal media."""
     metadata: tuple[str, ...]
-    """Names of the fields that the language model needs, whichever worker runs the tower."""
+    """Names of the fields that the language model needs, even if another worker runs the tower."""
 
     def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
         """Return the fields and the number of tokens of one image.
 
-        Raises InvalidMedia, naming `field`, for an image that the model cannot take.
+        Raises InvalidMedia, naming `field`, for an image that the model does not accept.
         """
         ...
 
@@ -53,7 +53,7 @@ class ImageLayout(Protocol):
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        """Return what `process` returns, from the fields that another server has processed.
+        """Return the result of `process`, from the fields that another server has processed.
 
         Raises InvalidRequest, naming `field`, for fields that do not fit this model.
         """
@@ -71,26 +71,26 @@ Part = TypeVar("Part")
 
 
 class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
-    """The fields that one family makes of videos or sounds.
+    """Fields of videos or sounds in one family.
 
-    What is decoded, and how many tokens follow from it, is planned before anything is decoded.
+    The parts to decode and the number of tokens are planned before anything is decoded.
     """
 
     fingerprint: str
     """Equal for processors that return equal fields for equal media and sampling."""
     metadata: tuple[str, ...] = ()
-    """Names of the fields that the language model needs, whichever worker runs the tower."""
+    """Names of the fields that the language model needs, even if another worker runs the tower."""
     embed_ids: tuple[int, ...] = ()
     """Tokens that embeddings replace, if there may be text among the tokens of an item."""
     window_s: float = math.inf
-    """Longest sound that the model hears at once."""
+    """Longest sound that the model processes at once."""
     sound: "PlannedLayout[Any, Any, Any] | None" = None
-    """Layout of the sound of a video; None for a model that does not hear it. The fields of both
+    """Layout of the sound of a video; None for a model that does not use it. The fields of both
     are one item."""
 
     @abstractmethod
     def plan(self, probe: Probe, sampling: FrameSampling, field: str) -> Plan:
-        """Plan what to decode. Raises a RequestError, naming `field`, for what cannot be taken.
+        """Plan the parts to decode. Raises a RequestError, naming `field`, for unsupported media.
 
         The `max_frames` of `sampling` is set to the model's limit or less; sounds ignore it.
         """
@@ -99,7 +99,7 @@ class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
     def pack(
         self, parts: Iterator[Part], plan: Plan, field: str
     ) -> tuple[dict[str, TensorData], int]:
-        """Return the fields and the number of embeddings of what was planned.
+        """Return the fields and the number of embeddings of the planned parts.
 
         Each part is dropped before the next is decoded. Raises InvalidMedia, naming `field`.
         """
@@ -130,7 +130,7 @@ class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        """Return what `pack` returns, from the fields that another server has processed.
+        """Return the result of `pack`, from the fields that another server has processed.
 
         Raises InvalidRequest, naming `field`, for fields that do not fit this model.
         """
@@ -149,14 +149,14 @@ def load_image_processor(folder: Path, kind: type) -> Any:
     if not isinstance(processor, kind):
         raise ConfigError(
             f"{folder}: the image processor is a {type(processor).__name__}; this model family"
-            f" takes a {kind.__name__}",
+            f" needs a {kind.__name__}",
             field="path",
         )
     return processor
 
 
 def check_aspect_ratio(image: Image.Image, field: str) -> None:
-    """Raises InvalidMedia."""
+    """Raise InvalidMedia for an image over `MAX_ASPECT_RATIO`."""
     width, height = image.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise InvalidMedia(
@@ -166,7 +166,7 @@ def check_aspect_ratio(image: Image.Image, field: str) -> None:
 
 
 def check_frame_ratio(probe: VideoProbe, field: str) -> None:
-    """Raises InvalidMedia."""
+    """Raise InvalidMedia for a video over `MAX_ASPECT_RATIO`."""
     if max(probe.width, probe.height) > MAX_ASPECT_RATIO * min(probe.width, probe.height):
         raise InvalidMedia(
             f"a video of {probe.width} x {probe.height} is more than {MAX_ASPECT_RATIO} times as"
@@ -181,9 +181,10 @@ def fingerprint(processor: Any, *settings: object) -> str:
 
 
 def value_table(processor: Any) -> NDArray[np.float32]:  # [channels, 256]
-    """Return the processor's own arithmetic on each of the 256 values of a pixel.
+    """Return the result of the processor's arithmetic for each of the 256 values of a pixel.
 
-    A formula gave equal results for 443 of 768 values only; the order of operations matters.
+    A formula gave equal results for only 443 of 768 values, because the order of operations
+    matters.
     """
     values = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))  # [channels, 1, 256]
     if processor.do_rescale:

@@ -1,8 +1,8 @@
-"""Imports that wait for their first use.
+"""Imports that are delayed until their first use.
 
-The renderer reads the layouts of a family and never computes with torch, whose import would cost it
-two seconds of processor time and 300 MiB. The file of a family therefore imports torch lazily.
-Models that hear are the exception: the features of sounds need torch.
+The renderer uses the layouts of a family without torch. Importing torch would take two seconds of
+processor time and 300 MiB. The module of a family therefore imports torch lazily. Models with audio
+input are the exception: the features of sounds need torch.
 """
 
 import importlib
@@ -24,22 +24,22 @@ class LazyModule:
 
 
 def hide_torch() -> None:
-    """Let no search find torch.
+    """Hide torch from import searches.
 
-    transformers loads it wherever it finds it: four seconds of processor time and 340 MiB.
+    transformers loads torch if it finds it, which takes four seconds of processor time and 340 MiB.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def load_torch() -> None:
-    """Import torch for code of our own, also where it is hidden.
+    """Import torch, even if it is hidden.
 
-    transformers has looked for it once, and goes on without it. Thread-safe.
+    transformers has already searched for it, and continues to work without it. Thread-safe.
     """
     with _loading:
         if sys.modules.get("torch") is not None:
             return
         sys.modules.pop("torch", None)
         torch: Any = importlib.import_module("torch")
-        # The threads that compute with it here are as many as there is work for.
+        # The renderer's own threads already run as many computations as there is work for.
         torch.set_num_threads(1)

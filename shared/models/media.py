@@ -1,7 +1,7 @@
-"""Decoded media: the form in which a file reaches the layouts of the model families.
+"""Decoded media: input of the layouts of the model families.
 
-An image is decoded as a whole. A video or a sound is only probed at first: the layout plans from
-the probe what it needs, and `read` decodes no more than the plan says.
+An image is decoded as a whole. A video or a sound is only probed at first. The layout plans from
+the probe which parts it needs, and `read` decodes only the planned parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class DecodedImage:
     image: Image.Image
     """RGB, upright."""
     source_hash: str
-    """Hash of the file that the image was decoded from."""
+    """Hash of the image's file."""
     modality: ClassVar[Modality] = IMAGE
 
 
@@ -29,18 +29,18 @@ class VideoProbe:
     """A video before any of its frames is decoded."""
 
     num_frames: int
-    """Frames in the file: counted, because a header may lie."""
+    """Number of frames in the file, counted and not read from the header."""
     fps: float | None
     """Average rate; None if the file has no times."""
     width: int
     height: int
     is_sequence: bool = False
-    """Whether the sender has chosen the frames, and all of them are wanted (`video/jpeg`)."""
+    """Whether the sender has already chosen the frames, so that all are used (`video/jpeg`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FramePlan:
-    """The frames to decode, and the size that each is given."""
+    """Frames to decode, and their size after resizing."""
 
     indexes: tuple[int, ...]
     """Ascending; an index may repeat."""
@@ -53,11 +53,11 @@ class FramePlan:
     times: tuple[float, ...] = ()
     """Time of each planned frame in seconds, for the layouts that need it."""
     crop: int | None = None
-    """Side of the square that is cut from the middle of a resized frame; None for all of it."""
+    """Side of the square that is cut from the middle of a resized frame; None for no crop."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all frames as they are read, with 3 channels."""
+        """Size of all resized frames, with 3 channels."""
         size = self.height * self.width if self.crop is None else self.crop**2
         return 3 * len(self.indexes) * size
 
@@ -68,7 +68,7 @@ Frame = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class AudioProbe:
-    """A sound before it is decoded, by the word of its header."""
+    """A sound before it is decoded, described by its header."""
 
     seconds: float
     rate: int
@@ -78,14 +78,14 @@ class AudioProbe:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """The form that a layout needs of a sound."""
+    """Form of a sound that a layout needs."""
 
     rate: int
     """Samples per second after resampling."""
     num_tokens: int
     """Number of embeddings, if the header is right."""
     max_samples: int | None = None
-    """Number of samples behind which nothing is needed; None to read all."""
+    """Limit on the samples that are used; None to use all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DecodedAudio:
     read: Callable[[SamplePlan], Iterator[NDArray[np.float32]]]
     """Yields consecutive pieces of the samples: one channel, the mean of all, at the planned rate.
 
-    Raises a RequestError, also after the first piece.
+    May raise a RequestError after any piece.
     """
     source_hash: str
     modality: ClassVar[Modality] = AUDIO
@@ -106,13 +106,13 @@ class DecodedVideo:
     read: Callable[[FramePlan], Iterator[Frame]]
     """Yields one frame for each planned index; each is decoded, resized and dropped in turn.
 
-    Raises a RequestError, of which the first frame may be the cause or any later one.
+    May raise a RequestError at any frame.
     """
     source_hash: str
     sound: DecodedAudio | None = None
-    """The sound of the video, where it is wanted and there is any."""
+    """Sound of the video, if the request uses it and the video has one."""
     modality: ClassVar[Modality] = VIDEO
 
 
 DecodedMedia = DecodedImage | DecodedVideo | DecodedAudio
-"""The union of all modalities' decoded forms; each modality adds a class of its own."""
+"""Decoded media of any modality. Each modality has a separate class."""

@@ -1,9 +1,9 @@
-"""Mel layout: the log-mel features of a sound, bit for bit those of transformers on torch.
+"""Mel layout: log-mel features of a sound, bit for bit as transformers computes them with torch.
 
-A sound is padded no further than its last frames need, instead of to the model's window of 30 or
-300 seconds. All frames behind a sound are equal, so one of them stands for the rest. transformers'
-class has the settings. The arithmetic is here, because that class has the one of numpy, whose
-results differ, in a renderer, which starts without torch.
+A sound is padded only as far as its last frames need, and not to the model's window of 30 or 300
+seconds. All frames after a sound are equal, so one of them represents the rest. The settings come
+from transformers' class. The arithmetic is here, because in a renderer, which starts without torch,
+that class would use numpy, and the results of numpy differ.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ else:
     torch = LazyModule("torch")
 
 SAMPLE_RATE = 16_000
-"""Samples per second of every feature extractor that is supported."""
+"""Samples per second of all supported feature extractors."""
 NUM_FRAMES_BEHIND = 3
-"""Frames that are kept behind a sound: two may hold some of it, and one is silent."""
+"""Number of frames that are kept after a sound: two may contain a part of it, and one is silent."""
 MIN_PADDED_LEN = SAMPLE_RATE
-"""Fewest samples that features are computed of: products of few frames are rounded otherwise."""
+"""Least number of samples to compute features from: products of few frames round differently."""
 
 FRAMES = "audio_frames"
 SOUND_FIELDS = ("input_features", FRAMES)
@@ -47,17 +47,17 @@ _load_feature_extractor: Any = AutoFeatureExtractor.from_pretrained
 
 
 def count_tokens(num_frames: int) -> int:
-    """Return the number of embeddings of so many frames: a convolution and a mean halve each."""
+    """Return the number of embeddings: a convolution and a mean each halve the frames."""
     return ((num_frames - 1) // 2 + 1) // 2
 
 
 class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
-    """The features of one sound.
+    """Features of one sound.
 
     input_features float32 [num_bins, num_frames and up to NUM_FRAMES_BEHIND more]
     audio_frames   int64 [], the number of frames of the sound itself
 
-    The extractor's own output is as long as its window, and repeats the last of these frames.
+    The extractor's output has the length of its window, and repeats the last of these frames.
     """
 
     metadata: tuple[str, ...] = (FRAMES,)
@@ -70,7 +70,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         self._num_bins: int = audio_config.num_mel_bins
         self.window_s = self._window_len / SAMPLE_RATE
         self.num_window_frames: int = self._extractor.nb_max_frames
-        """Number of frames of the extractor's own output."""
+        """Number of frames in the extractor's output."""
         self.fingerprint = fingerprint(self._extractor)
         _check_settings(self._extractor, self._num_bins, folder)
 
@@ -94,7 +94,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     def outline(
         self, parts: Iterator[Samples], plan: SamplePlan, field: str
     ) -> tuple[dict[str, TensorData], int]:
-        # The header of a sound may be wrong, and some formats have more samples than are heard.
+        # The header of a sound may be wrong, and some formats declare more samples than they have.
         num_frames, num_tokens = self._count(self._collect(parts, plan, field), field)
         return {"audio_frames": from_numpy(np.array(num_frames, np.int64))}, num_tokens
 
@@ -104,7 +104,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         if (num_tokens := count_tokens(num_frames)) < 1:
             raise InvalidMedia(
                 f"a sound of {len(samples)} samples at {SAMPLE_RATE} Hz is too short: the model"
-                f" hears no less than {2 * self._hop_len + 1}",
+                f" needs at least {2 * self._hop_len + 1}",
                 field=field,
             )
         return num_frames, num_tokens
@@ -121,24 +121,24 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     def shorten(
         self, features: NDArray[Any], num_frames: int, field: str
     ) -> tuple[dict[str, TensorData], int]:
-        """Return what `pack` returns, of features that are as long as the sound or the window.
+        """Return the result of `pack` for features with the length of the sound or the window.
 
-        Raises InvalidRequest for features that are not those of a sound.
+        Raises InvalidRequest for invalid features.
         """
         num_tokens = count_tokens(num_frames)
         if features.ndim != 2 or features.shape[0] != self._num_bins or num_tokens < 1:
             raise InvalidRequest(
-                f"features {list(features.shape)} of {num_frames} frames are not those of a sound"
+                f"features {list(features.shape)} of {num_frames} frames do not describe a sound"
                 f" in {self._num_bins} bins",
                 field=field,
             )
         if not num_frames <= features.shape[1] <= self.num_window_frames:
             raise InvalidRequest(
-                f"features of {features.shape[1]} frames for a sound of {num_frames}, and a window"
-                f" of {self.num_window_frames}",
+                f"the features have {features.shape[1]} frames, not {num_frames} to"
+                f" {self.num_window_frames}",
                 field=field,
             )
-        # A float64 may be infinite as a float32.
+        # A finite float64 may become infinite as a float32.
         with np.errstate(over="ignore"):
             values = features.astype(np.float32)
         if not np.issubdtype(features.dtype, np.floating) or not np.isfinite(values).all():
@@ -148,14 +148,14 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     # -- details ----------------------------------------------------------------------------------
 
     def _fields_of(self, features: NDArray[np.float32], num_frames: int) -> dict[str, TensorData]:
-        kept = features[:, : num_frames + NUM_FRAMES_BEHIND]
+        shortened = features[:, : num_frames + NUM_FRAMES_BEHIND]
         return {
-            "input_features": from_numpy(np.ascontiguousarray(kept)),
+            "input_features": from_numpy(np.ascontiguousarray(shortened)),
             "audio_frames": from_numpy(np.array(num_frames, np.int64)),
         }
 
     def _collect(self, parts: Iterator[Samples], plan: SamplePlan, field: str) -> Samples:
-        """Return all samples up to the window's length; a header may have promised fewer."""
+        """Return all samples up to the window's length. The header may have declared fewer."""
         pieces, num_samples = [], 0
         for piece in parts:
             pieces.append(piece)
@@ -168,8 +168,8 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         return samples[: self._window_len]
 
     def _extract(self, samples: Samples, num_frames: int) -> NDArray[np.float32]:
-        """Return the features [num_bins, at least num_frames and those behind]."""
-        # The last frame that is kept reaches over the beginning of the one behind it.
+        """Return the features [num_bins, at least num_frames + NUM_FRAMES_BEHIND]."""
+        # The last kept frame extends into the next frame.
         needed = (num_frames + NUM_FRAMES_BEHIND + 1) * self._hop_len
         padded = torch.zeros(1, min(max(needed, MIN_PADDED_LEN), self._window_len))
         padded[0, : len(samples)] = torch.from_numpy(samples)
@@ -185,9 +185,8 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
 
     def _too_long(self, seconds: float, field: str) -> MediaTooLarge:
         return MediaTooLarge(
-            f"a sound of {seconds:.2f} seconds is over the {self.window_s:g}"
-            " seconds that this model hears; with overflow 'cut', it hears the beginning of an"
-            " audio_url",
+            f"a sound of {seconds:.2f} seconds is over this model's limit of {self.window_s:g}"
+            " seconds; with overflow 'cut' of an audio_url, the model uses the beginning",
             field=field,
         )
 
@@ -200,7 +199,7 @@ def _load_extractor(folder: Path) -> Any:
         raise ConfigError(f"{folder}: no feature extractor: {error}", field="path") from error
     if (name := type(extractor).__name__) != "WhisperFeatureExtractor":
         raise ConfigError(
-            f"{folder}: the feature extractor is a {name}; this model family takes a"
+            f"{folder}: the feature extractor is a {name}; this model family needs a"
             " WhisperFeatureExtractor",
             field="path",
         )
@@ -208,7 +207,7 @@ def _load_extractor(folder: Path) -> Any:
 
 
 def _check_settings(extractor: Any, num_bins: int, folder: Path) -> None:
-    wanted = {
+    required = {
         "sampling_rate": SAMPLE_RATE,
         "feature_size": num_bins,
         "padding_value": 0.0,
@@ -216,9 +215,9 @@ def _check_settings(extractor: Any, num_bins: int, folder: Path) -> None:
         # Noise would give one sound different features each time.
         "dither": 0.0,
     }
-    for name, value in wanted.items():
-        if (given := getattr(extractor, name)) != value:
+    for name, value in required.items():
+        if (actual := getattr(extractor, name)) != value:
             raise ConfigError(
-                f"{folder}: the feature extractor has {name} {given!r}, not {value!r}",
+                f"{folder}: the feature extractor has {name} {actual!r}, not {value!r}",
                 field="path",
             )

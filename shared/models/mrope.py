@@ -1,7 +1,7 @@
 """M-RoPE positions in time, height and width, by the rule that Qwen was trained with.
 
-The tokens of an image or a video stand in a grid, and the text behind it goes on behind its largest
-position. transformers 5.23 leaves the time of a video out there, so that its text stands too early.
+The tokens of an image or a video form a grid, and the text after it continues after the grid's
+largest position. transformers 5.23 ignores the time of a video there, so its text comes too early.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ else:
 
 
 class Run(Protocol):
-    """Consecutive tokens of a prompt with positions of their own."""
+    """Consecutive tokens of a prompt with special positions."""
 
     @property
     def offset(self) -> int: ...
@@ -31,23 +31,23 @@ class Run(Protocol):
     def length(self) -> int: ...
 
     def positions(self) -> tuple[NDArray[np.int64], int]:
-        """Return the positions [3, length], and that of the token behind them.
+        """Return the positions [3, length], and the position of the next token.
 
-        They count from the position behind the token before.
+        Position 0 is the position after the previous token.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GridRun:
-    """Consecutive tokens of a prompt that stand in a grid, the last axis fastest."""
+    """Consecutive tokens of a prompt that form a grid; the last axis changes fastest."""
 
     offset: int
     frames: int
     rows: int
     columns: int
     step: float = 1.0
-    """Positions from one frame to the next; each frame's is rounded down."""
+    """Positions from one frame to the next. The position of each frame is rounded down."""
 
     @property
     def length(self) -> int:
@@ -66,16 +66,16 @@ def grid_positions(frames: int, rows: int, columns: int, step: float) -> NDArray
 
 
 def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
-    """Return the positions of a prompt with these runs, which are in order and apart."""
+    """Return the positions of a prompt with these runs, which are in order and do not overlap."""
     parts = []
     at = position = 0
     for run in runs:
         parts.append(_count_on(position, run.offset - at))
         begin = position + run.offset - at
-        places, behind = run.positions()
-        # A mark that shares the position of the token before it may be the prompt's first token.
+        places, num_positions = run.positions()
+        # A mark shares the position of the previous token, but may be the prompt's first token.
         parts.append(np.maximum(places + begin, 0))
-        position = begin + behind
+        position = begin + num_positions
         at = run.offset + run.length
     parts.append(_count_on(position, num_tokens - at))
     prompt = torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
@@ -83,5 +83,5 @@ def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
 
 
 def _count_on(position: int, num: int) -> NDArray[np.int64]:
-    """Return the positions of so many tokens of text."""
+    """Return the positions of `num` tokens of text."""
     return np.broadcast_to(np.arange(position, position + num), (3, num))

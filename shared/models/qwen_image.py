@@ -20,7 +20,7 @@ IMAGE_GRID = "image_grid_thw"
 
 
 class QwenImageLayout:
-    """Patches of an image and their grid; one temporal frame, because all frames of it are equal.
+    """Patches of an image and their grid. All temporal frames are equal, so only one is sent.
 
     pixel_patches  uint8 [num_patches, channels, patch_height * patch_width]
     pixel_table    float32 [channels, 256], the normalised value of every pixel value
@@ -32,7 +32,7 @@ class QwenImageLayout:
 
     metadata: tuple[str, ...] = (IMAGE_GRID,)
     sends_values = False
-    """Whether vLLM's engine takes normalised values from the wire, and no 8-bit pixels."""
+    """Whether vLLM's engine accepts normalised values instead of 8-bit pixels."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = layout.load_image_processor(folder, Qwen2VLImageProcessorPil)
@@ -98,7 +98,10 @@ class QwenImageLayout:
         return height, width
 
     def _first_frame(self, pixel_values: NDArray[Any]) -> NDArray[np.uint8]:
-        """float [num_patches, channels * frames * patch_h * patch_w] of whole numbers, as uint8."""
+        """Return the first frame of each patch, [num_patches, channels, patch_h * patch_w].
+
+        `pixel_values` has whole numbers, [num_patches, channels * frames * patch_h * patch_w].
+        """
         frames, patch_len = self._processor.temporal_patch_size, self._processor.patch_size**2
         rows = pixel_values.reshape(len(pixel_values), -1, frames, patch_len)
         return rows[:, :, 0].astype(np.uint8)

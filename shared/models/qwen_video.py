@@ -39,7 +39,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
 
     metadata: tuple[str, ...] = (GRID,)
     sends_values = False
-    """Whether vLLM's engine takes normalised values from the wire, and no 8-bit pixels."""
+    """Whether vLLM's engine accepts normalised values instead of 8-bit pixels."""
     _defaults: Mapping[str, Any] = {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
         "max_video_tokens": 128_000,
@@ -47,7 +47,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
 
     @classmethod
     def open(cls, folder: Path, config: Any) -> Self | None:
-        """Return the layout of a model folder; None if it has none for videos.
+        """Return the layout of a model folder; None if it does not support videos.
 
         Raises ConfigError.
         """
@@ -93,7 +93,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
                 patches[num // per_pair - 1] = self._cut(pair)
         if num != len(plan.indexes):
             raise InvalidMedia(
-                f"the video has {num} of the {len(plan.indexes)} frames asked of it", field=field
+                f"the video has {num} of the {len(plan.indexes)} selected frames", field=field
             )
         if left := num % per_pair:
             # The last frame is repeated.
@@ -158,7 +158,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
         return cut.reshape(height * width // side**2, channels, num * side**2)
 
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
-        # Older files name the bounds in pixels.
+        # Older files have the limits in pixels.
         least = settings.min_pixels or settings.size.get("shortest_edge")
         most = settings.max_pixels or settings.size.get("longest_edge")
         sizes = self._defaults["size"]
@@ -169,7 +169,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
         return sample_by_step(probe, sampling, self._rule, multiple, field)
 
     def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the height and the width of the frames, by the processor's rule for images."""
+        """Return the height and the width of resized frames, by the processor's rule for images."""
         settings = self._settings
         factor, most = settings.patch_size * settings.merge_size, self._max_pixels
         if settings.cap_pixels_per_frame:
@@ -201,7 +201,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
 
 
 class Qwen25VideoLayout(QwenVideoLayout):
-    """The layout of Qwen2.5-VL, whose positions depend on the rate.
+    """Layout of Qwen2.5-VL, with positions that depend on the rate.
 
     second_per_grid_ts float32 [], seconds of two frames
     """
@@ -238,7 +238,7 @@ class Qwen25VideoLayout(QwenVideoLayout):
         return {SECONDS: from_numpy(np.array(self._seconds_of(plan), np.float32))}
 
     def _seconds_of(self, plan: FramePlan) -> float:
-        # A rate that is no rate makes seconds that are refused.
+        # An invalid rate becomes infinite seconds, which are refused.
         return self._settings.temporal_patch_size / plan.fps if plan.fps > 0 else math.inf
 
     def _check_time(self, num_pairs: int, seconds: float, field: str) -> None:
@@ -246,7 +246,7 @@ class Qwen25VideoLayout(QwenVideoLayout):
 
 
 class Qwen3VideoLayout(QwenVideoLayout):
-    """The layout of Qwen3-VL, where each pair of frames is a run of tokens behind its time.
+    """Layout of Qwen3-VL, where each pair of frames is a run of tokens after its time.
 
     timestamps float64 [num_pairs], in seconds
     """
@@ -277,7 +277,8 @@ class Qwen3VideoLayout(QwenVideoLayout):
         token_ids: list[int] = []
         for seconds in to_numpy(metadata[TIMESTAMPS]):
             token_ids += [*encode(f"<{seconds:.1f} seconds>"), self._start, *run, self._end]
-        # As the model was trained: transformers 5.23 leaves the marks around all of it as well.
+        # The marks are replaced, as in the model's training. transformers 5.23 keeps them around
+        # the whole video.
         return Placement(token_ids, self.embed_ids, marks=(self._start, self._end))
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
@@ -307,7 +308,7 @@ class Qwen3VideoLayout(QwenVideoLayout):
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
         per_pair = settings.temporal_patch_size
-        # transformers refuses a single frame; here it is the first of a pair.
+        # transformers refuses a single frame. Here it becomes the first frame of a pair.
         num_frames = max(num_frames, per_pair)
         return fit_size(num_frames, per_pair, height, width, factor, self._min_pixels, most)
 
@@ -321,10 +322,11 @@ class Qwen3VideoLayout(QwenVideoLayout):
 def fit_size(
     num_frames: int, multiple: int, height: int, width: int, factor: int, least: int, most: int
 ) -> tuple[int, int]:
-    """Return a height and a width that are multiples of `factor`, near the given ones.
+    """Return a height and a width that are multiples of `factor`, near the given size.
 
-    The pixels of all frames, whose number is rounded to a `multiple`, are between `least` and
-    `most`. The order of the operations is that of transformers, as far as rounding depends on it.
+    The number of frames is rounded to a `multiple`, and the pixels of all frames are between
+    `least` and `most`. The order of operations is the same as in transformers where it affects
+    rounding.
     """
     fitted = round(height / factor) * factor, round(width / factor) * factor
     total = round(num_frames / multiple) * multiple * fitted[0] * fitted[1]

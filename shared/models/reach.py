@@ -1,16 +1,16 @@
-"""Limit on rotary positions: those of a video grow with its seconds as well as its tokens."""
+"""Limit on rotary positions. The positions of a video depend on its seconds and its tokens."""
 
 from typing import Any
 
 from shared.errors import InvalidRequest
 
 MAX_GRID_SECONDS = 1e6
-"""Most seconds from one pair of frames to the next: positions stay far from limits of integers."""
+"""Limit on the seconds between pairs of frames. It keeps positions far below integer limits."""
 
 
 def positions_per_second(config: Any) -> float:
-    """Return the number of positions of a second in a model whose positions depend on the time."""
-    # The thinkers of omni models name it differently.
+    """Return the number of positions per second, for a model with positions that depend on time."""
+    # The key has another name in thinkers of omni models.
     rate = getattr(config, "position_id_per_seconds", None)
     return float(config.vision_config.tokens_per_second if rate is None else rate)
 
@@ -19,9 +19,9 @@ def check_reach(largest: int, num_positions: int, subject: str, field: str) -> N
     """Raise InvalidRequest, naming `field`, if a model has no position `largest`."""
     if largest >= num_positions:
         raise InvalidRequest(
-            f"{subject} position {largest}, and the model has positions from 0 to"
-            f" {num_positions - 1}; send a shorter video, or one with fewer seconds from frame to"
-            " frame (a higher fps, or a smaller second_per_grid_ts)",
+            f"{subject} position {largest}, but the model's positions end at {num_positions - 1};"
+            " send a shorter video, or one with fewer seconds between its frames (a higher fps, or"
+            " a smaller second_per_grid_ts)",
             field=field,
         )
 
@@ -29,9 +29,9 @@ def check_reach(largest: int, num_positions: int, subject: str, field: str) -> N
 def check_time(
     num_pairs: int, seconds: float, positions_per_s: float, num_positions: int, field: str
 ) -> None:
-    """Raise InvalidRequest, naming `field`, for a video longer than the model has positions.
+    """Raise InvalidRequest, naming `field`, for a video beyond the last position of the model.
 
-    The prompt before a video adds to its positions: the engine checks the sum.
+    The engine checks the sum with the positions of the prompt before the video.
     """
     if not 0 <= seconds <= MAX_GRID_SECONDS:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Registry of model families: each module in `shared.models.families` is found by itself."""
+"""Registry of model families, which discovers the modules in `shared.models.families`."""
 
 import importlib
 import pkgutil
@@ -26,8 +26,8 @@ _decoders: dict[str, frozenset[DecoderTrait]] = {}
 
 def register(family: ModelFamily) -> None:
     """Add a family. Raises ValueError for a model type that another family has."""
-    if taken := family.model_types & _families.keys():
-        raise ValueError(f"{', '.join(sorted(taken))} belongs to another family")
+    if duplicates := family.model_types & _families.keys():
+        raise ValueError(f"{', '.join(sorted(duplicates))} belongs to another family")
     _families.update(dict.fromkeys(family.model_types, family))
     _decoders.update(family.decoders)
 
@@ -44,7 +44,7 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 
 def list_text_model_types() -> list[str]:
-    """Return the supported model types that read text only, sorted."""
+    """Return the supported model types that accept only text, sorted."""
     _discover()
     return sorted(name for name, family in _families.items() if family.tower is None)
 

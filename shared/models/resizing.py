@@ -1,8 +1,8 @@
 """Bicubic resizing of 8-bit frames, bit for bit as torch computes it with `antialias`.
 
-torch rounds the weights of each axis to 16 bits, adds products of integers, and rounds what it has
-made of the rows to 8 bits before the columns. All of this is exact in floats that are wide enough,
-so that products of matrices do it, and a renderer needs no torch for videos.
+torch rounds the weights of each axis to 16 bits, adds products of integers, and rounds the result
+for the rows to 8 bits before the columns. All of this is exact in sufficiently wide floats. Matrix
+products can therefore compute it, and a renderer needs no torch for videos.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 CUBIC = -0.5
-"""The parameter of the bicubic filter, whose width is 2 pixels to each side."""
+"""Parameter of the bicubic filter. The filter extends 2 pixels to each side."""
 BLOCK_LEN = 32
-"""Results that are computed by one product: each needs a few values of its own only."""
+"""Number of results that are computed by one product, because each needs only a few values."""
 MAX_VALUES = 2**20
-"""Values that are computed at one time, as floats."""
+"""Limit on the values that are computed together, as floats."""
 MAX_PRECISION = 22
 
 Values = NDArray[np.uint8]
 
 
 class _Block(NamedTuple):
-    """Consecutive results of an axis, and the values that they are made of."""
+    """Consecutive results of an axis, and the values that they depend on."""
 
     results: slice
     values: slice
@@ -35,7 +35,7 @@ class _Block(NamedTuple):
 class _Weights(NamedTuple):
     blocks: Sequence[_Block]
     precision: int
-    """Binary digits of the weights behind the point."""
+    """Number of fractional bits of the weights."""
 
 
 def resize_bicubic(frame: Values, height: int, width: int) -> Values:
@@ -59,7 +59,7 @@ def _resize_rows(planes: Values, length: int) -> Values:
         part = rows[start : start + num_rows].astype(weights.blocks[0].weights.dtype)
         for block in weights.blocks:
             sums = part[:, block.values] @ block.weights
-            # Half a unit is added for rounding; the rest is cut off.
+            # Adding half a unit and truncating rounds to the nearest integer.
             sums += 2.0 ** (weights.precision - 1)
             sums *= 2.0**-weights.precision
             np.floor(sums, out=sums)

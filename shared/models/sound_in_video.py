@@ -1,7 +1,7 @@
-"""Order of a video and its sound among the tokens of an item: chunks of equal time, in turn.
+"""Order of a video and its sound among the tokens of an item: alternating chunks of equal time.
 
-Each chunk has the embeddings of the frames in it, and then those of the sound. The rules are those
-of transformers' processor and positions of Qwen2.5-Omni.
+Each chunk has the embeddings of its frames, and then the embeddings of its sound. The rules are the
+same as in transformers' processor and positions of Qwen2.5-Omni.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ Indexes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SoundingVideo:
-    """A video with its sound, between a mark of its beginning and one of its end."""
+    """A video with its sound, between a begin mark and an end mark."""
 
     frames: int
     rows: int
     columns: int
     step: float
-    """Positions from one frame to the next; each frame's is rounded down."""
+    """Positions from one frame to the next. The position of each frame is rounded down."""
     num_heard: int
-    """Embeddings of the sound, each of which is one position."""
+    """Number of embeddings of the sound. Each has one position."""
     chunk_len: int
-    """Positions of a chunk."""
+    """Number of positions in a chunk."""
     offset: int = 0
     """Index of the first mark in the prompt."""
 
@@ -39,27 +39,28 @@ class SoundingVideo:
         return self.num_seen + self.num_heard + 2
 
     def order(self) -> Indexes:
-        """Return the embeddings in their order; those of the sound are numbered behind the video's.
+        """Return the order of the embeddings, without the marks.
 
-        The marks are not among them.
+        The embeddings of the sound are numbered after the embeddings of the video.
         """
-        seen = self._split(self._seen()[0])
-        heard = self._split(np.arange(self.num_heard))
+        video_chunks = self._split(self._seen()[0])
+        sound_chunks = self._split(np.arange(self.num_heard))
         parts = []
-        for number in range(max(len(seen), len(heard))):
-            parts += seen[number : number + 1]
-            parts += [part + self.num_seen for part in heard[number : number + 1]]
+        for number in range(max(len(video_chunks), len(sound_chunks))):
+            parts += video_chunks[number : number + 1]
+            parts += [part + self.num_seen for part in sound_chunks[number : number + 1]]
         return np.concatenate(parts)
 
     def positions(self) -> tuple[Indexes, int]:
-        """Return the positions [3, length], and that of the token behind them.
+        """Return the positions [3, length], and the position of the next token.
 
-        They count from the position behind the token before. Each mark shares the position of the
-        mark of the video around it.
+        Position 0 is the position after the previous token. Each mark shares the position of the
+        video's mark next to it.
         """
-        heard = np.broadcast_to(np.arange(self.num_heard), (3, self.num_heard))
-        inner = np.concatenate([self._seen(), heard], axis=1)[:, self.order()]
-        # Not behind the largest position: the last frame may be later than the end of the sound.
+        sound = np.broadcast_to(np.arange(self.num_heard), (3, self.num_heard))
+        inner = np.concatenate([self._seen(), sound], axis=1)[:, self.order()]
+        # The end follows the last embedding, which may not have the largest position: the last
+        # frame may be later than the end of the sound.
         end = int(inner[:, -1].max()) + 1
         first, last = np.full((3, 1), -1), np.full((3, 1), end)
         return np.concatenate([first, inner, last], axis=1), end
@@ -68,10 +69,10 @@ class SoundingVideo:
         return grid_positions(self.frames, self.rows, self.columns, self.step)
 
     def _split(self, times: Indexes) -> list[Indexes]:
-        """Return the indexes of ascending times in chunks, none of which is empty.
+        """Return the indexes of ascending times in chunks that are not empty.
 
-        A chunk begins with the first time that is not before its own. Where there is none for
-        longer than a chunk, the next chunks have one index each, as in transformers.
+        A chunk begins with the first time in its interval. After an interval without times, the
+        next chunks have one index each, as in transformers.
         """
         starts = [0]
         while True:

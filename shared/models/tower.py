@@ -1,4 +1,4 @@
-"""Tower: the loaded part of a multimodal model that turns media into embeddings."""
+"""Tower: the loaded part of a multimodal model that converts media to embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +14,18 @@ from shared.models.tower_adapter import Fields, TowerAdapter, check_finite
 from shared.native.choices import KernelSetting
 from shared.vision.weights import load_weights
 
-# Number of embeddings that are computed at once on a CPU: those of four images of 448 x 448 pixels.
-# Runs of one image took as long, and make threads wait for each other more often.
+# Number of embeddings that are computed at once on a CPU, enough for four images of 448 x 448
+# pixels. Runs of one image take the same time, but threads wait for each other more often.
 CPU_RUN_LEN = 1024
-# A GPU takes as many as the largest images of a batch have together. Longer runs are of videos, and
-# would need more memory.
+# On a GPU, enough for a batch of the largest images. Longer runs of videos would need more memory.
 GPU_RUN_LEN = 16_384
-# Videos are split into parts of at most this many embeddings, from which runs are made.
+# Videos are split into parts of at most this many embeddings, and the parts are grouped into runs.
 MAX_SPLIT_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Weights that make embeddings; a language model beside them is not used."""
+    """Weights that compute embeddings. If the model also has a language model, it is not used."""
 
     adapter: TowerAdapter
     model: PreTrainedModel
@@ -35,7 +34,7 @@ class Tower:
     def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
         """Return the embeddings of each item, [count, width], on the tower's device.
 
-        Raises InvalidRequest if those of an item are not finite.
+        Raises InvalidRequest if the embeddings of an item are not finite.
         """
         split = [self.adapter.split(fields, MAX_SPLIT_LEN) for fields in batch]
         parts: list[Tensor] = []
@@ -78,6 +77,6 @@ def load_tower(
     model = load_weights(model_class, folder, dtype, device, adapter.language_modules)
     adapter.optimize_layers(model, kernels)
     tower = Tower(adapter, model)
-    # One-time work happens now, and a tower that cannot encode fails at start.
+    # The warm-up does one-time work, and a tower that cannot encode fails at start.
     tower.encode(adapter.samples())
     return tower

@@ -1,8 +1,8 @@
-"""Tower adapter: a family's knowledge about its tower that does not need the weights.
+"""Tower adapter: the part of a family's tower that does not need the weights.
 
-A tower is the part of a multimodal model that turns media into embeddings. It runs beside the
-language model in an engine, or in an encoder. An engine checks its items with the adapter in both
-cases.
+A tower is the part of a multimodal model that converts media to embeddings. It runs in an engine,
+together with the language model, or in an encoder. An engine checks its items with the adapter in
+both cases.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Fields = Mapping[str, "Tensor"]
 
 
 class TowerAdapter:
-    """The fields that a family's tower takes, and the embeddings that it returns."""
+    """Fields that a family's tower accepts, and embeddings that it returns."""
 
     modules: tuple[str, ...]
-    """Names of the submodules that make embeddings."""
+    """Names of the submodules that compute embeddings."""
     language_modules: tuple[str, ...] = ("model.language_model", "lm_head")
     """Names of the other submodules; the default is transformers' naming."""
     metadata: tuple[str, ...] = ()
@@ -39,23 +39,23 @@ class TowerAdapter:
         self._config: Any = config
         self.hidden_size: int = config.get_text_config().hidden_size
         self.num_levels = 0
-        """Number of further levels of features behind each embedding, for the decoder's first
+        """Number of further levels of features after each embedding, for the decoder's first
         layers (DeepStack)."""
 
     @property
     def width(self) -> int:
-        """Size of an embedding, all its levels together."""
+        """Size of an embedding with all its levels."""
         return (1 + self.num_levels) * self.hidden_size
 
     def count(self, fields: Fields) -> int:
-        """Return the number of embeddings of an item; the metadata fields are enough for it.
+        """Return the number of embeddings of an item, which depends only on its metadata.
 
         Raises InvalidRequest.
         """
         raise NotImplementedError
 
     def check(self, fields: Fields) -> None:
-        """Raises InvalidRequest for fields that `encode` cannot take."""
+        """Raise InvalidRequest for fields that `encode` does not accept."""
         raise NotImplementedError
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
@@ -63,14 +63,14 @@ class TowerAdapter:
         raise NotImplementedError
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
-        """Return parts of an item, in order, whose embeddings `join` makes the item's.
+        """Return parts of an item, in order. `join` combines their embeddings.
 
-        Each part has at most `max_count` embeddings where the tower's attention allows it.
+        Each part has at most `max_count` embeddings if the tower's attention allows it.
         """
         return [fields]
 
     def join(self, fields: Fields, parts: Sequence[Tensor]) -> Tensor:
-        """Return the embeddings of an item, of those of all its parts."""
+        """Return the embeddings of an item, from the embeddings of all its parts."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
@@ -85,7 +85,7 @@ class TowerAdapter:
         return [self.sample()]
 
     def check_embedding(self, fields: Fields, embedding: Tensor) -> None:
-        """Check embeddings that another worker has made. Raises InvalidRequest."""
+        """Check embeddings from another worker. Raises InvalidRequest."""
         shape = (self.count(fields), self.width)
         if not embedding.is_floating_point() or tuple(embedding.shape) != shape:
             refuse(
@@ -96,7 +96,7 @@ class TowerAdapter:
 
 
 def get_field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the field; -1 in `shape` stands for any length.
+    """Return the field; -1 in `shape` allows any length.
 
     Raises InvalidRequest for a missing field, or one of another type or shape.
     """

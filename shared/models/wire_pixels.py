@@ -1,4 +1,4 @@
-"""Pixels that another server has processed: restored to 8 bits and a table of their values."""
+"""Restores pixels that another server has processed to 8 bits and a table of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ def tensors_of(wire: Mapping[str, WireField], names: Sequence[str], field: str) 
     """Return the tensors of the fields `names`. Raises InvalidRequest for other fields."""
     if wire.keys() != set(names):
         raise InvalidRequest(
-            f"an item of this kind has the fields {', '.join(names)}, this one {', '.join(wire)}",
+            f"an item of this kind has the fields {', '.join(names)}, not {', '.join(wire)}",
             field=field,
         )
     return [wire[name].tensor for name in names]
 
 
 def check_shape(name: str, tensor: TensorData, shape: tuple[int, ...], field: str) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for another shape."""
     if tensor.shape != shape:
         raise InvalidRequest(
             f"{name} has the shape {list(tensor.shape)}, not {list(shape)}", field=field
@@ -53,10 +53,10 @@ def to_pixels(
 ) -> tuple[NDArray[np.uint8], TensorData]:
     """Return `values` [rows, channels, ...] as 8-bit indexes into a table, and that table.
 
-    The table is float32 [channels, 256]. Values that are pixels already, and values that are all in
-    the model's own `table`, come with that table. An 8-bit image has at most 256 different values
-    in a channel, whatever its normalisation was, so the values are restored bit for bit. Raises
-    InvalidRequest for values that no 8-bit image can have.
+    The table is float32 [channels, 256]. If the values are pixels, or if all of them are in the
+    model's `table`, that table is returned. With any normalisation, an 8-bit image has at most 256
+    different values in a channel, so the values are restored bit for bit. Raises InvalidRequest for
+    values that no 8-bit image can have.
     """
     if values.dtype == np.uint8:
         return values, table
@@ -65,14 +65,14 @@ def to_pixels(
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise InvalidRequest("pixel_values are not finite", field=field)
-    found = [np.searchsorted(row, values[:, i]) for i, row in enumerate(to_numpy(table))]
-    indexes = np.stack(found, axis=1).clip(max=NUM_VALUES - 1).astype(np.uint8)
+    places = [np.searchsorted(row, values[:, i]) for i, row in enumerate(to_numpy(table))]
+    indexes = np.stack(places, axis=1).clip(max=NUM_VALUES - 1).astype(np.uint8)
     if to_values(indexes, table).tobytes() == values.tobytes():
         return indexes, table
     pixels = np.empty(values.shape, np.uint8)
     own_table = np.zeros((values.shape[1], NUM_VALUES), np.float32)
     for channel in range(values.shape[1]):
-        levels, places = np.unique(values[:, channel], return_inverse=True)
+        levels, level_indexes = np.unique(values[:, channel], return_inverse=True)
         if len(levels) > NUM_VALUES:
             raise InvalidRequest(
                 f"pixel_values have {len(levels)} different values in a channel, more than the"
@@ -80,5 +80,5 @@ def to_pixels(
                 field=field,
             )
         own_table[channel, : len(levels)] = levels
-        pixels[:, channel] = places.reshape(pixels[:, channel].shape)
+        pixels[:, channel] = level_indexes.reshape(pixels[:, channel].shape)
     return pixels, from_numpy(own_table)

@@ -1,8 +1,7 @@
-"""Which implementation of an operation to use, by how long each takes on this machine. Pure.
+"""Choice of the implementation of an operation, by measured times on this machine. Pure.
 
-A measurement is disturbed by other work on the machine, and only ever prolonged by it. So the least
-time of several rounds counts, over all starts, and an option gives way only to one that is faster
-by a margin.
+Other work on the machine can only prolong a measurement. Therefore the least time of several rounds
+counts, over all starts, and an option is only replaced by an option that is faster by a margin.
 """
 
 import math
@@ -12,37 +11,38 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 Implementation: TypeAlias = Literal["vector", "tiles", "torch"]
-"""AVX-512 and the tiles of AMX in the C++ kernels, and torch's own products, which are oneDNN's."""
+"""AVX-512 and AMX tiles in the C++ kernels, and torch's products, which use oneDNN."""
 KernelSetting: TypeAlias = Literal["measured", "vector", "tiles", "torch"]
-"""`measured`, or the implementation that the configuration demands."""
+"""`measured`, or the implementation that the configuration sets."""
 Times: TypeAlias = dict[Implementation, dict[int, float]]
 """Least seconds of each implementation by number of rows."""
 
 MARGIN = 1.1
-"""How many times as fast another option must be."""
+"""Factor by which another option must be faster than the current option."""
 MIN_ROUNDS = 3
-"""With fewer rounds nothing is chosen: the first one includes one-time work."""
+"""Number of rounds before an option is chosen, because the first round includes one-time work."""
 ENOUGH_ROUNDS = 6
-"""More rounds are not measured."""
+"""Number of rounds after which an operation is no longer measured."""
 NEVER = 2**31 - 1
-"""More rows than any product has."""
+"""Number of rows that no product has."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
-"""A step's rows for which products are measured; between them, the next lower one counts."""
+"""Numbers of rows for which a decoder's products are measured. Numbers in between count as the next
+lower one."""
 
 
 class Option(Struct, frozen=True):
-    """A way to compute an operation: an implementation, and from how many rows on it is used."""
+    """An implementation of an operation, and the number of rows from which it is used."""
 
     implementation: Implementation
     min_rows: int = 1
-    """With fewer rows, vectors are used."""
+    """Least number of rows. Fewer rows use vectors."""
 
     def at(self, rows: int) -> Implementation:
         return self.implementation if rows >= self.min_rows else "vector"
 
     @property
     def min_tile_rows(self) -> int:
-        """The least number of rows that tiles multiply."""
+        """Least number of rows that use tiles."""
         return self.min_rows if self.implementation == "tiles" else NEVER
 
     def __str__(self) -> str:
@@ -54,10 +54,10 @@ class Operation(Struct, frozen=True):
     """An operation of a model, such as the product of a layer."""
 
     name: str
-    """It has all sizes on which its time depends, but for the number of rows."""
+    """Name with all sizes that affect the time, except the number of rows."""
     rows: tuple[int, ...]
     options: tuple[Option, ...]
-    """The first one is used without a measurement."""
+    """Options of the operation. The first one is the default."""
 
     @property
     def implementations(self) -> tuple[Implementation, ...]:
@@ -67,7 +67,7 @@ class Operation(Struct, frozen=True):
 
 
 class Measurement(Struct, frozen=True):
-    """What is known of an operation, and the option that was chosen."""
+    """Measured times of an operation, and the chosen option."""
 
     least_s: Times
     num_rounds: int
@@ -75,12 +75,12 @@ class Measurement(Struct, frozen=True):
 
 
 def decoder_product(num_inputs: int, num_outputs: int, has_tiles: bool) -> Operation:
-    """A decoder's product. It has no option of torch, which needs the weights a second time."""
+    """Return a decoder's product. torch is no option, because it needs a second copy of weights."""
     return _decoder_operation(f"product {num_inputs} x {num_outputs}", has_tiles)
 
 
 def decoder_attention(head_dim: int, has_tiles: bool) -> Operation:
-    """A decoder's attention in a KV head; its rows are new tokens times query heads."""
+    """Return a decoder's attention in a KV head; its rows are new tokens times query heads."""
     return _decoder_operation(f"attention {head_dim}", has_tiles)
 
 
@@ -91,23 +91,23 @@ def _decoder_operation(name: str, has_tiles: bool) -> Operation:
 
 
 def tower_operation(name: str, rows: Sequence[int], has_tiles: bool) -> Operation:
-    """A product or the attention of a tower, whose rows are always many."""
+    """Return a product or the attention of a tower, which always have many rows."""
     tiles = (Option("tiles"),) if has_tiles else ()
     options = (*tiles, Option("vector"), Option("torch"))
     return Operation(f"tower {name}", tuple(rows), options)
 
 
 def force(operation: Operation, setting: Implementation) -> Option:
-    """Return the option that a configuration demands; vectors if there is no such option."""
+    """Return the option with the configured implementation; vectors if there is no such option."""
     fitting = [option for option in operation.options if option.implementation == setting]
     return min(fitting or [Option("vector")], key=lambda option: option.min_rows)
 
 
 def choose(operation: Operation, least_s: Times, current: Option) -> Option:
-    """Return the option with the least excess, or the current one unless that is the margin better.
+    """Return the option with the least excess, or the current option within the margin of it.
 
-    The excess is how many times as long an option takes as the fastest implementation, with the
-    number of rows for which that is most.
+    The excess is the time of an option divided by the time of the fastest implementation, for the
+    number of rows with the largest quotient.
     """
     excess = {option: _excess(operation, least_s, option) for option in operation.options}
     best = min(operation.options, key=excess.__getitem__)
@@ -123,12 +123,14 @@ def _excess(operation: Operation, least_s: Times, option: Option) -> float:
     )
 
 
-def update(operation: Operation, known: Measurement | None, rounds: Sequence[Times]) -> Measurement:
+def update(
+    operation: Operation, stored: Measurement | None, rounds: Sequence[Times]
+) -> Measurement:
     """Return the measurement with further rounds of all implementations and rows."""
-    times = [known.least_s] if known is not None else []
+    times = [stored.least_s] if stored is not None else []
     times += rounds
-    num_rounds = len(rounds) + (0 if known is None else known.num_rounds)
-    current = operation.options[0] if known is None else known.option
+    num_rounds = len(rounds) + (0 if stored is None else stored.num_rounds)
+    current = operation.options[0] if stored is None else stored.option
     least_s = _least(times)
     option = choose(operation, least_s, current) if num_rounds >= MIN_ROUNDS else current
     return Measurement(least_s, num_rounds, option)
@@ -136,27 +138,27 @@ def update(operation: Operation, known: Measurement | None, rounds: Sequence[Tim
 
 def _least(times: Sequence[Mapping[Implementation, Mapping[int, float]]]) -> Times:
     least: Times = {}
-    for one in times:
-        for implementation, by_rows in one.items():
+    for measured in times:
+        for implementation, by_rows in measured.items():
             into = least.setdefault(implementation, {})
             for rows, seconds in by_rows.items():
                 into[rows] = min(seconds, into.get(rows, math.inf))
     return least
 
 
-def is_enough(operation: Operation, known: Measurement | None) -> bool:
-    """Whether an operation needs no further rounds. A record of other options does not count."""
+def is_enough(operation: Operation, stored: Measurement | None) -> bool:
+    """Return whether an operation needs no further rounds. Other options' records do not count."""
     if len(operation.options) == 1:
         return True
-    return fits(operation, known) and known is not None and known.num_rounds >= ENOUGH_ROUNDS
+    return fits(operation, stored) and stored is not None and stored.num_rounds >= ENOUGH_ROUNDS
 
 
-def fits(operation: Operation, known: Measurement | None) -> bool:
-    """Whether a measurement is of this operation's options and rows, and of possible times."""
+def fits(operation: Operation, stored: Measurement | None) -> bool:
+    """Return whether a measurement has this operation's options and rows, and possible times."""
     return (
-        known is not None
-        and known.option in operation.options
-        and set(known.least_s) == set(operation.implementations)
-        and all(set(by_rows) == set(operation.rows) for by_rows in known.least_s.values())
-        and all(0 < s < math.inf for by_rows in known.least_s.values() for s in by_rows.values())
+        stored is not None
+        and stored.option in operation.options
+        and set(stored.least_s) == set(operation.implementations)
+        and all(set(by_rows) == set(operation.rows) for by_rows in stored.least_s.values())
+        and all(0 < s < math.inf for by_rows in stored.least_s.values() for s in by_rows.values())
     )

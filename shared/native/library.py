@@ -1,4 +1,4 @@
-"""The library of C++ kernels: one compiled in advance, or for this processor and cached.
+"""Library of C++ kernels: compiled in advance, or compiled for this processor and cached.
 
 Without AVX-512, or without a compiler and such a library, models run on torch.
 """
@@ -24,7 +24,7 @@ from shared.native import targets
 FLAGS = (*targets.COMMON_FLAGS, "-march=native")
 BUILD_PREFIX = "build-"
 STALE_AFTER_S = 3600.0
-"""Age of a build folder that was left by a killed compilation; none takes so long."""
+"""Age of a build folder after which its compilation must have been killed."""
 
 
 @functools.cache
@@ -86,10 +86,10 @@ def _compile(compiler: str) -> Path:
 
 @contextlib.contextmanager
 def only_process(cache: Path) -> Iterator[None]:
-    """Let one process at a time compile or measure. The kernel ends the turn of a dead one."""
+    """Hold a lock of all processes for compiling or measuring. It ends with a dead process."""
     folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems have no locks. There, several may compile the same.
+        # Some network file systems have no locks. Several processes may then compile the same.
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield

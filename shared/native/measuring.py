@@ -1,7 +1,7 @@
-"""Times operations on this machine, and keeps what was chosen beside the compiled kernels.
+"""Times operations on this machine, and stores the chosen options next to the compiled kernels.
 
-One process at a time measures, for a quarter of a second at most at each start, until there are
-enough rounds. Processes of the same processor, kernels, version of torch and number of threads
+One process at a time measures, for at most a quarter of a second at each start, until there are
+enough rounds. Processes with the same processor, kernels, version of torch and number of threads
 share a file.
 """
 
@@ -34,7 +34,7 @@ from shared.native.choices import (
 )
 
 BUDGET_S = 0.25
-"""Time for the measurements of a start, made for the decoder and for the tower each."""
+"""Time for the measurements at a start, separately for the decoder and for the tower."""
 PREFIX = "choices-"
 
 Run: TypeAlias = Callable[[Implementation, int], object]
@@ -42,15 +42,15 @@ Run: TypeAlias = Callable[[Implementation, int], object]
 
 
 class Trial(NamedTuple):
-    """An operation to choose an option for."""
+    """An operation that needs an option."""
 
     operation: Operation
     prepare: Callable[[], Run]
-    """Allocates what a run needs; called only if the operation is measured."""
+    """Allocates the inputs of runs; called only if the operation is measured."""
 
 
 class MachineKey(Struct, frozen=True):
-    """What a time depends on besides the operation."""
+    """Properties of the machine and the process that affect times."""
 
     processor: str
     kernels: str
@@ -64,7 +64,7 @@ class MachineKey(Struct, frozen=True):
 
 
 class ChoiceRecord(Struct, frozen=True):
-    """The contents of a file: all operations that were measured under one key."""
+    """Content of a file: all operations that were measured under one key."""
 
     key: MachineKey
     measured: dict[str, Measurement] = {}
@@ -73,56 +73,58 @@ class ChoiceRecord(Struct, frozen=True):
 def select(
     trials: Sequence[Trial], setting: KernelSetting, key: MachineKey, budget_s: float = BUDGET_S
 ) -> dict[str, Option]:
-    """Return the option of each operation by its name: the one demanded, or the one measured."""
+    """Return the configured or measured option of each operation, by name."""
     # Layers of equal sizes have the same operations.
     trials = list({trial.operation.name: trial for trial in trials}.values())
     operations = {trial.operation.name: trial.operation for trial in trials}
     if setting != "measured":
-        return {name: force(one, setting) for name, one in operations.items()}
+        return {name: force(operation, setting) for name, operation in operations.items()}
     measured = _measure_missing(trials, key, budget_s)
     return {
-        name: measured[name].option if name in measured else one.options[0]
-        for name, one in operations.items()
+        name: measured[name].option if name in measured else operation.options[0]
+        for name, operation in operations.items()
     }
 
 
 def read_records(folder: Path) -> list[ChoiceRecord]:
-    """Return what has been kept in a folder; files that are damaged count as missing."""
-    found = (_read(file) for file in sorted(folder.glob(f"{PREFIX}*.json")))
-    return [record for record in found if record is not None]
+    """Return the records in a folder. Damaged files are ignored."""
+    records = (_read(file) for file in sorted(folder.glob(f"{PREFIX}*.json")))
+    return [record for record in records if record is not None]
 
 
 def _measure_missing(
     trials: Sequence[Trial], key: MachineKey, budget_s: float
 ) -> dict[str, Measurement]:
-    """Return the measurements that are known, after measuring those that lack rounds."""
+    """Return the stored measurements, after measuring operations that need more rounds."""
     try:
         folder = library.cache_folder()
     except OSError as error:
         structlog.get_logger().warning("kernel_choices_not_kept", reason=str(error))
         return _measure(trials, {}, budget_s)
     file = folder / key.file_name
-    known = _known(file, trials)
-    if not _lacking(trials, known):
-        return known
+    stored = _stored(file, trials)
+    if not _lacking(trials, stored):
+        return stored
     with library.only_process(folder):
         # Another process may have measured meanwhile.
-        known = _known(file, trials)
-        measured = _measure(_lacking(trials, known), known, budget_s)
-        with contextlib.suppress(OSError):  # A full disk: the next start measures again.
+        stored = _stored(file, trials)
+        measured = _measure(_lacking(trials, stored), stored, budget_s)
+        with contextlib.suppress(OSError):  # If the disk is full, the next start measures again.
             before = _read(file)
             others = {} if before is None else before.measured
             _write(file, ChoiceRecord(key, {**others, **measured}))
-    return {**known, **measured}
+    return {**stored, **measured}
 
 
-def _lacking(trials: Sequence[Trial], known: dict[str, Measurement]) -> list[Trial]:
+def _lacking(trials: Sequence[Trial], stored: dict[str, Measurement]) -> list[Trial]:
     return [
-        trial for trial in trials if not is_enough(trial.operation, known.get(trial.operation.name))
+        trial
+        for trial in trials
+        if not is_enough(trial.operation, stored.get(trial.operation.name))
     ]
 
 
-def _known(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
+def _stored(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
     record = _read(file)
     measured = {} if record is None else record.measured
     names = {
@@ -134,15 +136,15 @@ def _known(file: Path, trials: Sequence[Trial]) -> dict[str, Measurement]:
 
 
 def _measure(
-    trials: Sequence[Trial], known: dict[str, Measurement], budget_s: float
+    trials: Sequence[Trial], stored: dict[str, Measurement], budget_s: float
 ) -> dict[str, Measurement]:
-    """Time operations one after the other until the budget is spent; the next start goes on."""
+    """Time operations one after the other until the budget is spent. The next start continues."""
     deadline = time.perf_counter() + budget_s
     measured = {}
     for operation, prepare in trials:
         if time.perf_counter() > deadline:
             break
-        before = known.get(operation.name)
+        before = stored.get(operation.name)
         rounds = _time_rounds(operation, prepare(), deadline)
         if rounds:
             measured[operation.name] = update(operation, before, rounds)
@@ -154,7 +156,8 @@ def _measure(
 def _time_rounds(operation: Operation, run: Run, deadline: float) -> list[Times]:
     """Run all implementations in turns, until there are enough rounds or the deadline has passed.
 
-    A machine that slows down thus slows down all of them. A round that is cut off is dropped.
+    The turns distribute slow phases of the machine over all implementations. An incomplete round is
+    dropped.
     """
     turns = list(itertools.product(operation.rows, operation.implementations))
     rounds: list[Times] = []
@@ -169,7 +172,7 @@ def _time_rounds(operation: Operation, run: Run, deadline: float) -> list[Times]
             seconds = max(time.perf_counter() - start, 1e-9)
             times.setdefault(implementation, {})[rows] = seconds
         rounds.append(times)
-        # What ran first, with cold caches perhaps, runs last in the next round.
+        # The first turn may have had cold caches. In the next round it is the last.
         turns.reverse()
     return rounds
 

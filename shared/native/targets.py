@@ -1,7 +1,7 @@
-"""Libraries of C++ kernels that are compiled in advance, for processors known by name.
+"""Libraries of C++ kernels that are compiled in advance for named kinds of processors.
 
-An image has them, and so has the wheel of `make wheel-kernels`, so that neither needs a compiler:
-`python -m shared.native.targets avx512`.
+Container images and the wheel of `make wheel-kernels` contain them, so that they need no compiler.
+`python -m shared.native.targets avx512` compiles one.
 """
 
 import hashlib
@@ -85,16 +85,16 @@ def compiled_targets(folder: Path) -> list[str]:
 
 
 def missing_reason(features: Collection[str], folder: Path) -> str:
-    """Say why there are no kernels where there is no compiler, and what would change that."""
+    """Return the reason for missing kernels on a machine without a compiler, and the remedy."""
     if not folder.is_dir():
         return "no C++ compiler is installed"
     there = ", ".join(compiled_targets(folder)) or "no target"
-    wanted = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
-    if wanted is None:
-        return f"no kernels are written for this processor; there are compiled ones for {there}"
+    best = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
+    if best is None:
+        return f"no kernels support this processor; there are compiled kernels for {there}"
     return (
-        f"there are compiled kernels for {there}, and none of them suits this processor:"
-        f" build the image or the wheel with {BUILD_ARGUMENT}={wanted}"
+        f"there are compiled kernels for {there}, but none of them supports this processor:"
+        f" build the image or the wheel with {BUILD_ARGUMENT}={best}"
     )
 
 
@@ -113,8 +113,8 @@ def compile_targets(names: Iterable[str], folder: Path, compiler: str = "g++") -
     names = list(names)
     for name in names:
         if name not in TARGETS:
-            known = ", ".join(sorted(TARGETS))
-            raise ConfigError(f"no target {name!r}; there are: {known}", field=BUILD_ARGUMENT)
+            targets = ", ".join(sorted(TARGETS))
+            raise ConfigError(f"no target {name!r}; there are: {targets}", field=BUILD_ARGUMENT)
     folder.mkdir(exist_ok=True)
     for name in names:
         file = folder / file_name(name)

@@ -17,9 +17,9 @@ MAX_HEAD_DIM = 512
 PANEL = 32
 """Number of outputs that are packed together."""
 TILE_ROWS = 16
-"""Rows that a tile reads."""
+"""Number of rows that a tile reads."""
 TOKEN_GROUP = 8
-"""Tokens that are adjacent in a decoder's key cache."""
+"""Number of tokens that are adjacent in a decoder's key cache."""
 ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -52,9 +52,9 @@ class _Product(ctypes.Structure):
 
 
 class TowerKernels:
-    """The kernels and their thread pool, created by `find_kernels`.
+    """Kernels and their thread pool, created by `find_kernels`.
 
-    Calls of several threads run one after the other.
+    Calls from several threads run one after the other.
     """
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
@@ -72,7 +72,7 @@ class TowerKernels:
 
     @property
     def key(self) -> MachineKey:
-        """What the kernels' times depend on."""
+        """Properties that affect the kernels' times."""
         kernels = Path(self._library._name).name
         return MachineKey(
             library.processor_name(), kernels, str(torch.__version__), self._num_threads
@@ -90,7 +90,7 @@ class TowerKernels:
     ) -> Tensor:  # [num_rows, num_heads, head_dim]
         """Attend within segments, after rotating queries and keys by their angles.
 
-        Segments of so many rows or more are computed by tiles, where there are some.
+        Segments of at least `min_tile_rows` rows are computed by tiles, if the processor has them.
         """
         num_rows, num_heads, head_dim = query.shape
         assert head_dim % 2 == 0
@@ -123,7 +123,7 @@ class TowerKernels:
         seq_len: int,
         min_tile_rows: int = NEVER,
     ) -> Tensor:  # [num_rows, head_dim]
-        """Attend as a decoder's KV head does, which has one query head, in the cache's layout."""
+        """Attend as in a decoder's KV head with one query head, in the cache's layout."""
         num_rows, head_dim = query.shape
         for tensor in (query, keys, values):
             assert tensor.dtype == torch.bfloat16
@@ -133,8 +133,8 @@ class TowerKernels:
         output = torch.empty_like(query)
         pointers = library.pointers(query, keys, values, block_table, output)
         sizes = (num_rows, seq_len, head_dim, min_tile_rows)
-        given = _CachedAttention(*pointers, *sizes, head_dim**-0.5)
-        self._library.pagemill_attend_cached(self._pool, ctypes.byref(given))
+        arguments = _CachedAttention(*pointers, *sizes, head_dim**-0.5)
+        self._library.pagemill_attend_cached(self._pool, ctypes.byref(arguments))
         return output
 
     def multiply(
@@ -146,9 +146,9 @@ class TowerKernels:
         activation: str = "none",
         min_tile_rows: int = NEVER,
     ) -> Tensor:  # [..., num_outputs]
-        """Return `activation(x @ weight.T + bias)`, by tiles from so many rows on.
+        """Return `activation(x @ weight.T + bias)`, by tiles from `min_tile_rows` rows on.
 
-        Tiles read 16 rows, so fewer are multiplied by vectors unless they are part of more memory.
+        Tiles read 16 rows, so fewer rows use vectors unless `x` is part of a larger tensor.
         """
         num_panels, num_units = panels.shape[:2]
         assert x.dtype == panels.dtype == torch.bfloat16

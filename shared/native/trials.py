@@ -1,4 +1,4 @@
-"""Trials of products and attention: operations of a model's sizes, on weights made up for them."""
+"""Trials of products and attention: operations with a model's sizes, on artificial weights."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -13,14 +13,14 @@ from shared.native.measuring import Run, Trial
 from shared.native.tower_kernels import PANEL, TILE_ROWS, TOKEN_GROUP, TowerKernels, pack_weight
 
 MAX_WEIGHTS = 2**19
-"""A product of more weights is tried with fewer outputs: its time is proportional to them."""
+"""Limit on weights. Larger products are tried with fewer outputs: the time is proportional."""
 PRODUCT_ROWS = (256,)
-"""Rows of a tower's products: of a small image. Larger ones only make each run longer."""
+"""Rows of a tower's products, as for a small image. More rows would only make each run longer."""
 SEGMENT_ROWS = (64, 512)
-"""Rows of a tower's segments: of a window, and of an image."""
+"""Rows of a tower's segments, as for a window and for an image."""
 
 CONTEXT = 512
-"""Tokens that a decoder's attention is tried with; times of all implementations grow with them."""
+"""Tokens in a trial of a decoder's attention. The times of all implementations grow with them."""
 
 TorchAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
 
@@ -56,7 +56,7 @@ def tower_product(
     activation: str,
     in_torch: Callable[[Tensor], Tensor],
 ) -> Trial:
-    """`in_torch` is the activation as torch computes it."""
+    """Return the trial of a tower's product. `in_torch` computes the activation with torch."""
     name = f"product {num_inputs} x {num_outputs} {activation}"
     operation = choices.tower_operation(name, PRODUCT_ROWS, kernels.has_tiles)
     return Trial(
@@ -68,7 +68,8 @@ def tower_product(
 def tower_attention(
     kernels: TowerKernels, num_heads: int, head_dim: int, in_torch: TorchAttention
 ) -> Trial:
-    """`in_torch` takes query, key, value, lengths and scale."""
+    """Return the trial of a tower's attention. `in_torch` computes it with torch, from query, key,
+    value, lengths and scale."""
     name = f"attention {num_heads} x {head_dim}"
     operation = choices.tower_operation(name, SEGMENT_ROWS, kernels.has_tiles)
 

@@ -1,11 +1,11 @@
-"""Schemas and grammars that hold an answer to calls of the functions that it may call. Pure.
+"""Schemas and grammars that restrict the calls of an answer to the offered functions. Pure.
 
-The grammar leaves text free up to the opening tag of a call. The call must then be of a function
+The grammar allows any text up to the opening tag of a call. The call must then name a function
 that was offered, with arguments that match its schema if it is strict.
 
-This is sound for the `hermes` format only, whose tag means nothing else. In `llama3_json` the tag
-is the opening brace, with which an answer in JSON begins too; what follows the tag of `mistral`
-differs between its versions.
+This is safe only for the `hermes` format, because its tag has no other meaning. In `llama3_json`
+the tag is the opening brace, and an answer in JSON begins with it too. In `mistral` the text after
+the tag differs between versions.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from shared.protocol.requests import Tool
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""An option of llguidance. A model that is forced to write JSON and tends to do otherwise would
-write spaces for ever."""
+"""Option of llguidance. Otherwise, a model that is forced to write JSON against its tendency could
+write spaces forever."""
 
 # The spacing that models were trained to write. It also prevents endless space.
 _SPACING = {
@@ -37,7 +37,7 @@ _BEGIN_TOKEN = "begin: {}"
 def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> str:
     """Return the grammar of a whole answer, in llguidance's variant of Lark.
 
-    `call_signs` are those of the ModelCard. A function that is not strict takes any object.
+    `call_signs` come from the ModelCard. A function that is not strict accepts any object.
     """
     begin, end = call_signs
     opening = _BEGIN if begin is None else _BEGIN_TOKEN.format(f"TEXT <[{begin}]>")
@@ -48,7 +48,7 @@ def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> s
 def required_grammar(
     tools: Sequence[Tool], call_signs: Sequence[int | None], *, one_call: bool
 ) -> str:
-    """Return the grammar of an answer of calls alone, whose arguments match their schemas."""
+    """Return the grammar of an answer that consists of calls, with arguments as in the schemas."""
     begin, end = call_signs
     opening = _BEGIN_TOKEN.format('"<tool_call>"' if begin is None else f"<[{begin}]>")
     start = "start: call" if one_call else r'start: call ("\n"? call)*'

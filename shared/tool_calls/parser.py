@@ -1,8 +1,8 @@
 """Streaming parser for tool calls in the text of an answer, in the formats of several models. Pure.
 
-The text is read character by character, so the way it was cut into chunks makes no difference. A
-call is returned as soon as its function's name is known. Text that looked like the beginning of a
-call, and is none, becomes content. Nothing is ever evaluated.
+The text is read character by character, so its division into chunks makes no difference. A call is
+returned as soon as its function's name is known. Text that begins like a call, but is not a call,
+becomes content. Nothing is ever evaluated.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class ToolParser:
     """Parser for one choice of an answer."""
 
     def __init__(self, form: str, names: Sequence[str], *, one_call: bool = False) -> None:
-        """`names` are those of the functions that were offered. With `one_call`, all calls after
-        the first are left out."""
+        """`names` are the names of the offered functions. With `one_call`, all calls after the
+        first are dropped."""
         self._reader = CallReader(names, one_call=one_call)
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
@@ -64,8 +64,8 @@ def _llama3_json(reader: CallReader) -> Reading:
     try:
         character = yield from reader.after_space()
         if character == "<":
-            for wanted in "|python_tag|>":
-                reader.expect(wanted, (yield from reader.next_char()))
+            for tag_character in "|python_tag|>":
+                reader.expect(tag_character, (yield from reader.next_char()))
             character = yield from reader.after_space()
         while True:
             reader.expect("{", character)
@@ -108,8 +108,8 @@ def _named_calls(reader: CallReader, character: str) -> Reading:
 def _tag(reader: CallReader, tag: str) -> Reading:
     """Read a tag, with space before it. Raises NoCall for other text."""
     reader.expect(tag[0], (yield from reader.after_space()))
-    for wanted in tag[1:]:
-        reader.expect(wanted, (yield from reader.next_char()))
+    for tag_character in tag[1:]:
+        reader.expect(tag_character, (yield from reader.next_char()))
 
 
 def _named(reader: CallReader) -> Reading:

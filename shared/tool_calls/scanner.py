@@ -1,8 +1,8 @@
-"""Character scanner for text that may contain tool calls: holds text back until it is known to be
-content or a call, reads the JSON object of a call, and collects the pieces found. Pure.
+"""Character scanner for text that may contain tool calls: holds text until it is known to be
+content or a call, reads the JSON object of a call, and collects the pieces. Pure.
 
-Each character is looked at once and copied a bounded number of times, however much text is held:
-texts are lists of pieces until they are returned.
+Each character is read once and copied a bounded number of times, independent of the amount of held
+text: texts are lists of pieces until they are returned.
 """
 
 import json
@@ -19,7 +19,7 @@ class Content:
 
 @dataclass(slots=True)
 class Call:
-    """A part of a call: its first arguments, or further ones of the same index without a name."""
+    """A part of a call: its first arguments, or further arguments of the same index."""
 
     index: int
     name: str | None
@@ -126,8 +126,8 @@ class CallReader:
             if not character.isspace():
                 return character
 
-    def expect(self, wanted: str, character: str) -> None:
-        if character != wanted:
+    def expect(self, expected: str, character: str) -> None:
+        if character != expected:
             raise NoCall
 
     def until(self, tag: str) -> Reading:

@@ -1,8 +1,8 @@
 """Embedding directory: files that machines share, `<folder>/<mm_hash>/encoder_cache.safetensors`.
 
-The layout is that of vLLM's example connector, with one tensor named `ec_cache`, so each system can
-read the files of the other. A file that has been read gets a mark beside it; marked files are
-removed first when room is needed.
+The layout is the same as in vLLM's example connector, with one tensor named `ec_cache`, so each
+system can read the files of the other. A file that has been read is marked by a second file. Only
+marked and expired files are removed when room is needed.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ class EmbeddingDirectory:
             ) from error
 
     def put(self, name: str, embedding: Tensor) -> None:
-        """Write a file. Raises Overloaded when all others are neither read nor expired."""
+        """Write a file. Raises Overloaded if too few other files have been read or have expired."""
         folder = self._folder_of(name)
         if self._is_fresh(folder):
             return
         self._make_room(embedding.nbytes)
-        # Readers and other writers of the same name see the complete file or none.
+        # Readers and other writers of the same name find either the complete file or no file.
         draft = self._folder / f".{name}.{secrets.token_hex(8)}"
         try:
             draft.mkdir()
@@ -65,12 +65,12 @@ class EmbeddingDirectory:
             os.rename(draft, folder)
         except (OSError, SafetensorError) as error:  # safetensors hides an OSError when it writes
             if not self._is_fresh(folder):
-                raise Overloaded("the directory of embeddings takes no more") from error
+                raise Overloaded("the directory of embeddings cannot be written") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
     def get(self, name: str) -> Tensor | None:
-        """Return the embeddings; None if there are none, or the file is damaged."""
+        """Return the embeddings; None if they are not stored, or the file is damaged."""
         folder = self._folder_of(name)
         try:
             if not self._is_fresh(folder):

@@ -1,8 +1,8 @@
 """Embedding store: passes embeddings from their producer to consumers, by the hash of the item.
 
-A producer stores them in its memory or in a shared directory, and publishes the place in the stream
-RESULTS. A consumer acknowledges what it has read, so that the memory can be reused. The store is
-a cache only: lost embeddings are recomputed.
+A producer stores embeddings in its memory or in a shared directory, and publishes their location in
+the stream RESULTS. A consumer acknowledges embeddings that it has read, so that the memory can be
+reused. The store is only a cache: lost embeddings are recomputed.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Held:
 
 
 class EmbeddingStore:
-    """The embeddings of one model, for a worker that produces or consumes them, or both."""
+    """Embeddings of one model, for a worker that produces or consumes them, or both."""
 
     def __init__(self, bus: Bus, blobs: Blobs, config: Config, model: str, role: Role) -> None:
         """Raises ConfigError for a directory that cannot be used in this role."""
@@ -79,9 +79,10 @@ class EmbeddingStore:
     # -- producer -----------------------------------------------------------------------------
 
     async def put(self, key: str, mm_hash: str, embedding: Tensor) -> None:
-        """Store embeddings and publish their place.
+        """Store embeddings and publish their location.
 
-        Raises Overloaded when there is no room now, EncodingFailed when there never will be.
+        Raises Overloaded if there is no room now, and EncodingFailed if they are larger than the
+        store.
         """
         assert self._role != "consumer"
         if embedding.nbytes > self._max_bytes:
@@ -93,11 +94,11 @@ class EmbeddingStore:
             parts = envelope.encode_parts(_Head(), [from_torch(embedding)])
             blob = self._blobs.put(key, parts, self._ttl_s)
             if blob is None:
-                raise Overloaded("embeddings that no engine has read yet fill the memory")
+                raise Overloaded("the memory is full of embeddings that no engine has read yet")
         await item_results.publish(self._bus, key, ItemResult(blob))
 
     async def find_again(self, key: str, mm_hash: str) -> bool:
-        """Return whether the embeddings are still stored; if so, their place is published."""
+        """Return whether the embeddings are still stored. If so, their location is published."""
         assert self._role != "consumer"
         if self._directory is not None:
             if await asyncio.to_thread(self._directory.get, mm_hash) is None:
@@ -116,9 +117,9 @@ class EmbeddingStore:
     # -- consumer -----------------------------------------------------------------------------
 
     async def get(self, key: str, mm_hash: str) -> Held | None:
-        """Return the embeddings; None if there are none yet, or if they are lost.
+        """Return the embeddings; None if they are not stored yet, or are lost.
 
-        The record of lost embeddings is deleted, so that no other consumer follows it.
+        The record of lost embeddings is deleted, so that no other consumer reads it.
         """
         stored = await item_results.last(self._bus, key)
         if stored is None:
@@ -133,8 +134,8 @@ class EmbeddingStore:
     async def wait(self, key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> Held:
         """Return the embeddings as soon as they are stored.
 
-        `progress` is called again and again while an encode task exists. Raises BlobLost when there
-        is none, and the error of an encode task that has failed.
+        `progress` is called repeatedly while an encode task exists. Raises BlobLost if there is no
+        task, and the error of a failed encode task.
         """
         return await item_results.wait(self._bus, key, lambda: self.get(key, mm_hash), progress)
 

@@ -1,11 +1,11 @@
-"""Faster layers for towers, with the weights and the results of transformers' own layers.
+"""Faster layers for towers, with the weights and the results of transformers' layers.
 
-transformers embeds patches by a convolution whose kernel is a patch, attends to one image or window
-after the other, and rotates queries and keys in eight passes over memory. Here a patch is embedded
-by one matrix product, segments of equal length are attended to in one call, and the rotation takes
-five passes. Where the C++ kernels are available and faster on this machine, they rotate and attend
-in one call, and linears run on them together with their activations, also in LLaVA. This module
-knows the modules of a tower, and neither images nor batches.
+transformers embeds patches by a convolution with kernels of the size of a patch, attends to one
+image or window after the other, and rotates queries and keys in eight passes over memory. Here a
+patch is embedded by one matrix product, attention takes one call for all segments of equal length,
+and the rotation takes five passes. If the C++ kernels are available and faster on this machine,
+they rotate and attend in one call, and compute linears together with their activations, also in
+LLaVA. This module depends on the modules of a tower, and not on images or batches.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,14 @@ from shared.native.tower_kernels import TowerKernels
 from shared.native.trials import tower_attention
 from shared.vision.packed_linears import ChosenKernels, pack_linears
 
-# Scores that are computed at once. 2**20 to 2**22 took the same time on two cores, 2**23 took 1.2
-# times as long. Threads wait for each other after each piece, longer so on a busy machine.
+# Limit on the scores that are computed at once. 2**20 to 2**22 took the same time on two cores, and
+# 2**23 took 1.2 times as long. Threads wait for each other after each piece, and longer on a busy
+# machine.
 MAX_SCORES = 2**22
 
 
 def optimize_qwen_vision(visual: Any, setting: KernelSetting = "measured") -> None:
-    """Replace the layers of a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL; the weights stay."""
+    """Replace the layers of a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, and keep the weights."""
     weight = visual.patch_embed.proj.weight
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
@@ -40,7 +41,7 @@ def optimize_qwen_vision(visual: Any, setting: KernelSetting = "measured") -> No
 def optimize_clip(
     tower: nn.Module, projector: nn.Module, setting: KernelSetting = "measured"
 ) -> None:
-    """Replace the layers of LLaVA's tower and projector; without kernels they stay unchanged."""
+    """Replace the layers of LLaVA's tower and projector. Does nothing without kernels."""
     weight = next(projector.parameters())
     if _find_kernels(weight, setting) is None:
         return
@@ -58,7 +59,7 @@ def _use_kernels(
     attentions: "Sequence[SegmentAttention | ClipAttention]",
     setting: KernelSetting,
 ) -> None:
-    """Let modules and the attentions in them run on the kernels, where these were chosen."""
+    """Run modules and their attentions on the kernels, where the kernels were chosen."""
     kernels = _find_kernels(weight, setting)
     if kernels is None:
         return
@@ -100,10 +101,10 @@ class PatchEmbedding(nn.Module):
 
 
 class SegmentAttention(nn.Module):
-    """Attention among the patches of a segment, which is an image or a window of it."""
+    """Attention between the patches of a segment, which is an image or a window of it."""
 
     def __init__(self, attention: Any) -> None:
-        """Reuse the weights of transformers' own module; run on torch until there are kernels."""
+        """Reuse the weights of transformers' module. Runs on torch until `kernels` is set."""
         super().__init__()
         self.kernels: TowerKernels | None = None
         self.min_tile_rows = NEVER
@@ -136,10 +137,10 @@ class SegmentAttention(nn.Module):
 
 
 class ClipAttention(nn.Module):
-    """Attention among all patches of a square."""
+    """Attention between all patches of a square."""
 
     def __init__(self, attention: Any) -> None:
-        """Reuse the weights of a CLIPAttention; run on torch until there are kernels."""
+        """Reuse the weights of a CLIPAttention. Runs on torch until `kernels` is set."""
         super().__init__()
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = nn.Linear(parts[0].in_features, 3 * parts[0].out_features, device="meta")
@@ -242,7 +243,7 @@ def _attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     return output.view(query.shape)
 
 
-# All layers of a tower have the same lengths, or two kinds in turn; so do images of one size.
+# All layers of a tower have the same lengths, or one of two. Images of one size repeat them.
 @lru_cache(maxsize=64)
 def _group(lengths: tuple[int, ...]) -> list[tuple[int, Tensor]]:
     """Return each length with the rows of its segments, [num_rows]."""

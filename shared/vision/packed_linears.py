@@ -1,4 +1,4 @@
-"""Linears of towers on the C++ kernels, each together with the activation behind it."""
+"""Linears of towers on the C++ kernels, each together with the activation after it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from shared.native.choices import KernelSetting, Option
 from shared.native.measuring import Trial
 from shared.native.tower_kernels import TowerKernels
 
-# Names of a linear and the activation behind it in the modules of towers.
+# Names of a linear and the activation after it in the modules of towers.
 ACTIVATED = (
     *(("fc1", "act"), ("linear_fc1", "act_fn"), ("gate_proj", "act_fn"), ("0", "1")),
     *(("fc1", "activation_fn"), ("linear_1", "act")),
@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ChosenKernels:
-    """The kernels, and the options that were chosen for a tower's operations."""
+    """Kernels, and the chosen options for a tower's operations."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ChosenKernels:
         modules: Sequence[nn.Module],
         others: Sequence[Trial] = (),
     ) -> None:
-        """Choose for the linears of the modules, and for the operations of other trials."""
+        """Choose options for the linears of the modules, and for the operations of other trials."""
         self.kernels = kernels
         places = [place for module in modules for place in _find_linears(module)]
         products = [self._trial_of(place.linear, place.activation) for place in places]
@@ -55,10 +55,10 @@ class ChosenKernels:
 
 
 def pack_linears(module: nn.Module, chosen: ChosenKernels) -> None:
-    """Replace linears in a module, and the activations behind them, by `PackedLinear`.
+    """Replace linears in a module, and the activations after them, by `PackedLinear`.
 
-    The weights of one linear are released before the next one is packed. Linears for which torch
-    was chosen stay.
+    The weights of one linear are released before the next one is packed. If torch was chosen for a
+    linear, it is not replaced.
     """
     for place in list(_find_linears(module)):
         option = chosen.option_of_linear(place.linear, place.activation)
@@ -71,7 +71,7 @@ def pack_linears(module: nn.Module, chosen: ChosenKernels) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a linear is. It does not hold the linear itself, which is to be released."""
+    """Position of a linear in its module. It has no reference to the linear, which is released."""
 
     parent: nn.Module
     name: str
@@ -87,7 +87,7 @@ class _Place(NamedTuple):
 
 
 def _find_linears(module: nn.Module) -> Iterator[_Place]:
-    """Find all linears in a module, each with the activation behind it if the kernels have that."""
+    """Find all linears in a module, with the activations after them that the kernels support."""
     activated = {}
     for linear_name, follower_name in ACTIVATED:
         linear, follower = (getattr(module, name, None) for name in (linear_name, follower_name))
@@ -103,9 +103,9 @@ def _find_linears(module: nn.Module) -> Iterator[_Place]:
 
 
 def _find_activation(activation: nn.Module) -> str | None:
-    """Return the kernels' name of an activation; None if it has none.
+    """Return the kernels' name of an activation; None if the kernels do not support it.
 
-    The values decide, because one function has several classes.
+    Activations are compared by their values, because one function has several classes.
     """
     x = torch.linspace(-6, 6, 101)
     for name, function in _FUNCTIONS.items():

@@ -1,7 +1,7 @@
-"""Quantized weights: folders that have them are refused, because no reader restores the values.
+"""Detection of quantized weights. They are refused, because no reader restores their values.
 
-Without their scales, quantized weights load as if they were the values themselves, and the model
-answers wrongly. A reader of a format will claim its setting and its tensors in this module.
+Without their scales, quantized weights are loaded as if they were the values, and the model gives
+wrong answers. A reader of a format must exempt its setting and its tensors in this module.
 """
 
 import json
@@ -19,7 +19,7 @@ SETTINGS_FILES = frozenset(
 )
 """Files in which some tools write such settings instead."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types of tensors whose values are those of the weights."""
+"""Types of tensors that are not quantized."""
 
 # Tensors of formats that replace a weight by several tensors.
 _PART = re.compile(r"(^|[._])(qweight|qzeros|g_idx|absmax|quant_map|weight_packed|SCB)$")
@@ -27,16 +27,16 @@ _SCALE = re.compile(r"(^|[._:])(scales?|scale_inv|scale_2|zeros?|zero_points?)$"
 
 
 def find_quantization(folder: Path) -> str | None:
-    """Return why the weights of a folder are refused as quantized; None for a folder of floats.
+    """Return the reason to refuse the weights of a folder as quantized; None if they are floats.
 
-    It looks at the settings, at the types of weights and at the names of tensors, as far as the
-    files are there. Raises ConfigError for weights that cannot be read.
+    This checks the settings, the types of weights and the names of tensors, as far as the files
+    exist. Raises ConfigError for weights that cannot be read.
     """
     return next((_reason(sign) for sign in _signs(folder)), None)
 
 
 def find_quantized_tensor(folder: Path, model: Any, rename: Callable[[str], str]) -> str | None:
-    """Return why the stored weights of a loaded model are refused; None if all of them are floats.
+    """Return the reason to refuse the stored weights of a loaded model; None if all are floats.
 
     `model` is a torch module, a type that commands without torch cannot import. `rename` maps the
     name of a stored tensor to the name in the model. Tensors of parts that the model does not have
@@ -61,7 +61,7 @@ def _signs(folder: Path) -> Iterator[str]:
     config = folder / "config.json"
     if config.is_file():
         yield from _read_settings(json.loads(config.read_bytes()), "")
-    # Before a download, the index has the names alone.
+    # Before a download, only the names are known, from the index.
     names = dict.fromkeys(read_index(folder).weight_map, "")
     names |= {name: tensor.dtype for name, tensor in read_headers(folder)}
     for name, dtype in names.items():
@@ -91,6 +91,6 @@ def _is_scale(name: str) -> bool:
 
 def _reason(sign: str) -> str:
     return (
-        f"has quantized weights ({sign}), which are not read: serve the folder with the original"
-        " weights, with quantization: int8 if they do not fit"
+        f"has quantized weights ({sign}), which are not supported: serve the folder with the"
+        " original weights, with quantization: int8 if they do not fit"
     )

@@ -17,17 +17,17 @@ class TensorHeader(msgspec.Struct, frozen=True):
     """Type and shape of a stored tensor."""
 
     dtype: str = ""
-    """The name that safetensors has for the type; empty for a tensor that only the index names."""
+    """Name of the type in safetensors; empty for a tensor that is only in the index."""
     shape: list[int] = []
 
 
 class WeightIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str] = {}
-    """The file of each tensor."""
+    """File of each tensor."""
 
 
 def read_index(folder: Path) -> WeightIndex:
-    """Return the index of a folder whose weights are in several files; empty for one without it.
+    """Return the index of a folder with several files of weights; empty for other folders.
 
     Raises ConfigError.
     """

@@ -1,6 +1,6 @@
-"""Weights of a folder in Hugging Face format, for a whole model or a part of it.
+"""Loading of weights from a folder in Hugging Face format, for a whole model or a part of it.
 
-They are read from safetensors files only; code in the folder is never executed.
+Weights are read only from safetensors files; code in the folder is never executed.
 """
 
 import re
@@ -28,21 +28,21 @@ def load_weights(
     quantization: QuantizationConfigMixin | None = None,
     part: tuple[str, PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
-    """Load a model for inference. `without` names submodules that are left out: they are None, and
-    their weights are not read. `quantization` is applied to each tensor as it is read. `part` is
-    the prefix of the weights of a part of a model, and its config.
+    """Load a model for inference. Raises ConfigError.
 
-    Raises ConfigError.
+    `without` names submodules that become None, and their weights are not read. `quantization` is
+    applied to each tensor as it is read. To load a part of a model, `part` has the prefix of its
+    weights and its config.
     """
     options: dict[str, Any] = {}
     if quantization is not None:
-        # A None would take the place of the setting in config.json.
+        # A None would override the setting in config.json.
         options["quantization_config"] = quantization
     if part is not None:
         prefix, config = part
         options |= {"config": config, "key_mapping": {rf"^{re.escape(prefix)}\.": ""}}
     if dtype == torch.float64:
-        # The products of stacked experts exist for smaller types only.
+        # The products of stacked experts exist only for smaller types.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
     _refuse(folder, find_quantization(folder))
@@ -93,9 +93,9 @@ def _refuse(folder: Path, reason: str | None) -> None:
 
 
 def _part_of(model_class: Any, without: Sequence[str], is_part: bool) -> Any:
-    """Return a class that builds the model and drops parts of it before they take memory.
+    """Return a class that builds the model and drops parts of it before they use memory.
 
-    If the model itself is a part, the weights of the others are not asked for either.
+    If the model itself is a part, the weights of other parts are ignored.
     """
     if not (without or is_part):
         return model_class

@@ -1,7 +1,7 @@
-"""Progress of reading weights: how much of a folder's files this process has mapped and read.
+"""Progress of reading weights: the part of a folder's files that this process has read.
 
 The safetensors library maps files, and a page of a file is read from the disk when it is first
-used. The kernel counts these pages. A count of loaded tensors would run ahead of the disk.
+used. The kernel counts these pages. A count of loaded tensors would be ahead of the disk.
 """
 
 from pathlib import Path
@@ -10,19 +10,20 @@ SMAPS = Path("/proc/self/smaps")
 
 
 class WeightsProgress:
-    """Bytes read of the safetensors files of one folder.
+    """Bytes read of the safetensors files in one folder.
 
-    A file counts with the most that was ever in memory: files are unmapped when they are copied.
+    The largest number of bytes that were in memory counts for a file, because files are unmapped
+    after they have been copied.
     """
 
     def __init__(self, folder: Path) -> None:
-        # The loader is the one to report a link that leads nowhere.
+        # A broken link is reported by the loader.
         files = [file.resolve() for file in folder.glob("*.safetensors") if file.is_file()]
         self._sizes = {str(file): file.stat().st_size for file in files}
         self._read = dict.fromkeys(self._sizes, 0)
 
     def measure(self) -> tuple[int, int] | None:
-        """Return the bytes read and the bytes of all files; None where the kernel tells neither."""
+        """Return the bytes read and the bytes of all files; None if the kernel does not count."""
         try:
             resident = _resident_bytes(SMAPS.read_text(errors="replace"))
         except OSError:

@@ -112,7 +112,7 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
     cases = [
         (b"RIFF....WAVEnothing", "invalid_media", ""),
         (file_of(np.zeros(200, np.float32)), "invalid_media", "200 samples"),
-        (long, "media_too_large", "31.00 seconds is over the 30 seconds"),
+        (long, "media_too_large", "is over this model's limit of 30 seconds"),
     ]
     for data, code, message in cases:
         part = {"type": "audio_url", "audio_url": {"url": "data:;base64," + encoded(data)}}

@@ -282,7 +282,7 @@ async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> N
         ({"num_inference_steps": 201}, "num_inference_steps", "<= 200"),
         ({"quality": "high"}, "quality", "not supported"),
         ({"guidance_scale": 1, "negative_prompt": "red"}, "negative_prompt", "^negative_prompt: "),
-        ({"prompt": "red " * 20}, "prompt", "reads at most 12"),
+        ({"prompt": "red " * 20}, "prompt", "limit of 12"),
         ({"negative_prompt": "red " * 20}, "negative_prompt", "^negative_prompt: the text has"),
         ({"model": "demo"}, "model", "demo paints no images"),
         ({"model": "none"}, "model", "no model"),

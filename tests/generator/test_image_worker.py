@@ -293,4 +293,4 @@ async def test_a_text_that_the_painter_does_not_read_is_refused(
     (final,) = await read_log(bus, header.request_id)
     assert isinstance(final, Failure)
     assert (final.error.code, final.error.field) == ("context_length_exceeded", field)
-    assert final.error.message.endswith("the painter reads at most 12")
+    assert final.error.message.endswith("over the painter's limit of 12")

@@ -41,13 +41,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"RIFF" + bytes(60), b"\x80\x04\x95" * 40])
 def test_foreign_bytes(tmp_path: Path, data: bytes) -> None:
     (tmp_path / TABLE_FILE).write_bytes(data)
-    assert "no safetensors file" in refusal(tmp_path)
+    assert "not a safetensors file" in refusal(tmp_path)
 
 
 def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     file = voices.write(tmp_path)
     file.write_bytes(file.read_bytes()[:-100])
-    assert "no safetensors file" in refusal(tmp_path)
+    assert "not a safetensors file" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["envelope", "pitch", "voicing", "band_hz"])
@@ -69,7 +69,7 @@ def test_an_array_that_is_not_there(tmp_path: Path, name: str) -> None:
         ("voicing", np.full(40, 1.5, HALF), "all values must be from 0 to 1"),
         ("envelope", np.zeros((40, 11), HALF), "expected float16 [40, 12], got float16 [40, 11]"),
         ("envelope", np.full((40, 12), np.inf, HALF), "all values must be finite"),
-        ("band_hz", np.full(12, 60, np.float32), "the bands must ascend"),
+        ("band_hz", np.full(12, 60, np.float32), "the bands must be in ascending order"),
     ],
 )
 def test_arrays_that_are_no_table(

@@ -143,7 +143,7 @@ def test_folders_that_lack_something_are_refused(folders: dict[str, Path], tmp_p
         load(folders["3"], ChunkSpec(left=24))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folders["2.5"] / name)
-    with pytest.raises(ConfigError, match=f"{VOICES_FILE}: no safetensors file"):
+    with pytest.raises(ConfigError, match=f"{VOICES_FILE}: not a safetensors file"):
         load(tmp_path)
     save_file({"Ethan.cond": torch.zeros(1)}, tmp_path / VOICES_FILE)
     with pytest.raises(ConfigError, match=r"there is no array 'Ethan\.ref_mel'"):

@@ -193,7 +193,7 @@ async def test_codes_that_the_vocoder_does_not_have_end_the_request(bus: Bus, mo
 async def test_a_stage_that_makes_no_sound_of_codes_is_refused(
     bus: Bus, model: str, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="a generator follows an input 'codes', and writes") as e:
+    with pytest.raises(ConfigError, match="a generator needs an input 'codes' and an output") as e:
         await main.main(make_context(bus, model, **changes))
     assert e.value.field == f"models.{model}.stages.code2wav"
 

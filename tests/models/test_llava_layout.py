@@ -205,7 +205,7 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
         rendered = render(Processor(ModelConfig(str(tmp_path))), messages, [])
         assert rendered == render(Processor(ModelConfig(str(plain))), messages, [])
     (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no chat template can be read"):
+    with pytest.raises(ConfigError, match="the chat template cannot be read"):
         Processor(ModelConfig(str(tmp_path)))
 
 
@@ -232,7 +232,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
     ("file", "values", "complaint"),
     [
         ("processor_config.json", {"patch_size": None}, "patch_size"),
-        ("processor_config.json", {"patch_size": 7}, "patch_size 7, the vision tower 14"),
+        ("processor_config.json", {"patch_size": 7}, "patch_size 7, but the vision tower has 14"),
         ("processor_config.json", {"patch_size": "14"}, "patch_size"),
         ("processor_config.json", {"num_additional_image_tokens": None}, "8 tokens .* 9 embedd"),
         ("processor_config.json", {"vision_feature_select_strategy": "full"}, "10 tokens"),
@@ -251,7 +251,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
                 "do_pad": True,
                 "pad_size": {"height": SIDE, "width": SIDE},
             },
-            "more than to rescale",
+            "more than rescale",
         ),
     ],
 )

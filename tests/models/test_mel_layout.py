@@ -111,7 +111,7 @@ def test_tokens_are_those_of_the_processors() -> None:
 
 @pytest.mark.parametrize("num_samples", [0, 1, 320])
 def test_a_sound_too_short_for_a_token_is_refused(layout: MelLayout, num_samples: int) -> None:
-    with pytest.raises(InvalidMedia, match=f"{num_samples} samples .* no less than 321") as caught:
+    with pytest.raises(InvalidMedia, match=f"{num_samples} samples .* at least 321") as caught:
         process(layout, draw_sound(0, num_samples))
     assert caught.value.field == "url"
 
@@ -171,7 +171,7 @@ def spoilt(wire: Any) -> Any:
         ({"dither": 0.1}, r"dither 0\.1"),
         ({"padding_value": 1.0}, r"padding_value 1\.0"),
         ({"feature_size": 40}, "feature_size 40"),
-        ({"chunk_length": 5}, "500 frames, the audio tower takes 400"),
+        ({"chunk_length": 5}, "500 frames, but the audio tower needs 400"),
     ],
 )
 def test_other_extractors_are_refused(

@@ -216,7 +216,7 @@ def test_settings_change_the_fingerprint(tmp_path: Path) -> None:
     ("fps", "message"),
     [
         # Nine steps from the first pair of frames to the last, at two positions a second.
-        (2**-12, "reach position 147456, and the model has positions from 0 to 127999"),
+        (2**-12, "reach position 147456, but the model's positions end at 127999"),
         (1e-9, "second_per_grid_ts is 2e\\+09, not between 0 and 1e\\+06"),
         (5e-324, "second_per_grid_ts is inf"),
     ],

@@ -1,4 +1,4 @@
-"""Batch queue: decides which waiting images go through the tower together. Pure."""
+"""Batch queue: selects the waiting images that go through the tower together. Pure."""
 
 from collections import deque
 from typing import Generic, TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class BatchQueue(Generic[T]):
-    """Queue in the order of arrival, without a timer: items that arrive during a batch are next."""
+    """Queue in order of arrival. There is no timer: items that arrive during a batch are next."""
 
     def __init__(self, max_cost: int) -> None:
         self._max_cost = max_cost
@@ -21,7 +21,7 @@ class BatchQueue(Generic[T]):
         self._waiting.append((item, cost))
 
     def take(self) -> list[T]:
-        """Return the next batch: all items that fit into `max_cost`, at least one if any waits."""
+        """Return the next batch: all first items that fit into `max_cost`, at least one if any."""
         batch: list[T] = []
         room = self._max_cost
         while self._waiting and (not batch or self._waiting[0][1] <= room):

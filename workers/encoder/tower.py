@@ -26,8 +26,8 @@ class TowerThread(BatchThread[Fields, Tensor]):
     async def encode(self, fields: Fields) -> Tensor:
         """Return an image's embeddings, [num_tokens, width].
 
-        Raises InvalidRequest for fields that the tower does not take. Any other error in a batch is
-        raised for the image that causes it.
+        Raises InvalidRequest for fields that the tower does not accept. Any other error in a batch
+        is raised for the image that causes it.
         """
         self._tower.adapter.check(fields)
         pending: Pending[Fields, Tensor] = Pending(fields)

@@ -1,12 +1,11 @@
-"""Encoder: turns images into embeddings. It has a tower and no language model.
+"""Encoder: converts images to embeddings. It has a tower and no language model.
 
-An image is encoded once however many requests show it, because its task has a subject of its own,
-and embeddings that were computed before are found again.
+An image is encoded once for all requests with it, because its task has a subject that is derived
+from the image, and embeddings that were computed before are reused.
 """
 
 import asyncio
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from shared.vision.weights_progress import WeightsProgress
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
-# How often an encoder that waits for room looks whether there is some.
+# Interval at which an encoder tries again to store embeddings while there is no room.
 ROOM_PAUSE_S = 0.25
 
 
@@ -50,15 +49,24 @@ async def main(context: Context) -> None:
     await EncoderWorker(context, name, thread, blobs, embeddings).serve()
 
 
-@dataclass(slots=True, eq=False)
 class EncoderWorker:
-    _context: Context
-    _model: str
-    _tower: TowerThread
-    _blobs: Blobs
-    _embeddings: EmbeddingStore
-    _in_flight: set[Job] = field(default_factory=set)
-    _num_reused: int = 0
+    """Encodes the items of tasks in a tower thread, and stores their embeddings."""
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        tower: TowerThread,
+        blobs: Blobs,
+        embeddings: EmbeddingStore,
+    ) -> None:
+        self._context = context
+        self._model = model
+        self._tower = tower
+        self._blobs = blobs
+        self._embeddings = embeddings
+        self._in_flight: set[Job] = set()
+        self._num_reused = 0
 
     async def serve(self) -> None:
         context = self._context
@@ -93,17 +101,17 @@ class EncoderWorker:
         }
 
     async def _watch(self) -> None:
-        """Report progress while batches advance, and end the process when one does not.
+        """Report progress while batches advance, and end the process when a batch hangs.
 
-        Every batch brings all waiting items nearer to their turn. A batch that never ends would
-        keep this encoder claiming tasks that it never does.
+        Every batch shortens the wait of all waiting items. With a batch that hangs, this encoder
+        would continue to claim tasks that it cannot complete.
         """
         while True:
             await asyncio.sleep(WATCH_S)
             self._context.stage.claims.progressed(self._in_flight)
             if self._tower.batch_s > self._context.config.encoder.step_timeout_s:
                 self._context.log.error("batch_hangs")
-                # Nothing stops a thread. The claimed tasks come to another encoder.
+                # A thread cannot be stopped. The claimed tasks are delivered to another encoder.
                 os._exit(1)
 
     async def _handle(self, task: Task[EncodeBody], tensors: list[TensorData], job: Job) -> Outcome:
@@ -125,9 +133,9 @@ class EncoderWorker:
     async def _encode(
         self, body: EncodeBody, expires_ms: float, tensors: list[TensorData]
     ) -> Tensor | None:
-        """The item's embeddings; None if no request waits any more, or the item's payload is lost.
+        """Return the item's embeddings; None if all requests have expired, or the payload is lost.
 
-        A request that waits all the same finds no task for its item, and has it rendered again.
+        A request that still waits then finds no task for its item, and the item is rendered again.
         """
         if self._context.bus.now_ms() >= expires_ms:
             return None
@@ -144,10 +152,10 @@ class EncoderWorker:
                 blob.close()
 
     async def _store(self, body: EncodeBody, expires_ms: float, embedding: Tensor) -> None:
-        """Store embeddings, waiting for room as long as a request waits for them.
+        """Store embeddings. Waits for room until the last request has expired.
 
-        Requeueing the task would mean computing them again. Tasks that wait here keep this encoder
-        from claiming more.
+        If the task were requeued, they would be computed again. Tasks that wait here keep this
+        encoder from claiming more.
         """
         while True:
             try:

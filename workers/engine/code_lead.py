@@ -1,8 +1,8 @@
-"""Back-pressure on talkers: how far their codes are ahead of the stages that follow.
+"""Back-pressure on talkers: limits the lead of a speech's codes over the stages that follow.
 
 A speech that is too far ahead gives up its place and its KV blocks. Its task goes back to the
-queue, and the engine that claims it waits, without a sequence, until the stages behind have caught
-up. The speech goes on behind what is in its log, as after a death.
+queue, and the engine that claims it waits, without a sequence, until the following stages have
+caught up. The speech then continues after the last frame in its log, as after a worker's death.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from workers.engine.stage_output import Progress
 
 POLL_S = 0.5
 CROWDED_PAUSE_S = 1.0
-"""Average pause of a speech that waits where others do already. The stages behind may be full of
-speeches that wait for this engine, which have to find a place here."""
+"""Average pause of a speech while too many other speeches wait in its engine. The following stages
+may be full of speeches that wait for this engine, so these must find a place here."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLead:
-    """The frames of speeches that the stages behind have not made sound of."""
+    """Limit on the frames of a speech that the following stages have not turned into sound."""
 
     _followers: Mapping[str, ChunkSpec] = field(default_factory=dict)
-    """How the stages that follow cut the codes, by the names of their outputs."""
+    """Output of each following stage, and the chunks in which the stage reads the codes."""
 
     async def is_too_long(self, bus: Bus, header: TaskHeader, last: RequestOutput) -> bool:
-        """Whether the speech is too far ahead with the frames of a step, which are in its log."""
+        """Whether the speech is too far ahead after a step; the step's frames are in its log."""
         num_frames = max((d.position + len(d.token_ids) for d in last.choices), default=0)
         return await self._exceeds(bus, header, num_frames)
 
@@ -46,10 +46,10 @@ class CodeLead:
         progress: Progress,
         is_crowded: Callable[[], bool],
     ) -> None:
-        """Wait until the speech may go on. `progress` is awaited meanwhile, and may end it.
+        """Wait until the speech may continue; `progress` is awaited repeatedly and may end it.
 
-        `records` are those of the log of its codes. Raises NotBegun when too many others wait in
-        this engine: `is_crowded`.
+        `records` is the log of its codes. Raises NotBegun when `is_crowded` returns true, because
+        too many other speeches wait in this engine.
         """
         if records and isinstance(last := records[-1], CodeChunk):
             while await self._exceeds(bus, header, last.position + len(last.frames)):
@@ -60,7 +60,7 @@ class CodeLead:
 
     async def _exceeds(self, bus: Bus, header: TaskHeader, num_frames: int) -> bool:
         for output, chunks in self._followers.items():
-            # Without the output in the request, nobody follows.
+            # No stage follows if the request does not have the output.
             if num_frames <= chunks.max_ahead or output not in header.outputs:
                 continue
             last = await last_of_output(bus, header.request_id, output)

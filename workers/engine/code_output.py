@@ -28,36 +28,38 @@ from workers.engine.log_records import merge_deltas
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 
 if TYPE_CHECKING:
-    # It imports torch, which an output does without.
+    # These modules import torch, which an output does not need.
     from workers.engine.loader import LoadedModel
     from workers.engine.model.talker import Talker
 
-# How often a request that waits for its text reports that it is not forgotten.
+# Interval at which a request that waits for its text reports progress.
 PROGRESS_S = 1.0
-# Nobody waits for less than a chunk. What is not in the log is lost when the engine dies.
+# The following stages need whole chunks. Frames that are not in the log are lost when the engine
+# dies.
 CODE_APPENDS_PER_S = 1.0
-# As many as a request may allow. A codec has a thousand codes or two.
+# With the end tokens, the codes must fit into `allowed_token_ids`, which holds at most 4096. Codecs
+# have one or two thousand codes.
 MAX_CODES = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class CodeOutput:
-    """The codes of a speech: the prompt is a whole text and a voice, and each token is a frame."""
+    """Codes of a speech: the prompt is a whole text and a voice, and each token is a frame."""
 
     bus: Bus
     stage: str
     sampling: SamplingParams
-    """That of the stage, for all requests. It allows codes and the end alone."""
+    """Sampling parameters of the stage, for all requests. They allow only codes and end tokens."""
     codes: range
-    """The tokens that are codes."""
+    """Ids of the tokens that are codes."""
     max_prompt_tokens: int
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
-    """The token of each voice, which is the last of a prompt."""
+    """Token id of each voice. The token comes last in the prompt."""
     awaited: frozenset[int] = frozenset()
-    """The numbers of frames with which a stage that follows has a further chunk."""
+    """Numbers of frames that complete a chunk of a following stage."""
     frames_per_character: float | None = None
-    """As in the stage's specification."""
+    """Value from the stage's specification."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
@@ -68,7 +70,7 @@ class CodeOutput:
         if text is None:
             answer = await _whole_answer(self.bus, header, progress)
             text, spoken = answer.text, self._spoken_of(answer)
-        # A text may be as long as a message. Meanwhile, this loop works for other requests.
+        # A text may be as long as a message. A thread keeps the event loop free for other requests.
         token_ids = await asyncio.to_thread(self.encode, text)
         voice = self.voices.get(header.voice or "")
         limit = self.max_prompt_tokens - bool(self.voices)
@@ -79,7 +81,7 @@ class CodeOutput:
         return Rendered(Task(own, prompt), spoken=spoken)
 
     def _spoken_of(self, answer: "_Answer") -> SpokenTokens | None:
-        """An estimate: that all characters of a text are equally long."""
+        """Return an estimate of the spoken tokens: all characters count as equally long."""
         length = self.frames_per_character
         if length is None:
             return None
@@ -98,10 +100,12 @@ class CodeOutput:
         self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
     ) -> bool:
         for delta in merge_deltas(outputs):
-            found = (token_id for token_id in delta.token_ids if token_id in self.codes)
-            await _append_frames(
-                log, delta.position, [[self.codes.index(token_id)] for token_id in found], spoken
-            )
+            frames = [
+                [self.codes.index(token_id)]
+                for token_id in delta.token_ids
+                if token_id in self.codes
+            ]
+            await _append_frames(log, delta.position, frames, spoken)
         return any(output.choices for output in outputs)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
@@ -110,23 +114,23 @@ class CodeOutput:
 
 @dataclass(frozen=True, slots=True)
 class TalkerOutput:
-    """The codes of an answer: the talker of an omni model speaks it after the prompt it answers."""
+    """Codes of an answer: the talker of an omni model speaks the answer, given its prompt."""
 
     bus: Bus
     stage: str
     sampling: SamplingParams
-    """That of the stage, for all requests. It allows codes and the end alone."""
+    """Sampling parameters of the stage, for all requests. They allow only codes and end tokens."""
     max_prompt_tokens: int
     talker: "Talker"
     awaited: frozenset[int] = frozenset()
-    """The numbers of frames with which a stage that follows has a further chunk."""
+    """Numbers of frames that complete a chunk of a following stage."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
         """Raises RequestEnded, ContextTooLong for an answer that is too long, UnsupportedContent
-        for a prompt with media, and InvalidRequest for one without a turn of the assistant."""
+        for a prompt with media, and InvalidRequest for a prompt without an assistant turn."""
         header, prompt = task.header, task.body.prompt_token_ids
         if not self.talker.media_token_ids.isdisjoint(prompt):
             raise UnsupportedContent(
@@ -145,8 +149,8 @@ class TalkerOutput:
         own = replace(header, sampling=self.sampling, adapter=None)
 
         def spoken(num_frames: int) -> int:
-            # Before each frame the talker reads a token, until it has read the last one. No more
-            # frames are made than the tokens that have been read allow.
+            # The talker reads one token before each frame, until it has read the last token. It
+            # never makes a frame before it has read the token.
             return min(num_frames, len(read))
 
         return Rendered(Task(own, EngineBody(tokens, [])), speech, spoken, growth)
@@ -159,8 +163,8 @@ class TalkerOutput:
             for delta in chunk.choices:
                 read += delta.token_ids
             is_whole = any(delta.finish_reason is not None for delta in chunk.choices)
-            known = None if is_whole else num_inputs + max(0, len(read) - 1)
-            yield SpokenText(speech.prompt_token_ids, [*read], speech.voice, known)
+            num_ready = None if is_whole else num_inputs + max(0, len(read) - 1)
+            yield SpokenText(speech.prompt_token_ids, [*read], speech.voice, num_ready)
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
@@ -197,9 +201,10 @@ def stage_output(
     key: str,
     chunks: Sequence[ChunkSpec] = (),
 ) -> StageOutput:
-    """What an engine with this model writes for a stage; `key` is the stage's in the settings.
+    """Return the output that an engine with this model writes for a stage.
 
-    `chunks` are those of the stages that follow the codes. Raises ConfigError.
+    `key` is the stage's key in the settings, and `chunks` holds the chunk specifications of the
+    stages that read the codes. Raises ConfigError.
     """
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return TextOutput()
@@ -207,8 +212,8 @@ def stage_output(
     is_long = codes is not None and len(codes) > MAX_CODES and loaded.talker is None
     if codes is None or is_long or not loaded.eos_token_ids:
         raise ConfigError(
-            f"{key}.path: a model that speaks has code_offset and num_codes in its config.json, for"
-            f" 1 to {MAX_CODES} of its {loaded.vocab_size} tokens, and an end token",
+            f"{key}.path: a model that speaks needs code_offset and num_codes in its config.json,"
+            f" for 1 to {MAX_CODES} of its {loaded.vocab_size} tokens, and an end token",
             field=f"{key}.path",
         )
     sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
@@ -240,7 +245,7 @@ def stage_output(
 
 
 def awaited_frames(chunks: Sequence[ChunkSpec], max_frames: int) -> frozenset[int]:
-    """The numbers of frames with which one of the stages that follow has a further chunk."""
+    """Return the numbers of frames that complete a chunk of a following stage."""
     numbers = range(1, max_frames + 1)
     return frozenset(n for n in numbers if any(spec.completes(n) for spec in chunks))
 
@@ -253,10 +258,10 @@ def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
 
 
 def _check_voices(voices: Sequence[str], talker: "Talker", key: str) -> None:
-    known = ", ".join(sorted(talker.voices))
+    names = ", ".join(sorted(talker.voices))
     for voice in voices:
         if not talker.has_voice(voice):
-            message = f"the model has no voice {voice!r}; it has {known}"
+            message = f"the model has no voice {voice!r}; it has {names}"
             raise ConfigError(f"{key}.voices: {message}", field=f"{key}.voices")
 
 
@@ -270,7 +275,7 @@ def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
 
 
 def _is_awaited(output: RequestOutput, awaited: frozenset[int]) -> bool:
-    """Whether a stage that follows can go on with the frames of a step."""
+    """Whether the frames of a step complete a chunk of a following stage."""
     for delta in output.choices:
         first = delta.position + 1
         if not awaited.isdisjoint(range(first, first + len(delta.token_ids))):
@@ -289,7 +294,7 @@ async def _append_frames(
 def _summary_of(last: RequestOutput) -> OutputSummary:
     assert last.usage is not None
     reason = last.choices[-1].finish_reason
-    # The token of the end is no frame.
+    # The end token is not a frame.
     num_frames = last.usage.completion_tokens - (reason == "stop")
     return OutputSummary(
         usage=replace(last.usage, completion_tokens=num_frames),
@@ -303,7 +308,7 @@ class _Answer(NamedTuple):
     text: str
     token_ids: list[int]
     lengths: list[tuple[int, int]]
-    """Numbers of characters, and of the tokens that they are, at the end of each record."""
+    """Numbers of characters and of tokens up to the end of each delta."""
 
 
 async def _whole_answer(bus: Bus, header: TaskHeader, progress: Progress) -> _Answer:

@@ -17,8 +17,9 @@ def read_end_tokens(
     """Return the tokens of `vocab` that end an answer.
 
     An answer ends with any token that generation_config.json, config.json or the tokenizer names.
-    Many files name only the end of a turn, or only the end of a text. In models that write the
-    codes of a codec, the first of these that names one decides: a text ends with another token.
+    Many files name only the end of a turn, or only the end of a text. For models that write the
+    codes of a codec, only the first source with an end token counts, because the tokenizer names
+    the end of a text.
 
     Defaults of transformers' config classes do not count, because they belong to the vocabulary of
     one model.
@@ -40,7 +41,7 @@ def _named_by_files(folder: Path) -> tuple[set[int], set[int]]:
 
 
 def check_files(folder: Path, vocab_size: int) -> None:
-    """Raises ConfigError where `check_endless` will, before the model is loaded.
+    """Raise the ConfigError of `check_endless` before the model is loaded.
 
     The tokenizer is read only if no other file names an end token, and if it is downloaded.
     """
@@ -54,7 +55,7 @@ def check_files(folder: Path, vocab_size: int) -> None:
 
 
 def check_endless(folder: Path, tokenizer: Any) -> None:
-    """Raises ConfigError for a model without an end token that is to chat."""
+    """Raise ConfigError for a chat model without an end token."""
     chats = tokenizer.chat_template or (folder / "chat_template.json").is_file()
     # sentence-transformers writes the file for models that compute embeddings.
     if chats and not (folder / MODULES).is_file():

@@ -1,10 +1,9 @@
-"""A task's items as the runner takes them: tensors from the message, from a blob, or embeddings."""
+"""Loads a task's items for the runner: tensors from the message or a blob, and embeddings."""
 
 import asyncio
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared.blobs import mm_items
@@ -15,23 +14,33 @@ from shared.helpers.task_set import TaskSet
 from shared.protocol.multimodal import MultiModalKwargsItem
 from workers.engine.core.sequence import Item
 
-if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it
+if TYPE_CHECKING:  # tests run engines without torch
     from torch import Tensor
 
     from shared.vision.embedding_store import EmbeddingStore, Held
 
 
-@dataclass(slots=True, eq=False)
 class ItemLoader:
-    _blobs: Blobs
-    _embeddings: "EmbeddingStore | None"
-    """None where no worker makes any for others."""
-    _restore: Callable[[TensorData], Any]
-    """Makes of a tensor's bytes what the runner takes."""
-    _reads_last: bool = True
-    """Whether no worker behind this one needs the embeddings that encoders have made."""
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _sharing: TaskSet = field(default_factory=TaskSet)
+    """Loads the items of tasks, and shares embeddings with other engines. Belongs to one loop."""
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        embeddings: "EmbeddingStore | None",
+        restore: Callable[[TensorData], Any],
+        reads_last: bool = True,
+    ) -> None:
+        """`restore` converts a tensor's bytes to the runner's type of tensors.
+
+        `embeddings` is None if no worker makes embeddings for others. If this worker `reads_last`,
+        no later worker needs the embeddings of encoders, and they may be deleted.
+        """
+        self._blobs = blobs
+        self._embeddings = embeddings
+        self._restore = restore
+        self._reads_last = reads_last
+        self._loop = asyncio.get_running_loop()
+        self._sharing = TaskSet()
 
     async def open(
         self,
@@ -39,10 +48,11 @@ class ItemLoader:
         tensors: Sequence[TensorData],
         progress: Callable[[], Awaitable[None]],
     ) -> Item:
-        """`progress` is called again and again while an encoder is still to make the embeddings;
-        what it raises ends the waiting.
+        """Return the item with its tensors and, if there is one, its embedding.
 
-        Raises BlobLost when something must be made again, and what has kept an encoder from it.
+        `progress` is called repeatedly while an encoder computes the embedding; an exception that
+        it raises ends the wait. Raises BlobLost if the item must be rendered or encoded again, and
+        the encoder's error if it could not encode the item.
         """
         with contextlib.ExitStack() as views:
             if item.embedding is None:
@@ -51,7 +61,10 @@ class ItemLoader:
                     views.callback(blob.close)
                 held = await self._find(item.mm_hash)
             elif self._embeddings is None:
-                raise DecodeError("an item's embeddings are elsewhere, and nobody makes any")
+                raise DecodeError(
+                    "this item needs embeddings from an encoder, and no encoder is configured for"
+                    " the model"
+                )
             else:
                 fields = mm_items.select_tensors(item.fields, tensors)
                 held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
@@ -60,7 +73,7 @@ class ItemLoader:
             restored = {name: self._restore(tensor) for name, tensor in fields.items()}
             embedding = None if held is None else held.embedding
             opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
-            # The step thread may look at them longer than the request is in hand.
+            # The step thread may read them after the request has ended.
             close = views.pop_all().close
             weakref.finalize(opened, close_soon, self._loop, close).atexit = False
         if held is not None and self._embeddings is not None and self._reads_last:
@@ -68,13 +81,13 @@ class ItemLoader:
         return opened
 
     async def _find(self, mm_hash: str) -> "Held | None":
-        """What another engine has left for all."""
+        """Return the embedding that another engine has shared, or None."""
         if self._embeddings is None or not self._embeddings.shared:
             return None
         return await self._embeddings.get(self._embeddings.key_of(mm_hash), mm_hash)
 
     def share(self, mm_hash: str, embedding: "Tensor") -> None:
-        """Leave for others what our tower has made. Called in the step thread; takes no time."""
+        """Store an embedding for other engines. Called in the step thread; does not block."""
         if self._embeddings is not None and self._embeddings.shared:
             self._loop.call_soon_threadsafe(self._start_sharing, mm_hash, embedding)
 
@@ -83,12 +96,12 @@ class ItemLoader:
 
     async def _share(self, mm_hash: str, embedding: "Tensor") -> None:
         assert self._embeddings is not None
-        # Without room, or without a broker, others will make their own.
+        # Without room or without a broker, the other engines compute it themselves.
         with contextlib.suppress(EncodingFailed, Overloaded, Unavailable):
             await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
 
 
 def close_soon(loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
-    """In whichever thread the last reference was given up."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process is about to
+    """Schedule `close` on the loop, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the process is ending
         loop.call_soon_threadsafe(close)

@@ -1,7 +1,7 @@
-"""KV blocks as blobs: a prefill worker stores those of a prompt, and an engine reads them.
+"""KV blocks as blobs: a prefill worker stores the blocks of a prompt, and an engine reads them.
 
-The blocks are a cache. An engine that cannot read them in time, or finds them damaged or of another
-layout, computes the prompt itself, and asks nobody for them again.
+The blocks are a cache. An engine that cannot read them in time, or finds them damaged or in another
+layout, computes the prompt itself and does not request the blocks again.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ from workers.engine.core.sequence import EngineRequest, KVRun, ReceivedKV
 from workers.engine.item_loader import close_soon
 
 RUN_BYTES = 16 * 2**20
-"""Size of a blob: small enough to copy into the arena without a pause that others would feel."""
+"""Size of a blob: small enough to copy into the arena without a noticeable pause."""
 FIRST_BYTE_S = 2.0
-"""A prefill worker that does not answer for so long may be dead."""
+"""Time allowed for the first byte. A prefill worker that does not answer by then may be dead."""
 MIN_BYTES_PER_S = 2**30
-"""Below this rate it is mostly faster to compute the blocks."""
+"""Lowest accepted rate. Below it, computing the blocks is usually faster."""
 FORMAT = 1
-"""Version of the bytes in a blob. A change of a kernel or of the runner that gives the bytes of a
-block another order or meaning raises it, and engines of other versions compute their prompts."""
+"""Version of the bytes in a blob. Raise it when a change of a kernel or of the runner changes the
+order or the meaning of a block's bytes; engines of other versions then compute their prompts."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Names of blocks, over everything that engines must agree in to exchange them."""
+    """Names of blocks, derived from all properties that exchanging engines must have in common."""
 
-    _parts: Sequence[HashPart]
-    _adapters: Mapping[str | None, str]
-    """Digests of the adapters' files; None stands for no adapter."""
+    parts: Sequence[HashPart]
+    adapters: Mapping[str | None, str]
+    """Digests of the adapters' files; the key None is for requests without an adapter."""
 
     @classmethod
     def of(cls, model: ModelConfig, layout: list[HashPart]) -> "KVLayout":
-        """Read the files of a model and its adapters; `layout` is that of the KV cache.
+        """Read the files of a model and its adapters; `layout` is the layout of the KV cache.
 
         The names of files say nothing about the weights in them, so all bytes are read.
         """
@@ -59,7 +59,7 @@ class KVLayout:
 
     def name_of(self, adapter: str | None, hashes: Sequence[str]) -> str:
         """Return the name of a blob that holds the blocks with these hashes."""
-        return content_hash("kv", FORMAT, self._parts, self._adapters.get(adapter, ""), hashes)
+        return content_hash("kv", FORMAT, self.parts, self.adapters.get(adapter, ""), hashes)
 
 
 async def store(
@@ -68,9 +68,9 @@ async def store(
     adapter: str | None,
     runs: Sequence[KVRun],
     ttl_s: float,
-    made: list[BlobRef],
+    refs: list[BlobRef],
 ) -> list[KVBlob]:
-    """Store blocks, as many as there is room for. References are added to `made` at once."""
+    """Store blocks until the arena is full. Each reference is added to `refs` at once."""
     stored: list[KVBlob] = []
     for run in runs:
         name = layout.name_of(adapter, run.hashes)
@@ -78,9 +78,9 @@ async def store(
         if ref is None:
             _log.warning("kv_not_stored", blobs=len(stored), of=len(runs))
             break
-        made.append(ref)
-        # The digest is that of the stored bytes, not of `run`: a blob of this name may have been
-        # there before, from another batch, whose keys and values differ in their last bits.
+        refs.append(ref)
+        # The stored bytes are hashed, not `run`: a blob of this name may exist already, from
+        # another batch, and its keys and values may differ in their last bits.
         with await blobs.get(ref) as blob:
             digest = await asyncio.to_thread(_digest, blob.data)
         stored.append(KVBlob(ref, name, run.first, len(run.hashes), digest))
@@ -117,7 +117,7 @@ class KVReader:
         except PagemillError as lost:
             reason = lost.message
         except Exception as unexpected:
-            # The references come from elsewhere. No request fails because of a cache.
+            # The references come from another worker. No request fails because of a cache.
             reason, error = "unexpected", unexpected
         if reason:
             _log.warning(
@@ -130,7 +130,7 @@ class KVReader:
     ) -> tuple[Sequence[KVBlob], str]:
         """Return the blobs that can hold the prompt's blocks, one after another from the first.
 
-        The second value says what is wrong with the next blob, if there is one.
+        The second value is the fault of the next blob, if there is one.
         """
         end = 0
         for number, blocks in enumerate(kv):
@@ -138,7 +138,7 @@ class KVReader:
             if blocks.name != self._layout.name_of(adapter, hashes[blocks.first : stop]):
                 return kv[:number], "another layout"
             if blocks.first != end or not end < stop <= len(hashes):
-                reason = f"blocks {blocks.first} to {stop} behind {end} of {len(hashes)}"
+                reason = f"blocks {blocks.first} to {stop} after {end} of {len(hashes)}"
                 return kv[:number], reason
             num_bytes = blocks.num_blocks * self._exchange.block_bytes
             if blocks.ref.num_bytes != num_bytes:

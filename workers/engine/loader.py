@@ -1,4 +1,4 @@
-"""Loads a model from a folder in Hugging Face format, or raises ConfigError."""
+"""Loads a model from a folder in Hugging Face format."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class LoadedModel:
     adapters: Adapters
     pooling: Pooling = LAST_TOKEN
     codes: range | None = None
-    """The tokens that are codes of a codec, in their order; None for a model that has none."""
+    """Ids of the tokens that are codes of a codec, in order; None for a model without codes."""
     talker: Talker | None = None
     """The talker of an omni model; None for any other part or model."""
 
@@ -69,7 +69,7 @@ def load(
 ) -> LoadedModel:
     """Load the model of the folder `model.path`, which the configuration has already resolved.
 
-    If it `speaks`, the talker of a model that has one is loaded, and not the part that writes text.
+    If it `speaks` and has a talker, the talker is loaded instead of the part that writes text.
     `set_step` is called with the name of each step. Raises ConfigError. Errors of transformers are
     wrapped in it, because unusable folders make transformers raise exceptions of any type.
     """
@@ -108,9 +108,9 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
-    with ThreadPoolExecutor(1) as beside:
-        # The kernels copy the weights meanwhile, which takes nothing from the interpreter.
-        loading = beside.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+    with ThreadPoolExecutor(1) as executor:
+        # Meanwhile the kernels copy the weights, without the GIL.
+        loading = executor.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
         decoder = _build_decoder(
             family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
         )
@@ -170,7 +170,7 @@ def _load_talker(
 
 
 def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:
-    """The code tokens that `code_offset` and `num_codes` of a talker's config.json name."""
+    """Return the code tokens that `code_offset` and `num_codes` of a config.json declare."""
     offset, num_codes = getattr(config, "code_offset", None), getattr(config, "num_codes", None)
     if not (isinstance(offset, int) and isinstance(num_codes, int)):
         return None
@@ -231,7 +231,7 @@ def _build_decoder(
     set_step("compiling kernels")
     reason = unsupported_reason(family, block_size)
     if reason is None:
-        # The kernels copy the weights, which reads what is still on the disk.
+        # The kernels copy the weights, which reads the rest of them from the disk.
         set_step(PACKING)
         return NativeModel(family, torch.get_num_threads(), engine.kernels)
     structlog.get_logger().info("runs_on_torch", reason=reason)

@@ -9,12 +9,12 @@ from shared.protocol.records import AnyRecord, ChoiceDelta, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 
 MAX_RECORD_VALUES = 1 << 15
-"""Token ids and log probabilities in one record, at some 20 bytes each. The outputs of one step
-stay together even beyond it."""
+"""Limit on token ids and log probabilities in one record, at about 20 bytes each. The outputs of
+one step stay together even if they exceed it."""
 
 
 def num_for_record(outputs: list[RequestOutput]) -> int:
-    """How many of the first outputs go into one record: at least one if there are any."""
+    """Return the number of first outputs that go into one record: at least one if there are any."""
     num_values = 0
     for num_outputs, output in enumerate(outputs):
         num_values += _num_values(output)
@@ -28,8 +28,8 @@ def _num_values(output: RequestOutput) -> int:
     for delta in output.choices:
         num_values += len(delta.token_ids)
         logprobs += delta.logprobs or []
-    for found in logprobs:
-        num_values += 1 + len(found.top_token_ids)
+    for token_logprobs in logprobs:
+        num_values += 1 + len(token_logprobs.top_token_ids)
     return num_values
 
 
@@ -50,12 +50,12 @@ def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
         position=deltas[0].position,
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         text="".join(delta.text for delta in deltas),
-        logprobs=[found for delta in deltas for found in delta.logprobs or []] or None,
+        logprobs=[logprobs for delta in deltas for logprobs in delta.logprobs or []] or None,
     )
 
 
 def logged_choices(records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
-    """The tokens of each choice that are in a log; no choices for an empty log."""
+    """Return the tokens of each choice that are in a log; no choices for an empty log."""
     if not records:
         return []
     token_ids: list[list[int]] = [[] for _ in range(n)]

@@ -39,7 +39,7 @@ from workers.engine.worker import EngineWorker
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The parts of an engine, for the worker of a role that has one."""
+    """Parts of an engine, for the worker of a role that runs one."""
 
     model: str
     loaded: LoadedModel
@@ -63,15 +63,15 @@ async def main(context: Context) -> None:
         kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
     lead = _lead_of(context, built.model)
     worker = EngineWorker(context, built.model, built.core, built.items, grammars, kv, output, lead)
-    # What has been loaded stays for good. A full collection would walk through all of it, and holds
-    # up the step thread and the log writer meanwhile.
+    # The loaded objects live as long as the process. A full collection would visit all of them and
+    # block the step thread and the log writer.
     gc.collect()
     gc.freeze()
     await worker.serve()
 
 
 async def build(context: Context, reads_last: bool = True) -> Built:
-    """Load the model that the worker serves; `reads_last` is that of `ItemLoader`."""
+    """Load the model that the worker serves; for `reads_last` see `ItemLoader`."""
     config, name = context.config, context.model
     if name is None:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
@@ -96,7 +96,7 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
     context.step("building the engine")
     is_own = speaks or model is not config.models[name]
-    # Routers that read KV events ask for prompts of the model itself.
+    # Routers that read KV events look for prompts of the model itself.
     engine = replace(config.engine, kv_events=False) if is_own else config.engine
     core = await asyncio.to_thread(build_core, loaded, engine, items.share)
     layout = None
@@ -125,7 +125,7 @@ def _stage_of(context: Context, model: str) -> StageSpec | None:
 
 
 def _model_of(context: Context, name: str) -> ModelConfig:
-    """The model to load: that of the configuration, or the one that the stage has of its own."""
+    """Return the model to load: the stage's separate model, or the configured model."""
     model, stage = context.config.models[name], _stage_of(context, name)
     if stage is None or stage.path is None:
         return model
@@ -152,7 +152,7 @@ def build_core(
     engine: EngineConfig,
     on_encoded: Callable[[str, Tensor], None] | None = None,
 ) -> EngineCore:
-    """Return an engine core for the loaded model; `on_encoded` is that of `ModelRunner`."""
+    """Return an engine core for the loaded model; for `on_encoded` see `ModelRunner`."""
     runner = ModelRunner(
         loaded.model,
         loaded.num_blocks,

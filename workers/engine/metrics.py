@@ -33,7 +33,7 @@ class RequestTiming:
         num_prompt_tokens: int,
         records: Sequence[AnyRecord],
     ) -> "RequestTiming":
-        """The timing of a request whose log held `records` when it arrived."""
+        """Return the timing of a request; `records` were in its log when it arrived."""
         timing = cls(accepted_ms, arrived_ms, num_prompt_tokens, bool(records))
         for record in records:
             for delta in record.choices if isinstance(record, TokenChunk) else ():
@@ -54,8 +54,8 @@ class EngineMetrics:
     ) -> None:
         """`at_ms` converts seconds of the monotonic clock to milliseconds of the broker's clock.
 
-        `counts_requests` is false for a stage that does not answer requests: their times and ends
-        are recorded by another one.
+        `counts_requests` is false for a stage that does not answer requests: another stage records
+        their times and ends.
         """
         self._counts_requests = counts_requests
         self._metrics = metrics
@@ -101,7 +101,7 @@ class EngineMetrics:
         began_s: float,
         ended_s: float,
     ) -> None:
-        """Record a report of the step thread. Reports come in order; not each one is of a step."""
+        """Record a report of the step thread. Reports come in order; some come without a step."""
         if stats.num_steps > self._stats.num_steps:
             num_tokens = stats.num_batched_tokens - self._stats.num_batched_tokens
             self._iteration_tokens.observe(num_tokens)
@@ -158,19 +158,20 @@ class EngineMetrics:
 def pull_load(
     stats: EngineStats, used: float, num_ahead: int, num_begun: int, step_tokens: int
 ) -> float:
-    """Return the load of an engine of whose places the part `used` is taken.
+    """Return the load of an engine.
 
-    `num_ahead` prompt tokens wait, and `num_begun` requests have begun here.
+    `used` is the occupied fraction of its places, `num_ahead` the number of waiting prompt tokens,
+    and `num_begun` the number of requests that have begun here.
     """
     num_hits = stats.prefix_hit_tokens
     miss_rate = 1 - num_hits / max(1, stats.prefix_query_tokens)
-    # As if one request had found a whole step's tokens before, so that slots begin well.
+    # Counts one earlier request with a whole step of cached tokens, so that slots begin well.
     num_saved = num_hits + step_tokens
     return load_of(used, num_ahead * miss_rate, num_saved / (1 + num_begun))
 
 
 def heartbeat_figures(stats: EngineStats) -> dict[str, float]:
-    """Return what an engine's heartbeat tells of its steps."""
+    """Return the figures of an engine's steps for its heartbeat."""
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
@@ -187,5 +188,5 @@ def heartbeat_figures(stats: EngineStats) -> dict[str, float]:
 
 
 def _seconds_between(since_ms: float, until_ms: float) -> float:
-    """Return the time between, at least 0: clocks that differ by a millisecond may reverse it."""
+    """Return the time between two events, at least 0: clocks may differ by a millisecond."""
     return max(0.0, until_ms - since_ms) / 1000

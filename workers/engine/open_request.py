@@ -1,9 +1,8 @@
-"""A request in the engine, from the claim of its task to the last record of its log."""
+"""State of a request in the engine, from the claim of its task to the last record of its log."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from shared.protocol.task_messages import TaskHeader
 from shared.stage.inputs import RequestEnded
@@ -15,34 +14,36 @@ from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
 
-@dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request whose outputs go to its log."""
+    """Outputs of one request on their way to its log."""
 
-    job: Job
-    header: TaskHeader
-    timing: RequestTiming
-    rendered: Rendered
-    pending: list[RequestOutput] = field(default_factory=list)
-    """Outputs that are not in the log yet."""
-    begun: bool = False
-    """There is an output."""
-    ended: bool = False
-    """The request was ended elsewhere: no further record is to be written."""
-    error: Exception | None = None
-    """Why the text that the request speaks cannot be read."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _reading: asyncio.Task[None] | None = None
+    def __init__(
+        self, job: Job, header: TaskHeader, timing: RequestTiming, rendered: Rendered
+    ) -> None:
+        self.job = job
+        self.header = header
+        self.timing = timing
+        self.rendered = rendered
+        self.pending: list[RequestOutput] = []
+        """Outputs that are not in the log yet."""
+        self.begun = False
+        """Whether there has been an output."""
+        self.ended = False
+        """Whether the request was ended elsewhere, so that no further record may be written."""
+        self.error: Exception | None = None
+        """Error of reading the text that the request speaks."""
+        self._changed = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
 
     def push(self, output: RequestOutput, *, awaited: bool = False) -> None:
-        """Add an output of a step. An end, and what is awaited, are logged at once."""
+        """Add an output of a step. Awaited and final outputs are logged at once."""
         self.pending.append(output)
         self.begun = True
         if awaited or output.usage is not None or output.error is not None:
             self.release()
 
     def release(self) -> None:
-        """Let the pending outputs go to the log."""
+        """Release the pending outputs to the log."""
         self._changed.set()
 
     def end(self) -> None:
@@ -50,7 +51,7 @@ class OpenRequest:
         self._changed.set()
 
     def start_reading(self, extend: Callable[[str, SpokenText], None]) -> None:
-        """Call `extend` with the text that the request speaks, as often as more of it has come."""
+        """Call `extend` with the text that the request speaks, whenever more of it has arrived."""
         growth = self.rendered.growth
         if growth is not None:
             self._reading = asyncio.create_task(self._read(growth, extend))
@@ -73,7 +74,7 @@ class OpenRequest:
             self._changed.set()
 
     async def next_outputs(self) -> list[RequestOutput]:
-        """Wait for released outputs; returns those of one record, or none once `ended`.
+        """Wait for released outputs, and return the outputs of one record, or none once `ended`.
 
         Raises `error`.
         """
@@ -93,14 +94,14 @@ class OpenRequest:
 
 
 class NotBegun(Exception):
-    """The request has ended elsewhere or this worker stops, before the request has begun here."""
+    """Raised if a request ends elsewhere, or this worker stops, before the request begins here."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
 
 class RecordPacer:
-    """Releases outputs to the logs at a bounded rate, those of all requests at the same time.
+    """Releases the outputs of all requests to their logs together, at a bounded rate.
 
     The more requests there are, the more tokens of each share a record.
     """

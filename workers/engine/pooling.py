@@ -12,7 +12,7 @@ from workers.engine.sampling.sampler import check_finite
 
 
 def check_dimensions(params: EmbeddingParams | None, hidden_size: int) -> None:
-    """Raises InvalidRequest for more dimensions than the model has."""
+    """Raise InvalidRequest for more dimensions than the model has."""
     if params is not None and params.dimensions is not None and params.dimensions > hidden_size:
         raise InvalidRequest(
             f"dimensions {params.dimensions} is more than the model's {hidden_size}",
@@ -28,7 +28,7 @@ def num_pooled_rows(s: ScheduledSequence) -> int:
 
 
 def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
-    """Store the embeddings of prompts that are complete, and sums of those that are not.
+    """Store the embeddings of complete prompts, and the sums of incomplete prompts.
 
     `hidden` is [num_rows, hidden_size] in float32, with the rows of all `scheduled` in turn.
     Repeating it is harmless: the sum before a step is stored until the next one. A prompt that is
@@ -41,8 +41,8 @@ def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
             for s, rows in zip(scheduled, rows_of, strict=True)
         ]
     )
-    # As for sampled rows: the prefix cache shares the blocks behind them from now on. A sum is not
-    # finite if any of its terms is not, or if it is too large for its type.
+    # The states verify the blocks of these tokens for the prefix cache, as sampled rows do. A sum
+    # is not finite if any of its terms is not, or if it is too large for its type.
     check_finite(states)
     for s, state in zip(scheduled, states, strict=True):
         sequence, params = s.sequence, s.sequence.request.embedding
@@ -65,7 +65,7 @@ def _add_to_mean(s: ScheduledSequence, states: Tensor) -> Tensor:
 
 def _embedding_of(hidden: Tensor, params: EmbeddingParams, pooling: Pooling) -> bytes:
     """Return the first values of a hidden state [hidden_size], as 32-bit floats."""
-    kept = hidden[: params.dimensions]
+    values = hidden[: params.dimensions]
     if pooling.normalize if params.normalize is None else params.normalize:
-        kept = torch.nn.functional.normalize(kept, dim=0)
-    return kept.cpu().numpy().astype("<f4").tobytes()
+        values = torch.nn.functional.normalize(values, dim=0)
+    return values.cpu().numpy().astype("<f4").tobytes()

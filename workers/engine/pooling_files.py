@@ -1,7 +1,7 @@
-"""Reader of the files in which sentence-transformers describes a model's pooling.
+"""Reader of sentence-transformers' files about a model's pooling.
 
-`modules.json` lists the steps behind the decoder. The configuration of the pooling is in the folder
-of its step, by default `1_Pooling`. A model without these files pools the last token.
+`modules.json` lists the decoder and the steps after it. The configuration of the pooling is in the
+folder of its step, by default `1_Pooling`. A model without these files pools the last token.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from workers.engine.core.sequence import Pooling
 
 MODULES, POOLING_FOLDER = "modules.json", "1_Pooling"
 _PREFIX = "pooling_mode_"
-# By the end of the keys that name them, and by the values of the newer key `pooling_mode`.
+# Modes by the ends of their keys, and by the values of the newer key `pooling_mode`.
 _MODES: Mapping[str, Literal["last", "mean"]] = {
     "mean_tokens": "mean",
     "mean": "mean",
@@ -40,7 +40,7 @@ class _Step(Struct, frozen=True):
 def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Pooling:
     """Return the pooling of the model in `folder`; `configured` overrides the mode in its files.
 
-    Raises ConfigError, which names the file and the key, for what the engine does not compute.
+    Raises ConfigError, with the file and the key, for pooling that the engine does not support.
     """
     modules, normalize, path = folder / MODULES, True, POOLING_FOLDER
     if modules.is_file():
@@ -62,21 +62,23 @@ def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Po
 
 
 def _read_mode(file: Path) -> Literal["last", "mean"]:
-    found = _read(file, dict[str, Any])
-    key, named = "pooling_mode", found.get("pooling_mode")
+    settings = _read(file, dict[str, Any])
+    key, value = "pooling_mode", settings.get("pooling_mode")
     modes = {
         name.removeprefix(_PREFIX): name
-        for name, value in found.items()
-        if name.startswith(_PREFIX) and value is True
+        for name, is_set in settings.items()
+        if name.startswith(_PREFIX) and is_set is True
     }
-    if named is not None:
-        names = named if isinstance(named, list) else [named]
+    if value is not None:
+        names = value if isinstance(value, list) else [value]
         if not all(isinstance(name, str) for name in names):
-            raise _refusal(file, key, "it must be the name of a mode, or a list of names")
+            raise _refusal(file, key, "must be the name of a mode, or a list of names")
         modes = dict.fromkeys(names, key)
     if len(modes) != 1:
         several = ", ".join(modes.values()) or "none"
-        raise _refusal(file, next(iter(modes.values()), key), f"one mode is needed, not {several}")
+        raise _refusal(
+            file, next(iter(modes.values()), key), f"exactly one mode must be set, not {several}"
+        )
     ((mode, key),) = modes.items()
     if mode not in _MODES:
         raise _refusal(

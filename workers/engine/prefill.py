@@ -1,14 +1,14 @@
 """Prefill worker: an engine that computes prompts and writes no token.
 
-It stands on a detour of its model's pipeline: the task that it gets is an engine's, and it forwards
-that task to the engines, with references to the KV blocks of the prompt. All that it does is a
-cache. Whatever goes wrong, the engine gets the task as it came.
+It is on a detour of its model's pipeline: it claims a task for an engine, and forwards the task to
+the engines with references to the KV blocks of the prompt. The blocks are only a cache. After any
+failure, the task is forwarded unchanged.
 """
 
 import asyncio
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -25,10 +25,11 @@ from workers.engine.core.sequence import EngineRequest, RequestOutput
 from workers.engine.main import Built, build
 from workers.engine.step_thread import StepThread
 
-# Tasks in flight, in each lane: while one prompt is computed, the next is opened, and the last one
-# stored.
+# Tasks in flight in each lane: while one prompt is computed, the next one is opened and the
+# previous one stored.
 MAX_TASKS = 4
-# Time to wait for encoders, after which the engine waits: the tasks behind may need none.
+# Longest wait for encoders. After it the engine waits instead, because later tasks may need no
+# encoder.
 MAX_WAIT_S = 5.0
 WATCH_S = 0.5
 # The token is dropped. It proves that the keys and values before it are finite.
@@ -57,20 +58,20 @@ class _Prefill:
             self.output.set_exception(RuntimeError("a step takes longer than delivery.ack_wait_s"))
 
 
-@dataclass(eq=False)
 class PrefillWorker:
-    _context: Context
-    _engine: Built
-    _jobs: set[Job] = field(default_factory=set)
-    _running: dict[str, _Prefill] = field(default_factory=dict)
-    _num_prefilled: int = 0
+    """Computes prompts in a step thread, and forwards their tasks to the engines."""
 
-    def __post_init__(self) -> None:
-        self._stats = self._engine.core.stats()
-        self._loop = WorkerLoop(self._context)
+    def __init__(self, context: Context, engine: Built) -> None:
+        self._context = context
+        self._engine = engine
+        self._jobs: set[Job] = set()
+        self._running: dict[str, _Prefill] = {}
+        self._num_prefilled = 0
+        self._stats = engine.core.stats()
+        self._loop = WorkerLoop(context)
         loop = asyncio.get_running_loop()
         self._steps: StepThread[_Prefill] = StepThread(
-            self._engine.core,
+            engine.core,
             lambda outputs, stats: loop.call_soon_threadsafe(self._on_step, outputs, stats),
             lambda error: loop.call_soon_threadsafe(self._loop.crash, error),
         )
@@ -89,13 +90,13 @@ class PrefillWorker:
     async def _watch_steps(self) -> None:
         """Forward the prompts of a step that takes too long, and end the process if it hangs.
 
-        The engines compute these prompts. A worker that hangs would go on claiming tasks.
+        The engines compute these prompts. A worker that hangs would continue to claim tasks.
         """
         while True:
             await asyncio.sleep(WATCH_S)
             if self._steps.step_s > self._context.config.engine.step_timeout_s:
                 self._context.log.error("step_hangs", requests=[*self._running])
-                # Nothing stops a thread. The tasks come to another worker.
+                # A thread cannot be stopped. The tasks are delivered to another worker.
                 os._exit(1)
             if self._is_stuck:
                 for prefill in self._running.values():
@@ -103,7 +104,7 @@ class PrefillWorker:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether the step has reported no progress for so long that it has lost its tasks."""
+        """Whether the step takes longer than `ack_wait_s`. Its tasks are then delivered again."""
         return self._steps.step_s > self._context.config.delivery.ack_wait_s
 
     def _load(self) -> dict[str, float]:
@@ -112,7 +113,7 @@ class PrefillWorker:
         return {
             "held": len(self._jobs),
             "oldest_s": max(ages_ms, default=0.0) / 1000,
-            # To renderers both mean that this worker takes no detours.
+            # In both states, renderers must not send detours to this worker.
             "draining": float(self._context.shutdown.asked.is_set() or self._is_stuck),
             "prefilled": self._num_prefilled,
             "free_blocks": self._stats.num_free_blocks,
@@ -122,10 +123,10 @@ class PrefillWorker:
         }
 
     async def _handle(self, task: Task[EngineBody], tensors: list[TensorData], job: Job) -> Outcome:
-        as_it_came = Forward(task.body, tensors)
+        unchanged = Forward(task.body, tensors)
         if job.delivery.attempt > 1:
-            # A worker has died with it, perhaps of it, or has handed it over already.
-            return as_it_came
+            # An earlier worker has died, perhaps because of this task, or has forwarded it already.
+            return unchanged
         self._jobs.add(job)
         try:
             kv = await self._prefill(task, tensors, job)
@@ -133,9 +134,9 @@ class PrefillWorker:
             self._context.log.warning(
                 "not_prefilled", request_id=task.header.request_id, exc_info=True
             )
-            # The engine does not learn of the blocks that are stored, so it would not release them.
+            # The engine gets no references to the stored blocks, so it would not release them.
             await self._context.stage.discard_outputs(job)
-            return as_it_came
+            return unchanged
         finally:
             self._jobs.discard(job)
         if kv is None:
@@ -176,7 +177,7 @@ class PrefillWorker:
         if output is None:
             return None
         if output.error is not None:
-            # The engine meets it too, and reports it.
+            # The engine will fail with the same error, and report it.
             raise output.error
         ttl_s = (ticket.deadline_ms - self._context.bus.now_ms()) / 1000
         kv = await kv_transfer.store(
@@ -216,7 +217,7 @@ class PrefillWorker:
         for prefill, output in outputs:
             if output.usage is not None or output.error is not None:
                 prefill.settle(output)
-        # Never by a timer: a step that hangs reports no progress, and loses its tasks.
+        # Not reported by a timer: the tasks of a step that hangs must be delivered again.
         self._context.stage.claims.progressed(prefill.job for prefill in self._running.values())
 
     def _on_ended(self, subject: str) -> None:

@@ -1,8 +1,8 @@
 """Model runner: runs batches of sequences through the model and returns the sampled tokens.
 
-The runner owns the KV cache, the rotary positions of prompts, and the embeddings of items: those
-that running requests need, and a cache of others that may be used again. Scheduling is the engine
-core's task.
+The runner owns the KV cache, the rotary positions of prompts, and the embeddings of items that
+running requests need. It caches embeddings for later requests. Scheduling is the engine core's
+task.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _RequestInputs:
-    """Inputs of a request that has items, or that a talker speaks."""
+    """Inputs of a request with items or a speech."""
 
-    # Positions [num_position_rows, num_tokens], and the offset of the tokens behind them.
+    # Positions [num_position_rows, num_tokens] of the prompt, and the offset of later tokens.
     prompt_positions: tuple[NDArray[np.int64], int]
     # Embeddings [num_embeds, width] of the items that batches have needed so far.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class ModelRunner:
             )
 
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
-        """Attach embeddings to a prepared request: given, cached, or computed by the tower."""
+        """Attach embeddings to a prepared request: its own, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
         embeddings, new = {}, {}
         for item in items:
@@ -312,7 +312,7 @@ class ModelRunner:
             end = begin + stop - start
             prepared = self._prepared.get(s.sequence.request_id)
             prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
-            # Prompt tokens have positions of their own; those of later tokens are consecutive.
+            # The prompt's positions are computed in advance. Later positions are consecutive.
             middle = begin + max(0, min(stop, prompt.shape[1]) - start)
             positions[:, begin:middle] = prompt[:, start : start + middle - begin]
             positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta

@@ -1,7 +1,7 @@
-"""What an engine writes for its stage: text here, or the codes of a speech in `code_output`.
+"""Output of an engine for its stage: text here, or the codes of a speech in `code_output`.
 
-The rest of an engine is the same for both. They differ in how a task becomes a prompt, and in the
-records of the log.
+The rest of an engine is the same for both. They differ in the rendering of a task to a prompt, and
+in the records of the log.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -21,48 +21,48 @@ class Rendered(NamedTuple):
 
     task: Task[EngineBody]
     speech: SpokenText | None = None
-    """What a talker speaks, of which the prompt's tokens tell nothing."""
+    """Text that a talker speaks. The prompt's tokens are only placeholders for it."""
     spoken: SpokenTokens | None = None
-    """None where that is not known, or nobody asks."""
+    """None if the numbers of spoken tokens are unknown or not needed."""
     growth: AsyncGenerator[SpokenText] | None = None
-    """The text again, as often as more of it has come; None if `speech` is whole. It is to be
-    followed while the request runs, and raises RequestEnded."""
+    """Yields the text whenever more of it has arrived; None if `speech` is whole. It must be
+    iterated while the request runs, and raises RequestEnded."""
 
 
 class StageOutput(Protocol):
-    """What depends on the output of the engine's stage."""
+    """Interface to the output of the engine's stage: rendering, log records and summary."""
 
     @property
     def body(self) -> type[TaskBody]:
-        """The body of the stage's tasks."""
+        """Type of the stage's task bodies."""
 
     @property
     def is_answer(self) -> bool:
-        """Whether the output is the request's text, so that its times are those of the request."""
+        """Whether the output is the request's text, so that its times count for the request."""
 
     async def render(self, task: Task[Any], progress: Progress) -> Rendered:
-        """The task with its prompt. `progress` is awaited now and then, and may end the waiting."""
+        """Return the task with its prompt. `progress` is awaited repeatedly, and may end a wait."""
 
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
-        """The tokens of each choice that are in a log; no choices for an empty log."""
+        """Return the tokens of each choice that are in a log; no choices for an empty log."""
 
     @property
     def appends_per_s(self) -> float:
-        """The rate at which a log grows steadily, for readers of what is in between."""
+        """Rate at which a log grows, so that its readers receive a steady stream."""
 
     def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
-        """Whether somebody waits for these tokens, which are to be appended at once."""
+        """Whether a reader waits for these tokens, so that they are appended at once."""
 
     async def append(
         self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
     ) -> bool:
-        """Append the tokens of some steps; returns whether there were any."""
+        """Append the tokens of some steps, and return whether there were any."""
 
     def summary(self, last: RequestOutput) -> OutputSummary: ...
 
 
 class TextOutput:
-    """The text of a request, which comes with its prompt rendered."""
+    """Text of a request. Its task comes with a rendered prompt."""
 
     body = EngineBody
     is_answer = True

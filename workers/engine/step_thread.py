@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from workers.engine.core.engine import EngineCore, as_pagemill_error
@@ -25,27 +24,31 @@ class _Growth(NamedTuple):
     speech: SpokenText
 
 
-@dataclass(eq=False)
 class StepThread(Generic[Owner]):
     """Runs the steps of an engine core, which no other thread may use after the start.
 
-    Every output is returned with the owner that was added with its request. The request id would
-    not identify it: outputs of an earlier attempt may still be queued when the next one starts.
+    Every output is returned with the owner that was added with its request. The request id is not
+    sufficient: outputs of an earlier attempt may still be queued when the next attempt starts.
     """
 
-    _core: EngineCore
-    _on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object]
-    _on_crash: Callable[[Exception], object]
-    began_s: float = 0.0
-    """Start of the last step on the monotonic clock, for use by `on_step`."""
-    _step_began_s: float | None = None
-    _owners: dict[str, Owner] = field(default_factory=dict)
-    _commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-    _is_idle: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object],
+        on_crash: Callable[[Exception], object],
+    ) -> None:
+        """Both callbacks are called in the thread: `on_step` after each step, `on_crash` once."""
+        self._core = core
+        self._on_step = on_step
+        self._on_crash = on_crash
+        self.began_s = 0.0
+        """Start of the last step on the monotonic clock, for use by `on_step`."""
+        self._step_began_s: float | None = None
+        self._owners: dict[str, Owner] = {}
+        self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = (
+            queue.SimpleQueue()
+        )
+        self._is_idle = False
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
@@ -55,7 +58,7 @@ class StepThread(Generic[Owner]):
         self._commands.put((request, owner))
 
     def extend_speech(self, request_id: str, speech: SpokenText) -> None:
-        """Let a talker go on with more of the text of a request."""
+        """Give a talker more of the text of a request."""
         self._commands.put(_Growth(request_id, speech))
 
     def cancel(self, request_id: str) -> None:
@@ -75,7 +78,7 @@ class StepThread(Generic[Owner]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the thread has nothing to do: all requests wait for what others write."""
+        """Whether the thread has nothing to do: all requests wait for input from other workers."""
         return self._is_idle
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shared.codec.envelope import TensorData
@@ -41,43 +41,49 @@ from workers.engine.step_thread import StepThread
 
 WATCH_S = 0.5
 MAX_LOGGED_IDS = 8
-# By then a coordinator has ended a request that is late.
+# Time after the deadline by which a coordinator has ended a late request.
 GRACE_MS = 2000.0
-# Average pause of a request that finds no place among the grammars that wait for their trial.
+# Average pause of a request while too many grammars wait for their trial.
 GRAMMAR_PAUSE_S = 5.0
 
 _Prepared = tuple[EngineRequest, Rendered]
 
 
-@dataclass(eq=False)
 class EngineWorker:
     """Feeds the step thread from the stage's queues and writes its outputs to the token logs."""
 
-    _context: Context
-    _model: str
-    core: InitVar[EngineCore]
-    _items: ItemLoader
-    _grammars: GrammarCompiler | None = None
-    """Without it, requests that have a grammar are refused."""
-    _kv: KVReader | None = None
-    """Without it, all prompts are computed here."""
-    _output: StageOutput = field(default_factory=TextOutput)
-    _lead: CodeLead = field(default_factory=CodeLead)
-    """Holds back speeches that are far ahead of the stages that follow."""
-    _preparing: set[str] = field(default_factory=set)
-    """Requests that wait for embeddings, a grammar, or the text that they speak."""
-    _ended: set[str] = field(default_factory=set)
-    """Those of `_preparing` that were ended elsewhere."""
-    _requests: dict[str, OpenRequest] = field(default_factory=dict)
-    _num_begun: int = 0
-    _background: TaskSet = field(default_factory=TaskSet)
-
-    def __post_init__(self, core: EngineCore) -> None:
-        context = self._context
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        core: EngineCore,
+        items: ItemLoader,
+        grammars: GrammarCompiler | None = None,
+        kv: KVReader | None = None,
+        output: StageOutput | None = None,
+        lead: CodeLead | None = None,
+    ) -> None:
+        """Without `grammars`, requests with a grammar are refused. Without `kv`, all prompts are
+        computed here. `output` is text by default. `lead` pauses speeches that are far ahead of the
+        following stages."""
+        self._context = context
+        self._model = model
+        self._items = items
+        self._grammars = grammars
+        self._kv = kv
+        self._output = TextOutput() if output is None else output
+        self._lead = CodeLead() if lead is None else lead
+        self._preparing: set[str] = set()
+        """Requests that wait for embeddings, a grammar, or the text that they speak."""
+        self._ended: set[str] = set()
+        """Requests of `_preparing` that were ended elsewhere."""
+        self._requests: dict[str, OpenRequest] = {}
+        self._num_begun = 0
+        self._background = TaskSet()
         self._stage = context.stage
         self._stats = core.stats()
         self._metrics = EngineMetrics(
-            context.metrics.of(self._model),
+            context.metrics.of(model),
             self._stats,
             context.bus.connection.to_broker_ms,
             counts_requests=self._output.is_answer,
@@ -112,29 +118,29 @@ class EngineWorker:
         )
         context.ready([self._model], self._load)
         self._background.start(self._watch_steps())
-        # A crash of the step thread ends the process: running requests come to another worker after
-        # the ack wait.
+        # A crash of the step thread ends the process. Running requests are delivered to another
+        # worker after the ack wait.
         await self._loop.run()
         self._steps.stop()
 
     async def _watch_steps(self) -> None:
-        """End the process when a step does not end: this engine would go on claiming requests."""
+        """End the process when a step hangs: this engine would continue to claim requests."""
         while True:
             await asyncio.sleep(WATCH_S)
             if self._steps.step_s > self._context.config.engine.step_timeout_s:
                 self._context.log.error("step_hangs", requests=[*self._requests][:MAX_LOGGED_IDS])
-                # Nothing stops a thread. The running requests come to another worker.
+                # A thread cannot be stopped. Running requests are delivered to another worker.
                 os._exit(1)
             if self._steps.is_idle:
-                # All wait for more of their texts. A thread that hangs is not idle.
+                # All requests wait for more of their texts. A thread that hangs is not idle.
                 self._stage.claims.progressed(o.job for o in self._requests.values())
 
     def _adjust_capacity(self) -> None:
-        """Claim as much as there is room for.
+        """Set the capacity of the consumers to the number of requests that this engine can run.
 
         While requests wait for blocks or slots, claiming more would only keep them from other
-        engines. A request that waits for its embeddings occupies no place, and one that waits in
-        the slower lane holds up no request of the faster.
+        engines. A request that waits for its embeddings occupies no place, and waiting batch
+        requests do not delay interactive requests.
         """
         capacity = self._max_num_seqs + min(len(self._preparing), self._max_num_seqs)
         stats = self._stats
@@ -146,7 +152,7 @@ class EngineWorker:
             consumer.set_capacity(consumer.num_in_flight if num_before[lane] else capacity)
 
     def _pull_load(self) -> float:
-        """Return this engine's load, by which its pulls from slots have their priorities."""
+        """Return this engine's load, which sets the priority of its pulls from slots."""
         num_ahead = sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
         used = self._loop.num_claimed / self._max_num_seqs
         step_tokens = self._context.config.engine.max_num_batched_tokens
@@ -187,7 +193,7 @@ class EngineWorker:
         assert ticket is not None
 
         async def progress() -> None:
-            # The notice of an end may be lost, but a coordinator has ended a request that is late.
+            # The notice of an end may be lost, but a coordinator has ended every late request.
             is_late = self._context.bus.now_ms() > ticket.deadline_ms + GRACE_MS
             if request_id in self._ended or is_late:
                 raise NotBegun(Ended())
@@ -195,7 +201,7 @@ class EngineWorker:
                 raise NotBegun(Requeue())
             await job.delivery.progress()
 
-        # A waiting request kills no worker, so it must not keep other suspects from their turn.
+        # A waiting request cannot kill the worker, so it must not delay other suspects.
         job.suspect = False
         self._preparing.add(request_id)
         self._adjust_capacity()
@@ -209,7 +215,7 @@ class EngineWorker:
             task, header = rendered.task, rendered.task.header
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
             if any(item.embedding is not None for item in task.body.items):
-                # The span is of the fan-out stage whose results this engine gathers.
+                # The span belongs to the fan-out stage, and this engine gathers its results.
                 edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
                 stage = edges[0].target if edges else ""
                 times = began_ms, self._context.bus.now_ms()
@@ -230,7 +236,7 @@ class EngineWorker:
             )
             if self._kv is not None and task.body.kv:
                 request = replace(request, received=await self._kv.read(request, task.body.kv))
-                # The blocks may have taken seconds.
+                # Reading the blocks may have taken seconds.
                 await progress()
             return request, rendered
         except RequestEnded as ended:
@@ -243,24 +249,25 @@ class EngineWorker:
     async def _compile(
         self, header: TaskHeader, progress: Callable[[], Awaitable[None]]
     ) -> Grammar | None:
-        wanted = header.sampling.structured_outputs
-        if wanted is None:
+        outputs = header.sampling.structured_outputs
+        if outputs is None:
             return None
         if self._grammars is None:
             raise InvalidGrammar(
-                "answers of this model cannot be held to a grammar",
+                "this model does not support structured outputs: it has no end token, or an"
+                " unsupported tokenizer",
                 field="sampling_params.structured_outputs",
             )
         assert header.ticket is not None
         try:
             tenant = header.ticket.tenant
-            return await self._grammars.compile(wanted, tenant, progress, header.lane)
+            return await self._grammars.compile(outputs, tenant, progress, header.lane)
         except Overloaded as full:
-            # While it pauses in its queue, this worker has room for requests of other tenants.
+            # The pause leaves room in this worker for requests of other tenants.
             raise NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full
 
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:
-        """Have the step thread run a request, and write its log to the end."""
+        """Run a request in the step thread, and write its log to the end."""
         request_id = request.request_id
         self._requests[request_id] = opened
         opened.job.running = True
@@ -270,7 +277,7 @@ class EngineWorker:
             return await self._write(opened)
         finally:
             opened.stop_reading()
-            # Before the job is settled: the request takes no further step.
+            # The request must not take another step after its job is settled.
             if self._requests.get(request_id) is opened:
                 del self._requests[request_id]
                 self._steps.cancel(request_id)
@@ -293,7 +300,7 @@ class EngineWorker:
             opened.push(output, awaited=self._output.is_awaited(output, is_first=not opened.begun))
         self._pacer.release_in_time(len(requests))
         self._adjust_capacity()
-        # Never by a timer: a step that hangs reports no progress, and loses its requests.
+        # Not reported by a timer: the requests of a step that hangs must be delivered again.
         self._stage.claims.progressed(opened.job for opened in requests.values())
 
     def _publish_kv_events(self) -> None:
@@ -306,11 +313,11 @@ class EngineWorker:
         job = opened.job
         assert job.log is not None
         if not self._output.is_answer:
-            # The stages that follow get ready while the first frames are made.
+            # The following stages prepare while the first frames are computed.
             await job.log.begin()
         while outputs := await opened.next_outputs():
             if await self._output.append(job.log, outputs, opened.rendered.spoken):
-                # This request did not kill the workers that had it before.
+                # A request that makes progress did not kill its earlier workers.
                 job.suspect = False
             last = outputs[-1]
             if last.embedding:
@@ -343,6 +350,6 @@ class EngineWorker:
             self._background.start(self._end_if_ended(opened))
 
     async def _end_if_ended(self, opened: OpenRequest) -> None:
-        """Let go of a request whose log confirms the notice of its end."""
+        """End a request if its log confirms the notice of its end."""
         if is_final(await last_record(self._context.bus, opened.header.request_id)):
             opened.end()

@@ -1,7 +1,7 @@
 """Qwen3-Omni's vocoder, code2wav: several codebooks a frame, and a causal network.
 
-Each transposed convolution drops samples at the end of what it is given. A chunk therefore needs a
-frame of context behind it; only the end of a speech lacks these samples, as in transformers.
+Each transposed convolution drops samples at the end of its input. A chunk therefore needs a frame
+of context after it. Only the end of a speech lacks these samples, as in transformers.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from workers.generator.core.vocoder import Chunk
 from workers.generator.neural_vocoder import NeuralVocoder
 
 PREFIX = "code2wav"
-# As in transformers' `chunked_decode`. What lies farther back changes a sample little.
+# Value from transformers' `chunked_decode`. Earlier frames change a sample only a little.
 MIN_LEFT = 25
 
 
@@ -34,7 +34,7 @@ class Qwen3OmniVocoder(NeuralVocoder):
         self.samples_per_frame = int(model.total_upsample)
         self.num_codebooks: int = model.config.num_quantizers
         self.num_codes: int = model.config.codebook_size
-        # The shortest speech tells it, and makes the network ready.
+        # The number is measured with the shortest speech, which also warms up the network.
         shortest = torch.zeros((1, 1, self.num_codebooks), dtype=torch.int64, device=device)
         self.num_missing = self.samples_per_frame - self.decode(shortest, []).shape[1]
 

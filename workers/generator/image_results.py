@@ -1,9 +1,9 @@
 """Result cache of painted images: equal requests with a seed are painted once in the cluster.
 
-The key is a hash of all that the pixels depend on, and of the tenant's cache scope. The first
-request writes a claim under it, with a fence; those that come meanwhile wait for its result. A
-claim holds as long as its request has not ended, whichever worker paints it. Results name files
-that are stored like those of any request.
+The key is a hash of everything that affects the pixels, and of the tenant's cache scope. The first
+request writes a claim under the key, with a fence. Equal requests that arrive in the meantime wait
+for its result. A claim is valid until its request has ended, even if another worker continues the
+request. Results refer to files, which are stored like the images of any request.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from shared.state.log_records import is_final
 from shared.state.token_log import last_record
 
 LOOK_S = 1.0
-"""How often a request that waits looks whether the one that it waits for has ended."""
+"""Interval at which a waiting request checks whether the request with the claim has ended."""
 FENCED_PAUSE_S = 0.05
 
 
 def key_of(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | None:
     """Return the key of a request's images; None for a request without a seed, or with previews.
 
-    `model` names the weights and how they are computed with. Requests of one lane alone share
-    results, so that no interactive one waits for one of the batch lane.
+    `model` identifies the weights, the stage and the dtype. Only requests of one lane share
+    results, so that an interactive request never waits for a batch request.
     """
     params, ticket = header.image, header.ticket
     if params is None or ticket is None or params.seed is None or params.partial_images:
@@ -42,16 +42,16 @@ def key_of(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | Non
 
 
 class ImageClaim(NamedTuple):
-    """The right to publish the images of a key."""
+    """Right to publish the images of a key."""
 
     key: str
     request_id: str
     sequence: int
-    """That of its message. A claim that has been replaced has no effect."""
+    """Sequence of the claim's message. A claim that has been replaced has no effect."""
 
 
 class ImageResults:
-    """The results that all generators of a cluster share."""
+    """Results that all generators of a cluster share."""
 
     def __init__(self, bus: Bus, ttl_s: float) -> None:
         self._bus = bus
@@ -60,21 +60,21 @@ class ImageResults:
     async def find_or_claim(
         self, key: str, request_id: str, check: Callable[[], None]
     ) -> list[str] | ImageClaim:
-        """Return the images of a key, or a claim when the caller is to paint them.
+        """Return the images of a key, or a claim if the caller has to paint them.
 
-        `check` is called again and again while another request paints them, and may raise to end
-        the waiting.
+        `check` is called repeatedly while another request paints them, and may raise to end the
+        wait.
         """
         subject = subjects.result(key)
         listener = await self._bus.subscribe(subject)
         try:
             while True:
                 last = await self._bus.read_last(subjects.RESULTS_STREAM, subject)
-                found = None if last is None else decode_cached_images(last.data)
-                if last is not None and found is not None and found.images:
+                cached = None if last is None else decode_cached_images(last.data)
+                if last is not None and cached is not None and cached.images:
                     if self._bus.now_ms() - last.stored_ms < 1000 * self._ttl_s:
-                        return found.images
-                elif found is not None and not await self._may_replace(found, request_id):
+                        return cached.images
+                elif cached is not None and not await self._may_replace(cached, request_id):
                     if await listener.next(LOOK_S) is None:
                         check()
                     continue
@@ -87,12 +87,12 @@ class ImageResults:
     async def publish(self, claim: ImageClaim, images: list[str]) -> None:
         """Publish the images that were claimed, unless the claim has been replaced."""
         data = to_msgpack(CachedImages(claim.request_id, images))
-        # Fenced by an equal request that claimed them when this one had ended.
+        # Fenced if an equal request claimed the key after the end of this request.
         with contextlib.suppress(Fenced):
             await self._bus.append(subjects.result(claim.key), data, claim.sequence)
 
     async def reclaim(self, key: str, request_id: str) -> ImageClaim | None:
-        """ImageClaim a key whose images are not stored any more; None if another request has."""
+        """Claim a key with images that are no longer stored; None if another request has."""
         last = await self._bus.read_last(subjects.RESULTS_STREAM, subjects.result(key))
         return await self._claim(key, request_id, 0 if last is None else last.sequence)
 
@@ -106,7 +106,7 @@ class ImageResults:
         try:
             sequence = await self._bus.append(subjects.result(key), data, last_sequence)
         except Fenced:
-            # A replica that answers reads may be a moment behind the one that refused.
+            # The replica that answers reads may not have the latest message yet.
             await asyncio.sleep(FENCED_PAUSE_S)
             return None
         return ImageClaim(key, request_id, sequence)

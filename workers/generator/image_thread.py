@@ -13,13 +13,13 @@ class ImageThread(UnitThread[Step, Stepped]):
         super().__init__("painter", max_batch)
         self._model = model
         self.num_steps = 0
-        """Steps that are done, of all images."""
+        """Number of completed steps of all images."""
 
     async def step(self, request_id: str, number: int, step: Step, due_s: float) -> Stepped:
         """Return the result of a step of image `number` of a request.
 
-        Raises RequestEnded after `cancel`, and any error of the model for the image that causes it
-        alone.
+        Raises RequestEnded after `cancel`, and an error of the model only for the image that causes
+        it.
         """
         pending: Pending[Step, Stepped] = Pending(step)
         unit = Unit(request_id, step.latents.shape, due_s, pending, number)

@@ -1,8 +1,8 @@
-"""The generator of images, which it paints of a text, denoising step by step.
+"""Image generator: paints images from a text, by denoising steps.
 
-The log of the images has all that another generator needs to go on: the finished images, and of the
-others the latents after a step, which are stored like files. Without them an image begins anew from
-its noise, which is a function of the seed, and has the same pixels.
+The log of the images has everything that another generator needs to continue: the finished images,
+and references to the stored latents of unfinished images. Without latents, an image begins again
+from its noise. The noise is a function of the seed, so the pixels are the same.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
+from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from shared.state import media_store
@@ -44,16 +45,16 @@ from workers.generator.image_thread import ImageThread
 from workers.generator.worker import GeneratorWorker
 
 MAX_ITEMSIZE = 8
-"""Bytes of a value of the widest dtype that latents may have."""
+"""Bytes per value in the widest dtype of latents."""
 FULL_PAUSE_S = 1.0
-"""Average pause of a request that waits for another while its worker has no place left."""
+"""Average pause of a request that waits for an equal request while its worker is full."""
 BATCH_LAG_S = 1e9
-"""The head start of the interactive lane: its steps go before all of the batch lane."""
+"""Lag of the batch lane: every interactive step is more urgent than all batch steps."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that this worker has in flight."""
+    """A request in flight in this worker."""
 
     header: TaskHeader
     job: Job
@@ -65,7 +66,7 @@ class _Open:
     seed: int
     due_s: float
     appending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A log has one append at a time, and the images of a request share it."""
+    """Lock of the log, which the images of a request share: it accepts one append at a time."""
     has_ended: bool = False
 
     @property
@@ -77,18 +78,30 @@ class _Open:
         return "" if self.header.ticket is None else self.header.ticket.tenant
 
 
-@dataclass(slots=True, eq=False)
 class ImageWorker(GeneratorWorker):
-    """Paints images. Each is a task of the event loop, whose steps the thread computes."""
+    """Paints images. Each image is an asyncio task, and the thread computes its steps."""
 
-    _thread: ImageThread
-    _model_of_images: ImageModel
-    _weights: str = ""
-    """What the pixels depend on beside the request: weights, stage and dtype."""
-    _results: ImageResults | None = None
-    """Without it, nothing is cached."""
     body = PaintBody
-    _open: dict[str, _Open] = field(default_factory=dict, init=False)
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        thread: ImageThread,
+        image_model: ImageModel,
+        weights: str = "",
+        results: ImageResults | None = None,
+    ) -> None:
+        """`weights` identifies the weights, the stage and the dtype, which affect the pixels.
+
+        Without `results`, images are not cached.
+        """
+        super().__init__(context, model, thread)
+        self._thread = thread
+        self._image_model = image_model
+        self._weights = weights
+        self._results = results
+        self._open: dict[str, _Open] = {}
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -123,14 +136,14 @@ class ImageWorker(GeneratorWorker):
         return Done(OutputSummary(units=units))
 
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
-        """Open a request. Raises ContextTooLong for a text that the model does not read whole."""
-        header, model = task.header, self._model_of_images
+        """Open a request. Raises ContextTooLong for a text over the model's limit."""
+        header, model = task.header, self._image_model
         assert job.log is not None
         assert header.image is not None
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
-        # A text may be as long as a message. Meanwhile, this loop works for other requests.
+        # A text may be as long as a message. A thread keeps the event loop free for other requests.
         tokens = await asyncio.to_thread(model.encode, task.body.text, "prompt")
         negative = await asyncio.to_thread(
             model.encode, params.negative_prompt, "image.negative_prompt"
@@ -148,7 +161,7 @@ class ImageWorker(GeneratorWorker):
         )
 
     async def _paint_once(self, request: _Open) -> bool:
-        """Append all images, which an equal request may have painted. False as for `_paint`.
+        """Append all images, which may come from an equal request. Returns False as `_paint` does.
 
         Raises RequestEnded and _NotWaiting.
         """
@@ -156,15 +169,15 @@ class ImageWorker(GeneratorWorker):
         key = None if results is None else key_of(self._weights, header, tokens)
         if results is None or key is None:
             return await self._paint_all(request)
-        # A request that waits kills no worker, so it must not keep other suspects from their turn.
+        # A waiting request cannot kill the worker, so it must not delay other suspects.
         request.job.suspect = False
-        found = await results.find_or_claim(
+        images_or_claim = await results.find_or_claim(
             key, header.request_id, lambda: self._check_waiting(request)
         )
         claim: ImageClaim | None
-        if not isinstance(found, list):
-            claim = found
-        elif await self._append_found(request, found):
+        if not isinstance(images_or_claim, list):
+            claim = images_or_claim
+        elif await self._append_stored(request, images_or_claim):
             self._context.metrics.of(self._model).counter("image_cache_hits_total").add()
             return True
         else:
@@ -179,8 +192,10 @@ class ImageWorker(GeneratorWorker):
         return True
 
     def _check_waiting(self, request: _Open) -> None:
-        """Raise _NotWaiting if this worker stops, or has no place left: the request that is waited
-        for may need it."""
+        """Raise _NotWaiting if this worker stops, or is full.
+
+        In a full worker, the request that paints the images may need this request's place.
+        """
         lanes = [other.header.lane for other in self._open.values()]
         if self._context.shutdown.asked.is_set():
             raise _NotWaiting(0.0)
@@ -188,18 +203,18 @@ class ImageWorker(GeneratorWorker):
             raise _NotWaiting(FULL_PAUSE_S * (0.5 + random.random()))
         self._check_open(request)
 
-    async def _append_found(self, request: _Open, found: list[str]) -> bool:
-        """Append images that are stored. False if one of them is not stored any more."""
+    async def _append_stored(self, request: _Open, urls: list[str]) -> bool:
+        """Append stored images. Returns False if one of them is no longer stored."""
         bus, params = self._context.bus, request.params
         files: dict[int, tuple[str, bytes]] = {}
         for number in request.painting.unfinished:
-            name = media_store.parse_media_url(found[number])
+            name = media_store.parse_media_url(urls[number])
             data = name and await media_store.find(bus, name, MAX_MEDIA_BYTES, request.tenant)
             if not name or not data:
                 return False
             files[number] = name, data
         for number, (name, data) in files.items():
-            # So that the file stays as long as one that is painted now.
+            # Storing the file again renews its lifetime.
             await media_store.store(bus, name, data, request.tenant)
             url, size = media_store.media_url(name), parse_size(params.size)
             await request.log.image(number, url, size, request.seed)
@@ -213,10 +228,10 @@ class ImageWorker(GeneratorWorker):
         return all(painted)
 
     async def _paint(self, request: _Open, number: int) -> bool:
-        """Do the steps of an image that are left, and append it to the log.
+        """Do the remaining steps of an image, and append it to the log.
 
-        False when this worker stops: the next one goes on behind the steps that are done. Raises
-        RequestEnded.
+        Returns False when this worker stops: another worker then continues after the last stored
+        step. Raises RequestEnded.
         """
         steps, params = request.params.steps, request.params
         step, latents = await self._begin(request, number)
@@ -244,15 +259,15 @@ class ImageWorker(GeneratorWorker):
         return True
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
-        """Return the number of steps of an image that are done, and its latents after them."""
-        model, state = self._model_of_images, request.painting.state_of(number)
+        """Return the number of completed steps of an image, and its latents after them."""
+        model, state = self._image_model, request.painting.state_of(number)
         shape = model.latents_shape(*request.size)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
             num_values = int(np.prod(shape))
             num_bytes, max_bytes = num_values * model.dtype.itemsize, num_values * MAX_ITEMSIZE
             data = await media_store.find(self._context.bus, name, max_bytes, request.tenant)
-            # Latents of another worker's dtype, or that are gone, are made again.
+            # Latents in another dtype, or that are no longer stored, are computed again.
             if data is not None and len(data) == num_bytes:
                 return state.step, np.frombuffer(data, model.dtype).reshape(shape).copy()
         return 0, noise_of(request.seed, number, shape, model.dtype)
@@ -269,7 +284,7 @@ class ImageWorker(GeneratorWorker):
             time_of(step + 1, steps),
         )
         stepped = await self._thread.step(header.request_id, number, unit, request.due_s)
-        # This request did not kill the workers that had it before.
+        # A request that makes progress did not kill its earlier workers.
         request.job.suspect = False
         return stepped
 
@@ -277,7 +292,7 @@ class ImageWorker(GeneratorWorker):
         """Raise RequestEnded if the request has ended, or must have."""
         ticket = request.header.ticket
         assert ticket is not None
-        # The notice of an end may be lost, and at the deadline somebody else ends the request.
+        # The notice of an end may be lost. At the deadline, a coordinator ends the request.
         if request.has_ended or self._context.bus.now_ms() >= ticket.deadline_ms:
             raise RequestEnded
 
@@ -298,7 +313,7 @@ class ImageWorker(GeneratorWorker):
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
 
     async def _stored_png(self, request: _Open, latents: Latents) -> str:
-        png = await asyncio.to_thread(lambda: to_png(self._model_of_images.pixels(latents)))
+        png = await asyncio.to_thread(lambda: to_png(self._image_model.pixels(latents)))
         return await self._stored(request, png)
 
     async def _stored(self, request: _Open, data: bytes) -> str:
@@ -307,28 +322,28 @@ class ImageWorker(GeneratorWorker):
         return media_store.media_url(name)
 
     def _cancel(self, request_id: str) -> None:
-        # The step that is being computed goes on, and is the image's last.
+        # The step that is being computed is completed, and is the image's last.
         if request_id in self._open:
             self._open[request_id].has_ended = True
-        GeneratorWorker._cancel(self, request_id)
+        super()._cancel(request_id)
 
 
 class _NotWaiting(Exception):
-    """A request that waits for the images of another goes back to its queue."""
+    """Raised to requeue a request that waits for the images of another request."""
 
     def __init__(self, after_s: float) -> None:
         self.after_s = after_s
 
 
 def to_png(pixels: Pixels) -> bytes:
-    """The PNG file of an image: the same bytes for the same pixels."""
+    """Return the PNG file of an image: the same bytes for the same pixels."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, bool]]) -> list[bool]:
-    """Run all; the first error cancels the others, and is raised when they have ended."""
+    """Run all coroutines. The first error cancels the others, and is raised after their end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Reads the files of vocoders. Every error names the file, and what is wrong in it."""
+"""Reader of vocoder files. Every error names the file and the fault."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ TABLE_FILE = "code2wav.safetensors"
 TABLE_FORMAT = "pagemill.code2wav.1"
 MIN_PITCH_HZ = 20.0
 MAX_SAMPLE_RATE = 192_000
-# A step of the vocoder is a quarter of a frame, and its FFT has 6.4 steps.
+# Both a quarter of a frame, a step of the vocoder, and its FFT of 6.4 steps must be whole samples.
 FRAME_MULTIPLE = 20
-# As base64 a third longer, this fits into a message of 1 MiB, the broker's default.
+# In base64, which is a third longer, this fits into a message of 1 MiB, the broker's default.
 MAX_RECORD_BYTES = 720_000
 
 
@@ -31,9 +31,9 @@ def load_vocoder(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Vocoder:
-    """Load the vocoder of a folder for chunks as in `spec`; `key` is the stage's in the settings.
+    """Load the vocoder of a folder, a table or a part of a model, for the chunks of `spec`.
 
-    It is a table, or one of the parts of a model. Raises ConfigError.
+    `key` is the stage's key in the settings. Raises ConfigError.
     """
     file = folder / TABLE_FILE
     try:
@@ -44,21 +44,21 @@ def load_vocoder(
             vocoder = _load_neural(folder, voices, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error.message}", field=f"{key}.path") from error
-    for name, given, needed in (
+    for name, num, needed in (
         ("left", spec.left, vocoder.min_left),
         ("right", spec.right, vocoder.min_right),
     ):
-        if given < needed:
+        if num < needed:
             raise ConfigError(
-                f"{key}.chunks.{name}: {given} is less than {needed}, the frames that {file} needs"
-                " on this side of a chunk",
+                f"{key}.chunks.{name}: {num} is less than {needed}, the number of frames that"
+                f" {file} needs on this side of a chunk",
                 field=f"{key}.chunks.{name}",
             )
     most = MAX_RECORD_BYTES // (2 * vocoder.samples_per_frame)
     for name, size in (("first", max(spec.first, default=0)), ("size", spec.size)):
         if size > most:
             raise ConfigError(
-                f"{key}.chunks.{name}: {size} frames do not fit into a record, the limit with"
+                f"{key}.chunks.{name}: {size} frames do not fit into a record; the limit with"
                 f" {file} is {most}",
                 field=f"{key}.chunks.{name}",
             )
@@ -95,7 +95,7 @@ def _read_table(file: Path) -> VoiceTable:
             metadata: dict[str, str] = stored.metadata() or {}
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: no safetensors file: {error}") from error
+        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
     if metadata.get("format") != TABLE_FORMAT:
         _refuse(file, "format", f"expected {TABLE_FORMAT!r}, got {metadata.get('format')!r}")
     sample_rate = _number(file, metadata, "sample_rate")
@@ -110,7 +110,7 @@ def _read_table(file: Path) -> VoiceTable:
     voicing = _array(file, arrays, "voicing", np.float16, pitch.shape)
     envelope = _array(file, arrays, "envelope", np.float16, (len(pitch), len(bands)))
     if (np.diff(bands) <= 0).any():
-        _refuse(file, "band_hz", "the bands must ascend")
+        _refuse(file, "band_hz", "the bands must be in ascending order")
     if ((voicing < 0) | (voicing > 1)).any():
         _refuse(file, "voicing", "all values must be from 0 to 1")
     if ((pitch != 0) & ((pitch < MIN_PITCH_HZ) | (pitch > sample_rate / 2))).any():
@@ -133,13 +133,13 @@ def _array(
     dtype: type[np.floating[Any]],
     shape: tuple[int | None, ...],
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """An array of the file; None in `shape` stands for any length but 0."""
+    """Return an array of the file; None in `shape` allows any length except 0."""
     array = arrays.get(key)
     if array is None:
         _refuse(file, key, "there is no such array")
     fits = len(array.shape) == len(shape) and all(
-        found == wanted or (wanted is None and found > 0)
-        for found, wanted in zip(array.shape, shape, strict=True)
+        length == expected or (expected is None and length > 0)
+        for length, expected in zip(array.shape, shape, strict=True)
     )
     if array.dtype != dtype or not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)

@@ -1,4 +1,4 @@
-"""Generator: makes sound of the codec frames that another stage writes, or paints images."""
+"""Generator: converts the codec frames of another stage to sound, or paints images."""
 
 import asyncio
 from pathlib import Path
@@ -22,8 +22,8 @@ async def main(context: Context) -> None:
         await _serve_images(context, name, stage, key)
     else:
         message = (
-            f"a generator follows an input {CODES!r}, and writes an output of kind {AUDIO!r}, or"
-            f" writes one of kind {IMAGE_KIND!r}"
+            f"a generator needs an input {CODES!r} and an output of kind {AUDIO!r}, or an output of"
+            f" kind {IMAGE_KIND!r}"
         )
         raise ConfigError(f"{key}: {message}", field=key)
 
@@ -38,7 +38,7 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
     from workers.generator.vocoder_thread import VocoderThread
 
     assert stage.chunks is not None
-    # Chunks are computed in arrays of the same sizes.
+    # Chunks need arrays of the same sizes again and again.
     keep_freed_memory()
     context.step("loading the vocoder")
     folder = _folder(context, model, stage)

@@ -1,4 +1,4 @@
-"""Vocoders with neural networks: each is a part of a model, and runs transformers' modules."""
+"""Vocoders with neural networks: parts of a model that run transformers' modules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ GPU_ROWS = 64
 
 
 class NeuralVocoder(ABC):
-    """Computes the whole window of a chunk, and keeps the samples of the chunk's own frames."""
+    """Computes the whole window of a chunk, and returns only the samples of the chunk's frames."""
 
     sample_rate = SAMPLE_RATE
     samples_per_frame: int
@@ -28,8 +28,8 @@ class NeuralVocoder(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The last bits of a result depend on what shares its batch. A batch saves little time on
-        # a CPU, where a chunk thus has the same samples in every attempt.
+        # The last bits of a result depend on the other chunks in its batch. On a CPU, batches save
+        # little time. One row at a time gives a chunk the same samples in every attempt.
         self.max_rows = 1 if device.type == "cpu" else GPU_ROWS
 
     def carry(self, codes: Codes, position: int) -> int:
@@ -37,10 +37,10 @@ class NeuralVocoder(ABC):
 
     @torch.inference_mode()
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
-        found: list[Samples] = []
+        samples: list[Samples] = []
         for start in range(0, len(chunks), self.max_rows):
-            found += self._synthesize(chunks[start : start + self.max_rows])
-        return found
+            samples += self._synthesize(chunks[start : start + self.max_rows])
+        return samples
 
     def _synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
         codes: NDArray[Any] = np.stack([chunk.codes for chunk in chunks]).astype(np.int64)
@@ -52,4 +52,4 @@ class NeuralVocoder(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """The sound of whole windows: [n, num_frames, num_codebooks] -> [n, num_samples]."""
+        """Return the sound of whole windows: [n, num_frames, num_codebooks] -> [n, num_samples]."""

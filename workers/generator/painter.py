@@ -1,7 +1,7 @@
-"""Diffusion transformer that paints small images of the tokens of a text.
+"""Diffusion transformer that paints small images from the tokens of a text.
 
-Patches of the noisy image and the tokens share one sequence; the time modulates every layer by one
-shared network and a table of each layer's own. The network predicts the finished image.
+Patches of the noisy image and the tokens share one sequence. The time modulates every layer by one
+shared network and a separate table for each layer. The network predicts the finished image.
 """
 
 import math
@@ -25,11 +25,11 @@ class PainterShape:
     width: int
     depth: int
     patch: int
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     num_tokens: int
     """Size of the vocabulary."""
     max_text: int
-    """Tokens of every text: shorter ones are padded, longer ones do not fit."""
+    """Number of tokens of every text: shorter texts are padded, longer texts do not fit."""
 
 
 class _Layer(nn.Module):
@@ -55,7 +55,7 @@ class _Layer(nn.Module):
 
 
 class Painter(nn.Module):
-    """The network: of noisy patches, their time and a text, it makes the patches of an image."""
+    """Network that predicts the patches of an image from noisy patches, their time and a text."""
 
     def __init__(self, shape: PainterShape) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Painter(nn.Module):
         """Return the finished patches, [rows, patches, values].
 
         `times` are from 0, noise, to 1, the image. `text` has `max_text` tokens a row. `places`
-        are the features of the patches' places, as of `places_of`.
+        are the features of the patches' positions from `places_of`.
         """
         width = self.shape.width
         modulation = self.time_out(F.silu(self.time_in(_waves(times)))).view(-1, 6, width)
@@ -92,7 +92,7 @@ def _waves(times: Tensor) -> Tensor:
 
 
 def places_of(rows: int, columns: int) -> Tensor:
-    """Features of the place of each patch of an image, in float64, [patches, features]."""
+    """Return the features of the position of each patch, in float64, [patches, features]."""
     grid = [
         (torch.arange(count, dtype=torch.float64) + 0.5) / count * 2 - 1
         for count in (rows, columns)
@@ -105,14 +105,14 @@ def places_of(rows: int, columns: int) -> Tensor:
 
 
 def to_patches(images: Tensor, patch: int) -> Tensor:
-    """[n, 3, height, width] to [n, patches, values]."""
+    """Convert [n, 3, height, width] to [n, patches, values]."""
     count, _, height, width = images.shape
     cut = images.view(count, CHANNELS, height // patch, patch, width // patch, patch)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, CHANNELS * patch**2)
 
 
 def to_images(patches: Tensor, patch: int, rows: int) -> Tensor:
-    """[n, patches, values] to [n, 3, height, width]; the inverse of `to_patches`."""
+    """Convert [n, patches, values] to [n, 3, height, width]; the inverse of `to_patches`."""
     count = len(patches)
     grid = patches.view(count, rows, -1, CHANNELS, patch, patch)
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(count, CHANNELS, rows * patch, -1)

@@ -1,4 +1,4 @@
-"""Painter of a folder: its files, and the denoising steps of a batch of images."""
+"""Painter from a folder: its files, and the denoising steps of a batch of images."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ Count = Annotated[int, Meta(ge=1, le=2**16)]
 
 
 class PainterConfig(Struct, frozen=True):
-    """What `config.json` of a painter says."""
+    """Content of a painter's `config.json`."""
 
     model_type: Literal["pagemill_painter"]
     width: Annotated[int, Meta(ge=HEAD_WIDTH, le=8192, multiple_of=HEAD_WIDTH)]
@@ -45,7 +45,7 @@ class PainterConfig(Struct, frozen=True):
     max_text: Annotated[int, Meta(ge=1, le=1024)]
     pad_token_id: Annotated[int, Meta(ge=0)]
     scale: Annotated[int, Meta(ge=1, le=64)]
-    """An image has so many times the pixels of its latents, in each direction."""
+    """Factor between the sides of an image and the sides of its latents."""
 
     @property
     def multiple(self) -> int:
@@ -58,7 +58,7 @@ class PainterConfig(Struct, frozen=True):
 
 
 class PainterModel:
-    """A painter with its tokenizer. Latents are pixels from -1 to 1, fewer than the image has."""
+    """A painter with its tokenizer. Latents are the pixels of a smaller image, from -1 to 1."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PainterModel:
         token_ids, limit = self._encode(text), self._config.max_text
         if len(token_ids) > limit:
             raise ContextTooLong(
-                f"{field}: the text has {len(token_ids)} tokens, and the painter reads at most"
+                f"{field}: the text has {len(token_ids)} tokens, over the painter's limit of"
                 f" {limit}",
                 field=field,
             )
@@ -91,7 +91,7 @@ class PainterModel:
         _, height, width = steps[0].latents.shape
         latents = torch.from_numpy(np.stack([step.latents for step in steps]))
         patches = to_patches(latents, patch)
-        # Guidance takes a second row: the image without the prompt, or with the negative one.
+        # Guidance needs a second row: the image without the prompt, or with the negative prompt.
         guided = [number for number, step in enumerate(steps) if step.guidance != 1.0]
         texts = [step.tokens for step in steps] + [steps[n].negative for n in guided]
         rows = torch.tensor([*range(len(steps)), *guided])
@@ -114,7 +114,7 @@ class PainterModel:
         return np.asarray(small.resize(size, Image.Resampling.BICUBIC))
 
     def check_sizes(self, sizes: Sequence[str], key: str) -> None:
-        """Raise ConfigError for a size that the network cannot paint."""
+        """Raise ConfigError for a size that the network does not support."""
         multiple = self._config.multiple
         for size in sizes:
             width, height = parse_size(size)
@@ -137,14 +137,14 @@ class PainterModel:
 
 
 def _moved(step: Step, finished: Latents) -> Latents:
-    """The latents at the next time, on the line from those of this step to the finished image."""
+    """Return the latents at the next time, on the line from the latents to the finished image."""
     part = (step.next_time - step.time) / (1 - step.time)
     moved: Latents = step.latents + part * (finished - step.latents)
     return moved.astype(finished.dtype)
 
 
 def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> ImageModel:
-    """Load the painter of a folder for these sizes; `key` is the stage's in the settings.
+    """Load the painter of a folder for these sizes; `key` is the stage's key in the settings.
 
     Raises ConfigError, which names the file.
     """
@@ -162,12 +162,12 @@ def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> Im
     except (OSError, msgspec.DecodeError, SafetensorError, RuntimeError) as error:
         raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
     except Exception as error:
-        # The tokenizers library raises nothing more special.
+        # The tokenizers library raises plain Exceptions.
         if type(error) is not Exception:
             raise
         raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
     if max(config.pad_token_id + 1, tokenizer.get_vocab_size()) > config.num_tokens:
-        message = f"{file}: more tokens than the {config.num_tokens} of {CONFIG_FILE}"
+        message = f"{file}: more tokens than num_tokens of {CONFIG_FILE}, {config.num_tokens}"
         raise ConfigError(f"{key}.path: {message}", field=f"{key}.path")
 
     def encode(text: str) -> list[int]:

@@ -1,14 +1,14 @@
-"""The generator of sound, which it makes of another stage's codec frames, chunk by chunk.
+"""Sound generator: converts another stage's codec frames to sound, chunk by chunk.
 
-A request's state is in two logs. The frames are in the log of the stage before, which is followed
-while it grows, and what was made of them is in this stage's own. So any generator can go on with a
-request, at the next chunk.
+A request's state is in two logs. The frames are in the log of the previous stage, which is read
+while it grows, and the sound is in the log of this stage. Any generator can therefore continue a
+request at the next chunk.
 """
 
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.codec.envelope import TensorData
 from shared.protocol import subjects
@@ -19,6 +19,7 @@ from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import FollowBody, Task
 from shared.stage.inputs import RequestEnded, follow_codes
 from shared.stage.job import Job
+from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from workers.generator.core.speech import Playback, Speech
@@ -26,16 +27,16 @@ from workers.generator.core.vocoder import Speaker, Vocoder
 from workers.generator.vocoder_thread import VocoderThread
 from workers.generator.worker import GeneratorWorker
 
-# A worker runs one suspect at a time. One whose frames are not there is to make room for others.
+# A worker runs one suspect at a time. A suspect without frames must make room for other suspects.
 SUSPECT_WAIT_S = 2.0
 BATCH_LAG_S = 5.0
-"""The head start of the interactive lane: a batch request is as urgent as one that runs dry so much
-later."""
+"""Lag of the batch lane: a batch request is as urgent as an interactive request that runs out of
+sound this much later."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that this worker has in flight."""
+    """A request in flight in this worker."""
 
     job: Job
     speech: Speech
@@ -43,20 +44,29 @@ class _Open:
     playback: Playback
     lag_s: float
     patience: asyncio.Timeout
-    """For how long a suspect waits for its first chunk's frames."""
+    """Limit on the wait of a suspect for the frames of its first chunk."""
     is_whole: bool
-    """Whether this attempt makes the speech from its beginning."""
+    """Whether this attempt began at the start of the speech."""
 
 
-@dataclass(slots=True, eq=False)
 class SpeechWorker(GeneratorWorker):
-    """Makes sound, chunk by chunk."""
+    """Converts frames to sound, chunk by chunk."""
 
-    _thread: VocoderThread
-    _chunks: ChunkSpec
-    _vocoder: Vocoder
     body = FollowBody
-    _num_samples: int = field(default=0, init=False)
+
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        thread: VocoderThread,
+        chunks: ChunkSpec,
+        vocoder: Vocoder,
+    ) -> None:
+        super().__init__(context, model, thread)
+        self._thread = thread
+        self._chunks = chunks
+        self._vocoder = vocoder
+        self._num_samples = 0
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -91,7 +101,7 @@ class SpeechWorker(GeneratorWorker):
         return Done(OutputSummary(units={"samples": speech.num_samples}))
 
     async def _follow(self, request: _Open, task: Task[FollowBody]) -> bool:
-        """Make chunks of the frames as they come. False when another worker is to go on.
+        """Make chunks from frames as they arrive. Returns False if another worker must continue.
 
         Raises RequestEnded.
         """
@@ -105,10 +115,10 @@ class SpeechWorker(GeneratorWorker):
         return await self._make_chunks(request)
 
     async def _make_chunks(self, request: _Open) -> bool:
-        """Make the chunks whose frames are there, and append each to the log.
+        """Make all chunks that have their frames, and append each to the log.
 
-        False when this worker stops, or a suspect has waited for too long: the next one goes on
-        behind what is in the log.
+        Returns False when this worker stops, or a suspect has waited too long: another worker then
+        continues after the last chunk in the log.
         """
         job, speech = request.job, request.speech
         assert job.log is not None
@@ -125,7 +135,7 @@ class SpeechWorker(GeneratorWorker):
             pcm = samples.astype("<i2").tobytes()
             end_token = speech.end_token_at(window.end)
             await job.log.audio(speech.num_samples, pcm, self._vocoder.sample_rate, end_token)
-            # This request did not kill the workers that had it before.
+            # A request that makes progress did not kill its earlier workers.
             job.suspect = False
             self._on_made(request, len(samples))
         return True

@@ -1,11 +1,12 @@
-"""A vocoder without a neural network: each code stands for an envelope, a pitch and a voicing.
+"""Vocoder without a neural network: a table has an envelope, a pitch and a voicing for each code.
 
-Pulses at the pitch and noise are mixed by the voicing, and shaped by the envelope in steps of a
-quarter of a frame. Between the middles of frames all three are interpolated.
+Pulses at the pitch and noise are mixed according to the voicing, and shaped by the envelope in
+steps of a quarter of a frame. Between the middles of frames all three are interpolated.
 
-Any cut of a speech into chunks gives the same bits. The phase of the pulses is a sum of integers,
-the noise is a function of the sample's index, and every sample is a sum of the same numbers in the
-same order: a chunk computes the steps that reach it, and these need two frames on either side.
+Any division of a speech into chunks gives the same bits. The phase of the pulses is a sum of
+integers, the noise is a function of the sample's index, and every sample is a sum of the same
+numbers in the same order: a chunk computes all steps that reach it, and these need two frames on
+either side.
 """
 
 import math
@@ -21,43 +22,45 @@ Floats = NDArray[np.float64]
 
 STEPS_PER_FRAME = 4
 WINDOW_STEPS = 4
-"""Length of the Hann window of a step. It overlaps with three others, which add up to 2."""
+"""Length of the Hann window of a step. Four windows overlap, and their sum is 2."""
 FFT_STEPS = 6.4
 """Length of a step's output. A filter's response reaches 1.2 steps beyond the window, 6 ms."""
 REACH_STEPS = 3
-"""Steps on either side of a chunk whose output reaches it: their centers are within 3.2 steps."""
+"""Number of steps on either side of a chunk that reach it: their centers are within 3.2 steps."""
 CONTEXT_FRAMES = 2
-"""The first of those steps needs samples from 4.5 steps before the chunk on. These are in the
-second frame before it, and behind the middle of that frame, so no frame before it changes them."""
+"""The first of these steps needs samples from 4.5 steps before the chunk on. They are in the second
+half of the second frame before the chunk, so earlier frames do not change them."""
 MIN_PULSE_VOICING = 0.3
-"""Steps with a smaller voicing have noise alone."""
+"""Steps with a smaller voicing consist only of noise."""
 BREATH_HZ, BREATH_RANGE_HZ, MAX_BREATH = 3500.0, 2500.0, 0.6
-"""Above the first frequency a share of the pulses that grows to the maximum is noise."""
+"""Above the first frequency, a part of the pulses is replaced by noise. The part grows over the
+range to the maximum."""
 FRAMES_AT_ONCE = 32
-"""Frames that are computed together: few chunks save calls, and many do not fit into the cache."""
+"""Limit on frames that are computed together: more frames save calls, but do not fit into the
+cache."""
 PHASES = 2**32
 """Phases of a period: the phase of a sample is a 32-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class VoiceTable:
-    """The sound of each code."""
+    """Sound of each code."""
 
     sample_rate: int
     samples_per_frame: int
     band_hz: Floats
     """Centers of the bands, ascending, [num_bands]."""
     envelope: Floats
-    """Natural logarithm of the gain at these centers, for an excitation of power 1 that full scale
-    is 1 for, [num_codes, num_bands]."""
+    """Natural logarithm of the gain at these centers, [num_codes, num_bands]. The excitation has
+    power 1, and full scale is 1."""
     pitch_hz: Floats
     """0 for codes without a pitch, [num_codes]."""
     voicing: Floats
-    """Share of the power that is pulses, [num_codes]."""
+    """Share of the pulses in the power, [num_codes]."""
 
 
 class TableVocoder:
-    """The vocoder of a table."""
+    """Vocoder that computes sound from a table."""
 
     num_codebooks = 1
     min_left = min_right = CONTEXT_FRAMES
@@ -81,8 +84,8 @@ class TableVocoder:
         self._window = np.pad(hann, (self._fft - length) // 2)
 
     def carry(self, codes: Codes, position: int) -> int:
-        """The phase at the middle of frame `position`. From there on the pitch depends on no frame
-        before it."""
+        """Return the phase at the middle of frame `position`. From there on, the pitch does not
+        depend on earlier frames."""
         _, pitch_hz = self._voice(codes[None, : position + 1, 0])
         num_steps = position * STEPS_PER_FRAME + STEPS_PER_FRAME // 2
         return int(self._increments(pitch_hz)[0, :num_steps].sum()) * self._step % PHASES
@@ -100,7 +103,7 @@ class TableVocoder:
         pulses = self._pulses(pitch_hz, np.array([c.carry for c in chunks], np.uint64))
         positions = np.array([chunk.position for chunk in chunks], np.uint64)
         noise = _noise(positions * self.samples_per_frame, num_frames * self.samples_per_frame)
-        # The steps [begin, end) of the window are those that reach the chunk.
+        # The steps [begin, end) of the window reach the chunk.
         begin = max(0, left * STEPS_PER_FRAME - REACH_STEPS)
         end = (num_frames - right) * STEPS_PER_FRAME + REACH_STEPS
         steps = slice(begin, min(end, num_frames * STEPS_PER_FRAME))
@@ -114,33 +117,33 @@ class TableVocoder:
         first = left * self.samples_per_frame + self._fft // 2
         first -= steps.start * self._step + self._step // 2
         num_samples = (num_frames - left - right) * self.samples_per_frame
-        found = sound[:, first : first + num_samples] * 32767
-        return list(np.clip(np.rint(found), -32768, 32767).astype(np.int16))
+        full_scale = sound[:, first : first + num_samples] * 32767
+        return list(np.clip(np.rint(full_scale), -32768, 32767).astype(np.int16))
 
     def _voice(self, codes: NDArray[np.int32]) -> tuple[Floats, Floats]:
-        """Voicing and pitch of every step, [num_chunks, num_steps]; 0 without pulses."""
-        before, behind, weight = _neighbors(codes.shape[1])
-        voicing = _between(self._voicing[codes], before, behind, weight)
+        """Return voicing and pitch of every step, [num_chunks, num_steps]; 0 without pulses."""
+        before, after, weight = _neighbors(codes.shape[1])
+        voicing = _between(self._voicing[codes], before, after, weight)
         pitch = self._pitch_hz[codes]
-        low, high = pitch[:, before], pitch[:, behind]
+        low, high = pitch[:, before], pitch[:, after]
         both = (low > 0) & (high > 0)
         pitch_hz = np.where(both, (1 - weight) * low + weight * high, np.maximum(low, high))
         is_pulsed = (pitch_hz > 0) & (voicing > MIN_PULSE_VOICING)
         return np.where(is_pulsed, voicing, 0.0), np.where(is_pulsed, pitch_hz, 0.0)
 
     def _gain(self, codes: NDArray[np.int32], steps: slice) -> Floats:
-        """Gain of the steps in `steps`, [num_chunks, num_steps, bins]."""
-        before, behind, weight = _neighbors(codes.shape[1])
+        """Return the gain of the steps in `steps`, [num_chunks, num_steps, bins]."""
+        before, after, weight = _neighbors(codes.shape[1])
         log_gain = self._log_gain[codes]
-        gain: Floats = np.exp(_between(log_gain, before[steps], behind[steps], weight[steps, None]))
+        gain: Floats = np.exp(_between(log_gain, before[steps], after[steps], weight[steps, None]))
         return gain
 
     def _increments(self, pitch_hz: Floats) -> NDArray[np.uint64]:
-        """By how much the phase grows with each sample of a step."""
+        """Return the increment of the phase for each sample of a step."""
         return np.rint(pitch_hz * (PHASES / self.sample_rate)).astype(np.uint64)
 
     def _pulses(self, pitch_hz: Floats, carries: NDArray[np.uint64]) -> Floats:
-        """Band-limited pulses of power 1, [num_chunks, num_samples].
+        """Return band-limited pulses of power 1, [num_chunks, num_samples].
 
         A pulse train with k harmonics is a Dirichlet kernel: 2 cos(x) + … + 2 cos(kx), where x is
         the phase, is sin((2k + 1) x / 2) / sin(x / 2) - 1.
@@ -160,15 +163,16 @@ class TableVocoder:
         return pulses
 
     def _spectra(self, excitation: Floats, steps: slice) -> NDArray[np.complex128]:
-        """Spectra of the windows around the centers of steps, [num_chunks, num_steps, bins]."""
-        # Silence surrounds a speech. Steps that reach a chunk see no other end of its context.
+        """Return the spectra of windows around the steps, [num_chunks, num_steps, bins]."""
+        # Silence surrounds a speech. Steps that reach a chunk do not reach other ends of its
+        # context.
         padded = np.pad(excitation, ((0, 0), (self._fft // 2, self._fft // 2)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, self._fft, axis=1)
         centered = windows[:, self._step // 2 :: self._step][:, steps]
         return np.fft.rfft(centered * self._window)
 
     def _overlapped(self, pieces: Floats) -> Floats:
-        """The sum of the steps' outputs, each a step behind the one before."""
+        """Return the sum of the steps' outputs, each one step after the previous one."""
         num_chunks, num_steps, _ = pieces.shape
         sound = np.zeros((num_chunks, (num_steps - 1) * self._step + self._fft))
         for number in range(num_steps):
@@ -180,27 +184,27 @@ class TableVocoder:
 def _neighbors(num_frames: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
     """Return the two frames around each step, and the weight of the second for interpolation.
 
-    A step lies between the middles of its two frames. Before the first middle and behind the last
-    one, both are the same frame.
+    A step lies between the middles of its two frames. Before the first middle and after the last
+    middle, both are the same frame.
     """
-    # From one middle to the next.
+    # Shifted by half a frame, so that a quotient counts the intervals between middles.
     shifted = np.arange(num_frames * STEPS_PER_FRAME) + STEPS_PER_FRAME // 2
-    behind = shifted // STEPS_PER_FRAME
+    after = shifted // STEPS_PER_FRAME
     weight = (shifted % STEPS_PER_FRAME + 0.5) / STEPS_PER_FRAME
-    return np.maximum(behind - 1, 0), np.minimum(behind, num_frames - 1), weight
+    return np.maximum(after - 1, 0), np.minimum(after, num_frames - 1), weight
 
 
 def _between(
-    values: Floats, before: NDArray[np.int64], behind: NDArray[np.int64], weight: Floats
+    values: Floats, before: NDArray[np.int64], after: NDArray[np.int64], weight: Floats
 ) -> Floats:
     """Interpolate values of frames, [num_chunks, num_frames, …]."""
-    return (1 - weight) * values[:, before] + weight * values[:, behind]
+    return (1 - weight) * values[:, before] + weight * values[:, after]
 
 
 def _noise(first: NDArray[np.uint64], num_samples: int) -> Floats:
-    """Uniform noise of power 1 from each sample of `first` on, [num_chunks, num_samples].
+    """Return uniform noise of power 1 from each sample of `first` on, [num_chunks, num_samples].
 
-    The generator is SplitMix64, which gives its n-th number without the ones before.
+    The generator is SplitMix64, which computes its n-th number without the previous ones.
     """
     index = first[:, None] + np.arange(num_samples, dtype=np.uint64)
     bits: NDArray[np.uint64] = np.multiply(index + np.uint64(1), np.uint64(0x9E3779B97F4A7C15))

@@ -2,7 +2,7 @@
 
 The transformer solves an ODE that begins with noise. The noise of a mel frame is a function of the
 request's seed and of the frame's index in the speech. All frames of a window influence each other,
-so a chunk equals a part of the whole speech if its context is the rest of the speech.
+so a chunk is equal to a part of the whole speech only if its context is the rest of the speech.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Qwen25OmniVocoder(NeuralVocoder):
         rates = model.config.bigvgan_config.upsample_rates
         self.samples_per_frame = self._repeats * int(np.prod(rates))
         self.num_codes: int = dit.num_embeds
-        # What one pass of the transformer looks at. Each of its passes adds as much.
+        # Reach of one layer of the transformer. Each of the listed layers adds as much.
         block = -(-dit.block_size // self._repeats)
         self.min_left = block * len(dit.look_backward_layers)
         self.min_right = block * len(dit.look_ahead_layers)
@@ -65,7 +65,7 @@ class Qwen25OmniVocoder(NeuralVocoder):
         return sound.reshape(len(chunks), -1)
 
     def noise(self, seed: int, first: int, num_frames: int) -> NDArray[np.float64]:
-        """Normal numbers of mel frames from index `first` on, [num_frames, mel_dim]."""
+        """Return normal numbers for mel frames from index `first` on, [num_frames, mel_dim]."""
         frames = range(first, first + num_frames)
         streams = (
             np.random.Generator(np.random.Philox(key=[seed, 0], counter=[0, 0, 0, i]))
@@ -93,8 +93,8 @@ class Qwen25OmniVocoder(NeuralVocoder):
         times = torch.linspace(0, 1, NUM_POINTS, dtype=noise.dtype, device=noise.device)
         times = times + SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
         solver = modeling_qwen2_5_omni.RungeKutta4ODESolver(velocity, noise)
-        found: Tensor = solver.integrate(times)[-1]
-        return found
+        mel: Tensor = solver.integrate(times)[-1]
+        return mel
 
 
 def load(
@@ -109,14 +109,14 @@ def load(
     file = folder / VOICES_FILE
     try:
         tensors = load_file(file, device)
-        found = {
+        voice_by_name = {
             voice: Voice(tensors[f"{voice}.cond"].to(dtype), tensors[f"{voice}.ref_mel"].to(dtype))
             for voice in voices
         }
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: no safetensors file: {error}") from error
+        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{file}: there is no array {error}") from error
-    if not found:
+    if not voice_by_name:
         raise ConfigError(f"{folder}: the stage needs the names of its voices")
-    return Qwen25OmniVocoder(model, found, torch.device(device))
+    return Qwen25OmniVocoder(model, voice_by_name, torch.device(device))

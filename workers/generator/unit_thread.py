@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class UnitThread(BatchThread[Item, Result]):
-    """The queue of units and their cancellation; a subclass has the computation."""
+    """Thread with a queue of units and their cancellation; a subclass has the computation."""
 
     def __init__(self, name: str, max_batch: int) -> None:
         super().__init__(name)
@@ -24,8 +24,8 @@ class UnitThread(BatchThread[Item, Result]):
     async def _compute_unit(self, unit: Unit[Pending[Item, Result]]) -> Result:
         """Return the result of a unit.
 
-        Raises RequestEnded after `cancel`, and any error of the computation for the unit that
-        causes it alone.
+        Raises RequestEnded after `cancel`, and an error of the computation only for the unit that
+        causes it.
         """
         self._queue.add(unit)
         try:
@@ -34,7 +34,7 @@ class UnitThread(BatchThread[Item, Result]):
             self._queue.discard(unit)
 
     def cancel(self, request_id: str) -> None:
-        """Do not compute the units of this request that wait."""
+        """Cancel the waiting units of a request."""
         for unit in self._queue.cancel(request_id):
             if not unit.work.done.done():
                 unit.work.done.set_exception(RequestEnded())

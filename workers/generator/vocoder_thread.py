@@ -9,7 +9,7 @@ from workers.generator.core.vocoder import ONE_SPEAKER, Codes, Samples, Speaker,
 from workers.generator.unit_thread import UnitThread
 
 Item = tuple[Codes, Window, Speaker]
-"""All frames of a request so far, the window of its next chunk, and who speaks."""
+"""All frames of a request so far, the window of its next chunk, and the speaker."""
 
 
 class VocoderThread(UnitThread[Item, Samples]):
@@ -27,8 +27,8 @@ class VocoderThread(UnitThread[Item, Samples]):
     ) -> Samples:
         """Return the samples of a chunk; `codes` are all frames of its request so far.
 
-        Raises RequestEnded after `cancel`, and any error of the vocoder for the chunk that causes
-        it alone.
+        Raises RequestEnded after `cancel`, and an error of the vocoder only for the chunk that
+        causes it.
         """
         pending: Pending[Item, Samples] = Pending((codes, window, speaker))
         shape = (*window.shape, speaker.voice)

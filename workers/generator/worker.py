@@ -1,9 +1,8 @@
-"""What all generators have in common: one thread that computes, and requests that share it."""
+"""Base class of generators: requests share one thread that computes their units."""
 
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shared.codec.envelope import TensorData
@@ -20,37 +19,38 @@ from workers.generator.unit_thread import UnitThread
 WATCH_S = 0.5
 
 
-@dataclass(slots=True, eq=False)
 class GeneratorWorker(ABC):
     """Serves one stage; a subclass handles its tasks."""
 
-    _context: Context
-    _model: str
-    _thread: UnitThread[Any, Any]
     body: ClassVar[type[TaskBody]]
-    _in_flight: dict[str, Job] = field(default_factory=dict, init=False)
-    _background: TaskSet = field(default_factory=TaskSet, init=False)
+
+    def __init__(self, context: Context, model: str, units: UnitThread[Any, Any]) -> None:
+        self._context = context
+        self._model = model
+        self._units = units
+        self._in_flight: dict[str, Job] = {}
+        self._background = TaskSet()
 
     async def serve(self) -> None:
         context = self._context
         loop = WorkerLoop(context)
-        metrics, thread = context.metrics.of(self._model), self._thread
-        thread.on_batch = metrics.histogram("generator_batch_size").observe
-        metrics.set_function("generator_waiting_units", lambda: thread.num_waiting)
+        metrics, units = context.metrics.of(self._model), self._units
+        units.on_batch = metrics.histogram("generator_batch_size").observe
+        metrics.set_function("generator_waiting_units", lambda: units.num_waiting)
         self._register_metrics()
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         await loop.add_stage(
             [self._model], context.config.generator.max_tasks, self.body, self._handle
         )
         context.ready([self._model], lambda: self._load(loop))
-        self._background.start(self._thread.work())
+        self._background.start(units.work())
         self._background.start(self._watch())
         try:
             await loop.run()
         finally:
             for task in self._background:
                 task.cancel()
-            self._thread.close()
+            units.close()
 
     @abstractmethod
     def _register_metrics(self) -> None:
@@ -58,22 +58,23 @@ class GeneratorWorker(ABC):
 
     @abstractmethod
     async def _handle(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
-        """Write the stage's output for one request, which is in `_in_flight` meanwhile."""
+        """Write the stage's output for one request. While it runs, the job is in `_in_flight`."""
 
     def _load(self, loop: WorkerLoop) -> dict[str, float]:
-        return {"held": loop.num_claimed, "waiting": self._thread.num_waiting}
+        return {"held": loop.num_claimed, "waiting": self._units.num_waiting}
 
     async def _watch(self) -> None:
-        """Report progress, and end the process when a batch does not end.
+        """Report progress, and end the process when a batch hangs.
 
-        A request that waits for frames waits for another stage, and a deadline ends it.
+        Progress is reported for requests that wait for frames of another stage, too. Their wait is
+        limited by the deadline.
         """
         while True:
             await asyncio.sleep(WATCH_S)
             self._context.stage.claims.progressed(self._in_flight.values())
-            if self._thread.batch_s > self._context.config.generator.step_timeout_s:
+            if self._units.batch_s > self._context.config.generator.step_timeout_s:
                 self._context.log.error("batch_hangs")
-                # Nothing stops a thread. The claimed tasks come to another generator.
+                # A thread cannot be stopped. The claimed tasks are delivered to another generator.
                 os._exit(1)
 
     def _on_ended(self, subject: str) -> None:
@@ -82,9 +83,9 @@ class GeneratorWorker(ABC):
             self._background.start(self._cancel_if_ended(request_id))
 
     async def _cancel_if_ended(self, request_id: str) -> None:
-        """Let go of the units whose request's log confirms the notice that it has ended."""
+        """Cancel the units of a request if its log confirms the notice of its end."""
         if is_final(await last_record(self._context.bus, request_id)):
             self._cancel(request_id)
 
     def _cancel(self, request_id: str) -> None:
-        self._thread.cancel(request_id)
+        self._units.cancel(request_id)

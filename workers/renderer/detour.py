@@ -1,9 +1,8 @@
-"""Detours: which requests prefill workers get before the engine, and what becomes of their queue
-when they are gone.
+"""Detours: selects the requests that go to prefill workers before the engine, and forwards the
+queue of these workers when none is left.
 
-A request makes a detour only where it will not wait. Its prompt has to be long, and a prefill
-worker has to be alive and up to date. What still waits when the last of these workers has gone is
-forwarded by renderers, as it is.
+A request makes a detour only if its prompt is long and a prefill worker has no backlog. When the
+last prefill worker has gone, renderers forward the waiting tasks unchanged.
 """
 
 import asyncio
@@ -25,20 +24,20 @@ from shared.stage.stage import Stage
 from shared.stage.worker_loop import Forward, Outcome, WorkerLoop
 
 MAX_AGE_S = 1.0
-"""A worker whose oldest task is older has work enough."""
+"""A worker gets no further requests while its oldest task is older."""
 BEATS_TTL_S = 1.0
-"""Validity of the heartbeats that were read last: workers send one every second."""
+"""Time for which heartbeats are cached: workers send one every second."""
 MAX_SENT = 4
-"""Limit on requests for each such worker that one renderer sends between two heartbeats."""
+"""Limit on the requests that one renderer sends to each worker between two heartbeats."""
 WATCH_S = 1.0
 GONE_S = 2.0
-"""Time without a heartbeat of any such worker after which renderers forward what waits for them. A
-renderer that has just started, or whose broker has, may not have read one yet."""
+"""Time without a heartbeat of any prefill worker after which renderers forward the waiting tasks. A
+renderer may not have read a heartbeat yet if it, or the broker, has just started."""
 FORWARDED_AT_ONCE = 8
 
 
 class Detours:
-    """The detours that begin at one renderer's stage, by model."""
+    """Detours that begin at one renderer's stage, by model."""
 
     def __init__(self, context: Context, models: Iterable[str]) -> None:
         self._bus: Bus = context.bus
@@ -58,8 +57,8 @@ class Detours:
     async def suits(self, header: TaskHeader, body: EngineBody, job: Job) -> bool:
         """Return whether the request goes to a prefill worker first.
 
-        A request does not if the engine has to compute its prompt in any case, or if it comes
-        again: a prefill worker may have it already.
+        It does not if the engine has to compute the prompt in any case, or if this is another
+        attempt, because a prefill worker may have the request already.
         """
         edge, sampling = self._edges.get(header.model), header.sampling
         if edge is None or header.embedding is not None or sampling.prompt_logprobs is not None:
@@ -71,14 +70,14 @@ class Detours:
             return False
         workers = await self._workers(edge, header.model)
         num_free = sum(beat.load.get("oldest_s", 0.0) < MAX_AGE_S for beat in workers)
-        # Until the next heartbeat it is not known how much work these make.
+        # The heartbeats do not include the work of requests that were sent since.
         if self._num_sent[header.model] >= num_free * MAX_SENT:
             return False
         self._num_sent[header.model] += 1
         return True
 
     async def _workers(self, edge: Edge, model: str) -> list[Heartbeat]:
-        """Return the heartbeats of the detour's workers that take tasks."""
+        """Return the heartbeats of the detour's workers that accept tasks."""
         now_s = time.monotonic()
         if now_s > self._beats_until_s:
             self._beats_until_s = now_s + BEATS_TTL_S
@@ -126,7 +125,7 @@ class Detours:
             watching.cancel()
 
     async def _watch(self, loop: WorkerLoop) -> None:
-        """Take tasks of a model only while nobody else would."""
+        """Claim tasks of a model only while it has no prefill worker."""
         seen_s = dict.fromkeys((model for model, _ in loop.consumers), time.monotonic())
         while True:
             for model in seen_s:

@@ -1,8 +1,8 @@
-"""Image cache: every image is processed once per machine for as long as its result is stored.
+"""Image cache: every image is processed once per machine while its result is stored.
 
 The key of an image is the hash of its tenant, its file and the processor's settings. Results are
-stored in an arena: this renderer's, or that of another renderer on the machine. A repeated image is
-therefore neither decoded nor processed, and its bytes are already where the engine can read them.
+stored in the arena of this renderer or of another renderer on the machine. A repeated image is
+therefore neither decoded nor processed, and the engine can already read its bytes.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ class CacheCounters:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """An image on its way to the engine."""
+    """A processed image, ready to be sent to the engine."""
 
     mm_hash: str
     num_tokens: int
     ref: BlobRef | None
-    """None if the arena had no room for it; then `fields` holds everything."""
+    """None if the arena had no room for the image; `fields` then has all tensors."""
     fields: dict[str, TensorData]
     """Empty for an image from the cache."""
     metadata: dict[str, TensorData]
@@ -72,7 +72,7 @@ class ImageCache:
     ) -> PreparedImage:
         """Prepare a file, or an item that another server has processed.
 
-        The engine may read the result for `ttl_s`. Raises a RequestError naming the field, and
+        The engine may read the result for `ttl_s`. Raises a RequestError with the field, and
         ContextTooLong for a video or sound of more than `max_tokens`, before it is decoded.
         """
         modality, field = part.modality, part.field
@@ -115,8 +115,8 @@ class ImageCache:
         try:
             with await self._blobs.get(ref) as blob:
                 fields, num_tokens = mm_items.read_item(blob)
-                found = processor.metadata(modality, fields)
-                metadata = {name: copy_tensor(tensor) for name, tensor in found.items()}
+                views = processor.metadata(modality, fields)
+                metadata = {name: copy_tensor(tensor) for name, tensor in views.items()}
         except BaseException as error:
             await self._blobs.release(ref)
             if isinstance(error, BlobLost):
@@ -144,7 +144,7 @@ class ImageCache:
 
             async def run() -> ProcessedImage:
                 image = await self._decoders.run(modality, process, lane)
-                # It is stored before the task ends; a request in between would process it again.
+                # The image is stored before the task ends, so that no request processes it again.
                 if (ref := self._put(mm_hash, image, ttl_s)) is not None:
                     self._blobs.discard(ref)
                 return image
@@ -153,10 +153,10 @@ class ImageCache:
             task = self._processing[mm_hash] = asyncio.create_task(run())
             task.add_done_callback(lambda _: self._processing.pop(mm_hash))
         try:
-            # A request that gives up does not cancel the task of the others.
+            # A cancelled request does not cancel the task that other requests wait for.
             return await asyncio.shield(task)
         except RequestError as error:
             if isinstance(error, ContextTooLong) and not is_own:
-                # The other request had less room.
+                # The request that started the task had less room in its prompt.
                 return await self._process(mm_hash, modality, process, field, ttl_s, lane)
             raise type(error)(error.message, field=field) from None

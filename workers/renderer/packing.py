@@ -1,4 +1,4 @@
-"""Packing of processed items: into the message, into blobs beside it, or for an encoder."""
+"""Packing of processed items: into the message, into blobs, or into tasks for an encoder."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,33 +38,34 @@ class Packer:
         header: TaskHeader | None,
         prepared: Sequence[PreparedImage],
         ranges: Sequence[PlaceholderRange],
-        made: list[BlobRef],
+        refs: list[BlobRef],
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
-        """The items of an engine's task and the tensors of its envelope.
+        """Return the items of an engine's task and the tensors of its envelope.
 
-        Without a `header` there is no request, and no encoder is asked. References that the request
-        does not have to release any more are removed from `made`. Raises Overloaded or Unavailable
-        when there is no room at present.
+        Without a `header` there is no request, and no task is published for encoders. References
+        that the request need not release any more are removed from `refs`. Raises Overloaded or
+        Unavailable when there is no room at present.
         """
         tensors: list[TensorData] = []
         items: list[MultiModalKwargsItem] = []
         edges = [None if header is None else self._fan_out(header, p) for p in prepared]
-        kept = [p for p, edge in zip(prepared, edges, strict=True) if edge is None]
-        inline = self._fit_inline(kept)
+        inline = self._fit_inline(
+            [p for p, edge in zip(prepared, edges, strict=True) if edge is None]
+        )
         for image, placeholder, edge in zip(prepared, ranges, edges, strict=True):
             if header is not None and edge is not None:
                 item = await self._fan_out_item(header, edge, image, placeholder, tensors)
-                _remove(made, image)
+                _remove(refs, image)
             else:
                 item = await self._item(image, placeholder, tensors, inline=inline)
                 if item.blob is None:
-                    _remove(made, image)
+                    _remove(refs, image)
             items.append(item)
         self._check_room(prepared, tensors)
         return items, tensors
 
     def _fan_out(self, header: TaskHeader, image: PreparedImage) -> Edge | None:
-        """The fan-out edge that an item takes; None for an item that goes to the engine."""
+        """Return the fan-out edge for an item; None for an item that goes to the engine."""
         if image.num_tokens <= self._config.models[header.model].local_tokens:
             return None
         edges = self._pipelines[header.model].edges
@@ -79,7 +80,7 @@ class Packer:
         placeholder: PlaceholderRange,
         tensors: list[TensorData],
     ) -> MultiModalKwargsItem:
-        """Have the item encoded, unless it is already or is about to be."""
+        """Publish a task to encode the item, unless it is already encoded or queued."""
         key = embedding_key(header.model, image.mm_hash)
         needless = await self._is_encoded(key) or await self._is_queued(key, header, edge, image)
         if needless and image.ref is not None:
@@ -91,16 +92,16 @@ class Packer:
 
     async def _is_encoded(self, key: str) -> bool:
         result = await item_results.last(self._bus, key)
-        # A result that is about to expire may be gone before the engine asks for it.
+        # A result that is about to expire may be gone before the engine reads it.
         good_ms = 1000 * self._config.embeddings.ttl_s / 2
         return result is not None and self._bus.now_ms() - result.stored_ms < good_ms
 
     async def _is_queued(
         self, key: str, header: TaskHeader, edge: Edge, image: PreparedImage
     ) -> bool:
-        """Publish the item's task; returns whether another one was there, and this one dropped."""
+        """Publish the item's task, unless there is one already; return whether there was one."""
         if header.lane == "batch":
-            # A task that waits in the faster lane will do.
+            # A task in the faster lane serves this request too.
             name = subjects.item_task(key)
             faster = subjects.stage(edge.target, header.model, "interactive", name)
             if await self._bus.read_last(subjects.STAGES_STREAM, faster) is not None:
@@ -120,7 +121,7 @@ class Packer:
         *,
         inline: bool,
     ) -> MultiModalKwargsItem:
-        """The item with all its fields; those in the message are appended to `tensors`."""
+        """Return the item with all its fields; inline fields are appended to `tensors`."""
         ref, fields = image.ref, image.fields
         if ref is not None and inline:
             fields = fields or await self._copy(ref)
@@ -138,13 +139,14 @@ class Packer:
     def _check_room(self, prepared: Sequence[PreparedImage], tensors: Sequence[TensorData]) -> None:
         """Check that items without room in the arena fit into the message.
 
-        Raises Unavailable when they are too large, and there will be room once others have ended.
+        Raises Unavailable if they do not fit, but will fit into the arena when other requests have
+        ended.
         """
         num_bytes = sum(tensor.data.nbytes for tensor in tensors)
         without_room = any(image.ref is None for image in prepared)
         too_large = num_bytes > self._bus.max_payload - HEAD_BYTES
         if without_room and too_large and num_bytes < self._blobs.capacity:
-            raise Unavailable("there is no room for its media at present")
+            raise Unavailable("the media of this request have no room in the arena at present")
 
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:
@@ -152,14 +154,14 @@ class Packer:
             return {name: copy_tensor(tensor) for name, tensor in fields.items()}
 
 
-def _remove(made: list[BlobRef], image: PreparedImage) -> None:
-    """Note that an image's payload is another's to release, or has been released."""
+def _remove(refs: list[BlobRef], image: PreparedImage) -> None:
+    """Remove an image's reference, because its payload has been released or belongs to a task."""
     if image.ref is not None:
-        made.remove(image.ref)
+        refs.remove(image.ref)
 
 
 def _append(tensors: list[TensorData], fields: Mapping[str, TensorData]) -> dict[str, int]:
-    """Append the fields to `tensors`; returns the index of each by name."""
+    """Append the fields to `tensors`, and return the index of each by name."""
     indexes = {name: len(tensors) + number for number, name in enumerate(fields)}
     tensors += fields.values()
     return indexes

@@ -1,11 +1,11 @@
 """Preview path: prompts rendered for clients, without the caches of the render path.
 
-It neither reads the render path's caches nor adds to them, so a client can neither learn from them
-what other clients have sent nor evict it.
+The preview path neither reads these caches nor adds to them, so a client can neither detect the
+media of other clients in them nor evict them.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,54 +22,63 @@ from shared.protocol.requests import SEQUENCE_HEAD, Prompt
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.processor import ProcessedImage, Processor, Rendered, join
 from workers.renderer.threads import InThread, Result
 
 
-@dataclass(eq=False)
 class PreviewPath:
-    _bus: Bus
-    _loader: MediaLoader
-    _config: RendererConfig
-    _decoders: MediaDecoders
-    _in_thread: InThread
+    """Renders and tokenizes prompts without caches."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        loader: MediaLoader,
+        config: RendererConfig,
+        decoders: MediaDecoders,
+        in_thread: InThread,
+    ) -> None:
+        self._bus = bus
+        self._loader = loader
+        self._config = config
+        self._decoders = decoders
+        self._in_thread = in_thread
 
     async def render(
-        self, processor: Processor, asked: Prompt, max_bytes: int, tenant: str = ""
+        self, processor: Processor, prompt: Prompt, max_bytes: int, tenant: str = ""
     ) -> Rendered:
         """Render a prompt into items with all their tensors.
 
         Raises a RequestError: PayloadTooLarge as soon as the tensors exceed `max_bytes`.
         """
-        token_ids = await self._tokenize(processor, asked)
+        token_ids = await self._tokenize(processor, prompt)
         images: list[ProcessedImage] = []
         budget = Budget(max_bytes)
-        async for part, _, image in self._process_media(processor, asked, tenant):
+        async for part, _, image in self._process_media(processor, prompt, tenant):
             budget.spend(sum(tensor.data.nbytes for tensor in image.fields.values()), part.field)
             images.append(image)
-        token_ids, ranges = await self._expand(processor, asked, token_ids, images)
+        token_ids, ranges = await self._expand(processor, prompt, token_ids, images)
         return join(token_ids, ranges, images)
 
     async def render_features(
         self,
         processor: Processor,
-        asked: Prompt,
+        prompt: Prompt,
         model_id: str,
         max_bytes: int,
         tenant: str = "",
         *,
         with_data: bool,
     ) -> RenderedFeatures:
-        """Render a prompt for another server, which calls the model `model_id`.
+        """Render a prompt for another server. `model_id` is the name of the model there.
 
-        Raises what `render` raises.
+        Raises the errors of `render`.
         """
-        token_ids = await self._tokenize(processor, asked)
+        token_ids = await self._tokenize(processor, prompt)
         images: list[ProcessedImage] = []
         encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
-        async for part, source, image in self._process_media(processor, asked, tenant):
+        async for part, source, image in self._process_media(processor, prompt, tenant):
             mm_hash = await self._in_thread(
                 vllm_kwargs.mm_hash, part.modality, source, model_id, image.video
             )
@@ -79,50 +88,53 @@ class PreviewPath:
                 budget.spend(len(kwargs_data) + len(mm_metadata or b""), part.field)
             encoded.append((mm_hash, kwargs_data, mm_metadata))
             images.append(replace(image, fields={}))
-        token_ids, ranges = await self._expand(processor, asked, token_ids, images)
+        token_ids, ranges = await self._expand(processor, prompt, token_ids, images)
         features = [
             RenderedFeature(image.modality, mm_hash, placeholder, *payload)
             for image, placeholder, (mm_hash, *payload) in zip(images, ranges, encoded, strict=True)
         ]
         return RenderedFeatures(token_ids, features)
 
-    async def tokenize(self, processor: Processor, asked: Prompt, tenant: str = "") -> list[int]:
-        """Return token ids with room for the media, however many.
+    async def tokenize(self, processor: Processor, prompt: Prompt, tenant: str = "") -> list[int]:
+        """Return token ids with room for the media, without a limit on their number.
 
         Raises a RequestError.
         """
-        token_ids = await self._tokenize(processor, asked)
+        token_ids = await self._tokenize(processor, prompt)
         images = []
-        async for part, data in self._files(asked, tenant):
+        async for part, data in self._files(prompt, tenant):
             measure = partial(self._open, processor.measure, part, data, tenant)
             images.append(await self._decoders.run(part.modality, measure))
-        if asked.text is None:
+        if prompt.text is None:
             token_ids, _ = await self._in_thread(processor.expand_unchecked, token_ids, images)
         return token_ids
 
-    async def _tokenize(self, processor: Processor, asked: Prompt) -> list[int]:
-        if asked.features:
-            raise UnsupportedContent("these media are rendered already", field="features")
-        return await self._in_thread(processor.tokenize, asked)
+    async def _tokenize(self, processor: Processor, prompt: Prompt) -> list[int]:
+        if prompt.features:
+            raise UnsupportedContent("the media in features are already rendered", field="features")
+        return await self._in_thread(processor.tokenize, prompt)
 
     async def _expand(
         self,
         processor: Processor,
-        asked: Prompt,
+        prompt: Prompt,
         token_ids: list[int],
         images: list[ProcessedImage],
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        field = prompt.field_of(asked)
-        if asked.token_ids is not None:
+        field = prompts.field_of(prompt)
+        if prompt.token_ids is not None:
             processor.check_len(token_ids, field)
             return token_ids, []
         return await self._in_thread(processor.expand, token_ids, images, field)
 
     async def _process_media(
-        self, processor: Processor, asked: Prompt, tenant: str
-    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes | Samples, ProcessedImage]]:
-        """Yield the media parts, processed, with what vLLM's mm_hash covers of each: the samples
-        of a sound, or the file. Each is read when its turn comes."""
+        self, processor: Processor, prompt: Prompt, tenant: str
+    ) -> AsyncIterator[tuple[prompts.MediaPart, bytes | Samples, ProcessedImage]]:
+        """Yield the media parts, the input of vLLM's mm_hash, and the processed media.
+
+        The input of the hash is the samples of a sound, or else the file. Each medium is read when
+        the previous one has been processed.
+        """
 
         def process(
             media: DecodedMedia, field: str, sampling: FrameSampling
@@ -134,16 +146,16 @@ class PreviewPath:
             sound = processor.process(recorded, field, "", sampling)
             return sound, np.concatenate(pieces)
 
-        async for part, data in self._files(asked, tenant):
+        async for part, data in self._files(prompt, tenant):
             opened = partial(self._open, process, part, data, tenant)
             image, samples = await self._decoders.run(part.modality, opened)
-            # vLLM's file of a sequence of JPEG files is what follows the head of its URL.
+            # For vLLM, the file of a JPEG sequence begins after the head of its URL.
             yield part, data.removeprefix(SEQUENCE_HEAD) if samples is None else samples, image
 
     async def _files(
-        self, asked: Prompt, tenant: str
-    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes]]:
-        for part in prompt.media_parts(asked.messages):
+        self, prompt: Prompt, tenant: str
+    ) -> AsyncIterator[tuple[prompts.MediaPart, bytes]]:
+        for part in prompts.media_parts(prompt.messages):
             if is_stored(part.url):
                 limit = self._config.max_bytes[part.modality]
                 data = await read_stored(self._bus, part.url, part.field, limit, tenant)
@@ -154,7 +166,7 @@ class PreviewPath:
     def _open(
         self,
         work: Callable[[DecodedMedia, str, FrameSampling], Result],
-        part: prompt.MediaPart,
+        part: prompts.MediaPart,
         data: bytes,
         tenant: str,
     ) -> Result:
@@ -172,18 +184,18 @@ def _record(
         yield piece
 
 
-@dataclass(eq=False)
 class Budget:
-    """The bytes that still fit into an answer."""
+    """Limit on the bytes of an answer."""
 
-    _max_bytes: int
-    _num_bytes: int = 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
 
     def spend(self, num_bytes: int, field: str) -> None:
-        """Raises PayloadTooLarge."""
+        """Count these bytes. Raises PayloadTooLarge."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             raise PayloadTooLarge(
-                f"the media's tensors have more than the {self._max_bytes} bytes of a message",
+                f"the media's tensors exceed the limit of {self._max_bytes} bytes of a message",
                 field=field,
             )

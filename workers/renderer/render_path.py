@@ -1,4 +1,4 @@
-"""The render path: prompts and images for an engine. Processed images are cached and reused."""
+"""Render path: renders prompts and images for an engine, and caches processed images."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,7 +15,7 @@ from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.request_media import RequestMedia, Source
 from workers.renderer.packing import Packer
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.processor import Processor, Rendered
 from workers.renderer.threads import InThread
 
@@ -41,42 +41,42 @@ class RenderPath:
     async def render(
         self,
         processor: Processor,
-        asked: Prompt,
+        prompt: Prompt,
         media: RequestMedia,
         ttl_s: float,
         header: TaskHeader | None,
-        made: list[BlobRef],
+        refs: list[BlobRef],
         begun: Callable[[], None] = lambda: None,
         advanced: Callable[[], Awaitable[None]] = _nothing,
     ) -> Rendered:
-        """Return token ids, and items with their tensors or, if those are large, references.
+        """Return token ids, and items with their tensors or, for large tensors, references.
 
-        `ttl_s` is how long the engine may fetch the referenced payloads. Without a `header` no
-        engine will, and no encoder is asked. References are in `made` as long as the caller has to
-        release them. `begun` is called in a thread when one is free for this work, and `advanced`
+        The engine may fetch the referenced payloads for `ttl_s`. Without a `header`, no engine
+        fetches them, and no task is published for encoders. `refs` has the references that the
+        caller must release. `begun` is called in a thread when the work begins, and `advanced`
         after each image.
 
-        Raises a RequestError, or what `media` raises.
+        Raises a RequestError, or the errors of `media`.
         """
 
         def begin() -> list[int]:
             begun()
-            return processor.tokenize(asked)
+            return processor.tokenize(prompt)
 
         ticket = None if header is None else header.ticket
         embeds = header is not None and header.embedding is not None
         lane = "interactive" if header is None else header.lane
         scope = "" if ticket is None else ticket.cache_scope
         token_ids = await self._in_text_thread(begin)
-        if asked.token_ids is not None:
-            ranges = await self._in_text_thread(processor.check_features, asked, embeds)
-        is_item = asked.token_ids is not None
-        # The tokens that the next medium may have, one of them in place of its placeholder.
+        if prompt.token_ids is not None:
+            ranges = await self._in_text_thread(processor.check_features, prompt, embeds)
+        is_item = prompt.token_ids is not None
+        # Largest number of tokens of the next medium. The first one replaces its placeholder.
         room = processor.max_model_len - (not embeds) - len(token_ids) + 1
         prepared: list[PreparedImage] = []
-        # One image at a time, which is dropped once it is processed: eight rasters of the largest
-        # size would be a gigabyte.
-        async for part, source in _sources(asked, media):
+        # Images are processed one at a time, and each is dropped after it: eight rasters of the
+        # largest size would need a gigabyte.
+        async for part, source in _sources(prompt, media):
             async with _keeping(media, source):
                 image = await self.images.prepare(
                     processor, part, source.data, scope, ttl_s, room, is_item=is_item, lane=lane
@@ -84,18 +84,18 @@ class RenderPath:
                 prepared.append(image)
                 room += 1 - image.num_tokens
                 if image.ref is not None:
-                    made.append(image.ref)
+                    refs.append(image.ref)
             await advanced()
-        if asked.token_ids is None:
+        if prompt.token_ids is None:
             await media.pin()
-            field = prompt.field_of(asked)
+            field = prompts.field_of(prompt)
             token_ids, ranges = await self._in_text_thread(
                 processor.expand, token_ids, prepared, field, embeds
             )
         else:
-            _check_counts(asked, ranges, prepared)
-            await media.note(asked.features)
-        items, tensors = await self._packer.pack(header, prepared, ranges, made)
+            _check_counts(prompt, ranges, prepared)
+            await media.note(prompt.features)
+        items, tensors = await self._packer.pack(header, prepared, ranges, refs)
         return Rendered(token_ids, items, tensors)
 
 
@@ -112,22 +112,22 @@ async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
 
 
 async def _sources(
-    asked: Prompt, media: RequestMedia
-) -> AsyncIterator[tuple[prompt.MediaPart, Source]]:
-    """Yield the media's files, or processed items; each is read when its turn comes."""
-    for part in prompt.media_parts(asked.messages):
+    prompt: Prompt, media: RequestMedia
+) -> AsyncIterator[tuple[prompts.MediaPart, Source]]:
+    """Yield files of media, or processed items. Each is read when the iteration reaches it."""
+    for part in prompts.media_parts(prompt.messages):
         yield part, await media.read(part.url, part.field, part.modality)
-    fields = prompt.feature_fields(asked.features, "kwargs_data")
-    for feature, field in zip(asked.features, fields, strict=True):
-        part = prompt.MediaPart(feature.modality, field, "")
+    fields = prompts.feature_fields(prompt.features, "kwargs_data")
+    for feature, field in zip(prompt.features, fields, strict=True):
+        part = prompts.MediaPart(feature.modality, field, "")
         yield part, await media.read_item(feature, field)
 
 
 def _check_counts(
-    asked: Prompt, ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]
+    prompt: Prompt, ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]
 ) -> None:
     """Raise InvalidRequest if an item's range has another number of placeholders than it needs."""
-    fields = prompt.feature_fields(asked.features, "mm_placeholders")
+    fields = prompts.feature_fields(prompt.features, "mm_placeholders")
     for placeholder, image, field in zip(ranges, prepared, fields, strict=True):
         if placeholder.num_embeds != image.num_tokens:
             raise InvalidRequest(

@@ -1,14 +1,13 @@
 """Renderer RPC: calls that renderers answer directly, such as rendering or tokenizing a prompt.
 
 Calls share the threads with work for engines, but use at most half of them, and calls beyond a
-bound are refused at once, so that no answer waits for a token count. Recordings are split beside
-these calls, in the processes that decode media. Tenants take turns, and under overload the tenant
-with the most calls is refused.
+limit are refused at once, so that rendering for answers does not wait for token counts. Recordings
+are split in the processes that decode media, with separate slots. Tenants take turns, and under
+overload the tenant with the most calls is refused.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -42,7 +41,7 @@ from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.threads import InThread
 
-# Calls in flight; at ten milliseconds each, the last of them waits less than a second.
+# Limit on calls in flight. At ten milliseconds each, the last call waits less than a second.
 MAX_HELD = 64
 
 Request = TypeVar("Request")
@@ -50,18 +49,26 @@ Request = TypeVar("Request")
 _log = structlog.get_logger()
 
 
-@dataclass(eq=False)
 class RendererRpc:
-    _bus: Bus
-    _path: PreviewPath
-    _splitter: SoundSplitter
-    _processors: Mapping[str, Processor]
-    _config: Config
-    _in_thread: InThread
-    _responders: list[GroupResponder] = field(default_factory=list)
+    """Answers the calls of all models of a renderer."""
 
-    def __post_init__(self) -> None:
-        limits, complaint = self._config.renderer, "calls wait for this renderer"
+    def __init__(
+        self,
+        bus: Bus,
+        path: PreviewPath,
+        splitter: SoundSplitter,
+        processors: Mapping[str, Processor],
+        config: Config,
+        in_thread: InThread,
+    ) -> None:
+        self._bus = bus
+        self._path = path
+        self._splitter = splitter
+        self._processors = processors
+        self._config = config
+        self._in_thread = in_thread
+        self._responders: list[GroupResponder] = []
+        limits, complaint = config.renderer, "calls wait for this renderer"
         self._slots = FairSlots(max(1, limits.threads // 2), complaint)
         self._splitting = FairSlots(max(1, limits.decoders // 2), complaint)
 
@@ -117,22 +124,22 @@ class RendererRpc:
         return envelope.encode(head, rendered.tensors)
 
     async def _features(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = await _decode(decode_features_request, data)
-        _check_model(asked.request, model)
+        call = await _decode(decode_features_request, data)
+        _check_model(call.request, model)
         rendered = await self._path.render_features(
             self._processors[model],
-            prompt_of(asked.request),
+            prompt_of(call.request),
             self._config.models[model].hash_model_id or self._config.models[model].path,
             self._bus.max_payload,
             tenant,
-            with_data=asked.payload == "tensors",
+            with_data=call.payload == "tensors",
         )
         return to_msgpack(rendered)
 
     async def _tokenize(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
+        prompt = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
         processor = self._processors[model]
-        token_ids = await self._path.tokenize(processor, asked, tenant)
+        token_ids = await self._path.tokenize(processor, prompt, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)
         return to_json(Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings))
 
@@ -144,8 +151,8 @@ class RendererRpc:
         return to_json(Detokenized(text, token_bytes))
 
     async def _split(self, model: str, data: bytes, tenant: str) -> bytes:
-        asked = await _decode(decode_split_request, data)
-        urls = await self._splitter.split(self._processors[model], asked.url, tenant)
+        request = await _decode(decode_split_request, data)
+        urls = await self._splitter.split(self._processors[model], request.url, tenant)
         return to_json(SoundPieces(urls))
 
     async def _card(self, model: str, data: bytes, tenant: str) -> bytes:

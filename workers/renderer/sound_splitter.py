@@ -1,11 +1,10 @@
-"""Sound splitter: a stored recording, cut into pieces that a model hears at once.
+"""Sound splitter: cuts a stored recording into pieces that a model can process at once.
 
-The pieces are stored as files of their own, whose names depend on the recording alone. Each is then
-a request like any other, which can be computed and repeated by itself.
+The pieces are stored as separate files. Their names depend only on the recording, so the request
+for each piece can be repeated independently.
 """
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import soundfile
@@ -25,16 +24,18 @@ from workers.renderer.processing.processor import Processor
 FIELD = "url"
 
 
-@dataclass(eq=False)
 class SoundSplitter:
-    _bus: Bus
-    _decoders: MediaDecoders
-    _config: RendererConfig
+    """Splits stored recordings, and stores the pieces."""
+
+    def __init__(self, bus: Bus, decoders: MediaDecoders, config: RendererConfig) -> None:
+        self._bus = bus
+        self._decoders = decoders
+        self._config = config
 
     async def split(self, processor: Processor, url: str, tenant: str) -> list[str]:
         """Return the URLs of the pieces. Raises a RequestError, or Unavailable."""
         if not processor.accepts(AUDIO):
-            raise UnsupportedContent("this model takes no audios", field=FIELD)
+            raise UnsupportedContent("this model does not accept audio", field=FIELD)
         limit = self._config.max_bytes[AUDIO]
         data = await read_stored(self._bus, url, FIELD, limit, tenant)
         window_s = processor.window_s(AUDIO)
@@ -49,7 +50,7 @@ class SoundSplitter:
         return urls
 
     def _cut(self, data: bytes, window_s: float, tenant: str) -> list[bytes]:
-        """Return the pieces as files; none for a recording that is short enough as it is."""
+        """Return the pieces as files; none for a recording that need not be cut."""
         with self._decoders.open(AUDIO, data, FIELD, tenant) as media:
             assert isinstance(media, DecodedAudio)
             if media.probe.seconds <= min(window_s, MAX_PIECE_S):
@@ -60,6 +61,6 @@ class SoundSplitter:
 
 def _to_flac(samples: Samples) -> bytes:
     file = io.BytesIO()
-    # A louder sample than full scale would turn into the opposite.
+    # A sample over full scale would wrap around.
     soundfile.write(file, np.clip(samples, -1.0, 1.0), SAMPLE_RATE, "PCM_16", format="FLAC")
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""The interface by which the renderer's modules run blocking functions in its thread pool."""
+"""Interface with which the renderer's modules run blocking functions in its thread pool."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar, TypeVarTuple

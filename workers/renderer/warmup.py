@@ -1,7 +1,7 @@
-"""Warm-up: one-time work of each path is done before the first request.
+"""Warm-up: does the one-time work of each path before the first request.
 
-It renders real messages with real files, because most one-time work is not in the processor: image
-plugins, the template's compilation, imports inside libraries. Nothing of it stays in a cache.
+Real messages with real files are rendered, because most one-time work is not in the processor:
+image plugins, the template's compilation, imports inside libraries. The results are not cached.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ async def warm_up(processor: Processor, render: Callable[[Prompt], Awaitable[Ren
         head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
         envelope.encode(head, rendered.tensors)
 
-    # At once, to use more than one thread: threads have one-time work, too.
+    # Concurrently, to use more than one thread, because threads have one-time work too.
     async with asyncio.TaskGroup() as group:
         for messages in _conversations(processor):
             group.create_task(encode(messages))
@@ -60,9 +60,9 @@ def _conversations(processor: Processor) -> Iterator[list[Message]]:
 
 
 def _plain_image(name: str) -> str:
-    """Return the data: URL of an image of one random colour, which no cache has yet.
+    """Return the data: URL of an image with one random colour, which is not in any cache.
 
-    To encode noise in all formats would hold up the event loop for a tenth of a second.
+    Encoding noise in all formats would block the event loop for a tenth of a second.
     """
     file = io.BytesIO()
     red, green, blue = secrets.token_bytes(3)
@@ -71,7 +71,7 @@ def _plain_image(name: str) -> str:
 
 
 def _hum() -> str:
-    """Return the data: URL of a second of sound, at a rate from which it is resampled."""
+    """Return the data: URL of a second of sound, at a rate that must be resampled."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setnchannels(1)

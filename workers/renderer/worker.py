@@ -34,8 +34,8 @@ from workers.renderer.warmup import MAX_BYTES, TTL_S, warm_up
 async def main(context: Context) -> None:
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
-    # The objects that libraries have created stay for good. A full collection would walk through
-    # all of them, which takes some tenths of a second in the middle of a request.
+    # The objects of libraries live as long as the process. A full collection would visit all of
+    # them, which takes tenths of a second in the middle of a request.
     gc.collect()
     gc.freeze()
     await worker.serve()
@@ -82,7 +82,7 @@ class RendererWorker:
     async def _warm_up(self, model: str, processor: Processor) -> None:
         media = self._open_media("warm-up", 0)
         render = partial(
-            self._render_path.render, processor, media=media, ttl_s=TTL_S, header=None, made=[]
+            self._render_path.render, processor, media=media, ttl_s=TTL_S, header=None, refs=[]
         )
         preview = partial(self._preview_path.render, processor, max_bytes=MAX_BYTES)
         for path, way in (("render", render), ("preview", preview)):
@@ -141,7 +141,7 @@ class RendererWorker:
         rendered_s = (self._context.bus.now_ms() - job.received_ms) / 1000
         metrics = self._context.metrics.of(header.model)
         metrics.histogram("render_seconds").observe(rendered_s)
-        # The threads are free for the jobs that wait in this worker.
+        # The threads are now free for the jobs that wait in this worker.
         stage.claims.progressed(stage.claims.waiting)
         if job.ended:
             return Ended()
@@ -198,6 +198,6 @@ class RendererWorker:
         return await loop.run_in_executor(self._threads, function, *args)
 
     async def _in_text_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
-        """Run short work on text, which does not wait for the media of others."""
+        """Run short work on text, which must not wait for media of other requests."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._text_threads, function, *args)

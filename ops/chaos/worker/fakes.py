@@ -43,7 +43,7 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
             core = fake_model.build_core(runner, num_blocks, limits.max_num_seqs)
         _watch_blocks(core, journal)
         opener = ItemLoader(await context.open_blobs(), None, lambda data: data)
-        await EngineWorker(context, MODEL, core, opener, _output=output).serve()
+        await EngineWorker(context, MODEL, core, opener, output=output).serve()
 
     return main
 

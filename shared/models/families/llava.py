@@ -1,4 +1,4 @@
-"""LLaVA 1.5: every image is one square for a CLIP tower, and a projector follows."""
+"""LLaVA 1.5: every image is one square for a CLIP tower with a projector."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ else:
 
 
 class LlavaSettings(msgspec.Struct, frozen=True):
-    """The settings in processor_config.json that decide LLaVA's number of tokens."""
+    """Settings in processor_config.json that determine LLaVA's number of tokens."""
 
     patch_size: int
     vision_feature_select_strategy: Literal["default", "full"] | None = None
@@ -104,16 +104,16 @@ class LlavaImageLayout:
             )
         if self._settings.patch_size != vision.patch_size:
             raise ConfigError(
-                f"processor_config.json has patch_size {self._settings.patch_size}, the vision"
-                f" tower {vision.patch_size}"
+                f"processor_config.json has patch_size {self._settings.patch_size}, but the vision"
+                f" tower has {vision.patch_size}"
             )
         num_embeddings = _count_embeddings(config)
         num_tokens = self._count_tokens(vision.image_size, vision.image_size)
         if num_tokens != num_embeddings:
             raise ConfigError(
-                f"processor_config.json makes {num_tokens} tokens of an image, the model"
-                f" {num_embeddings} embeddings: num_additional_image_tokens or"
-                " vision_feature_select_strategy is not the model's"
+                f"with processor_config.json, an image has {num_tokens} tokens, but the model"
+                f" computes {num_embeddings} embeddings: num_additional_image_tokens or"
+                " vision_feature_select_strategy does not match the model"
             )
 
     def _check_output(self, vision: Any, table: NDArray[np.float32]) -> None:
@@ -124,12 +124,12 @@ class LlavaImageLayout:
             pixels = self._crop(image)
             if pixels.shape != self._shape:
                 raise ConfigError(
-                    f"the image processor makes {list(pixels.shape)} of an image, the vision"
-                    f" tower takes {list(self._shape)}"
+                    f"the image processor returns {list(pixels.shape)} for an image, but the vision"
+                    f" tower needs {list(self._shape)}"
                 )
             whole = self._processor(images=[image], return_tensors="np")["pixel_values"][0]
             if not np.array_equal(table[np.arange(len(table))[:, None, None], pixels], whole):
-                raise ConfigError("the image processor does more than to rescale and normalise")
+                raise ConfigError("the image processor does more than rescale and normalise")
 
 
 class LlavaTower(TowerAdapter):
@@ -147,13 +147,13 @@ class LlavaTower(TowerAdapter):
                 field="models.path",
             )
         layers = self._config.vision_feature_layer
-        # The embeddings before the first layer count as a layer's.
+        # The embeddings before the first layer count as a layer.
         num_layers = vision.num_hidden_layers + 1
         for layer in [layers] if isinstance(layers, int) else layers:
             if not -num_layers <= layer < num_layers:
                 raise ConfigError(
-                    f"models.path: vision_feature_layer {layer} is none of the tower's"
-                    f" {num_layers}",
+                    f"models.path: vision_feature_layer {layer} is not one of the tower's"
+                    f" {num_layers} layers",
                     field="models.path",
                 )
 

@@ -1,6 +1,6 @@
 """LLaVA-NeXT-Video: some frames of a video as squares for a CLIP tower, pooled by twos.
 
-Videos only: the tiles that the family cuts images into are not supported.
+Only videos are supported, because the family's image tiles are not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-# As in the family's examples; its processor takes all frames that it is given.
+# Number from the family's examples. The family's processor itself does not sample frames.
 NUM_FRAMES = 8
 
 
@@ -84,7 +84,7 @@ class LlavaNextVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
             num += 1
         if num != len(pixels):
             raise InvalidMedia(
-                f"the video has {num} of the {len(pixels)} frames asked of it", field=field
+                f"the video has {num} of the {len(pixels)} selected frames", field=field
             )
         return {"pixels": from_numpy(pixels), "pixel_table": self._table}, plan.num_tokens
 
@@ -139,7 +139,7 @@ class LlavaNextVideoTower(TowerAdapter):
         return list(features[0].split([self.count(fields) for fields in batch]))
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
-        """Split a video between its frames, each of which the tower sees by itself."""
+        """Split a video between its frames, because the tower processes each frame separately."""
         num = max(1, max_count // self._tokens_per_frame)
         parts = torch.split(fields["pixels"], num)
         return [{"pixels": part, "pixel_table": fields["pixel_table"]} for part in parts]
@@ -172,7 +172,7 @@ def _count_pooled(config: Any) -> int:
             field="models.path",
         )
     if pooling not in (("average", 2), ("max", 2)) or side % 2:
-        # transformers counts an odd side in another way than it pools it.
+        # For an odd side, transformers counts another number of tokens than it pools.
         raise ConfigError(
             f"models.path: LLaVA-NeXT-Video is supported with sides of an even number of patches,"
             f" pooled by twos, not with {side} patches and {pooling}",
@@ -192,8 +192,8 @@ def _open_layout(folder: Path, config: Any) -> LlavaNextVideoLayout:
     )
     if settings is None or not fits:
         raise ConfigError(
-            f"{folder}: the video processor does not make squares of {side} pixels, which the"
-            " tower takes",
+            f"{folder}: the video processor does not return squares of {side} pixels, which the"
+            " tower needs",
             field="path",
         )
     return LlavaNextVideoLayout(settings, config)

@@ -1,6 +1,6 @@
 """Qwen2-Audio: sounds of at most 30 seconds as log-mel features for a Whisper encoder.
 
-The fields of a sound and the part of a tower that is equal for other families are here, too.
+This module also has the parts of the audio tower that other families share.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ else:
     torch = LazyModule("torch")
 
 NUM_SAMPLE_FRAMES = 100
-"""Frames of the sound of a warm-up."""
+"""Number of frames in the sound of the warm-up."""
 
 
 class Qwen2AudioLayout(MelLayout):
-    """Qwen2-Audio's features; its encoder takes as many frames as it has positions, twice."""
+    """Qwen2-Audio's features. Its encoder needs twice as many frames as it has positions."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder, config.audio_config)
         num_frames = 2 * config.audio_config.max_source_positions
         if self.num_window_frames != num_frames:
             raise ConfigError(
-                f"{folder}: the feature extractor makes {self.num_window_frames} frames, the audio"
-                f" tower takes {num_frames}",
+                f"{folder}: the feature extractor returns {self.num_window_frames} frames, but the"
+                f" audio tower needs {num_frames}",
                 field="path",
             )
 
@@ -63,7 +63,7 @@ class Qwen2AudioLayout(MelLayout):
         fits = mask.ndim == 1 and features.shape[-1:] == mask.shape
         if not fits or not mask[:num_frames].all():
             raise InvalidRequest(
-                f"feature_attention_mask {list(mask.shape)} is not that of a sound with features"
+                f"feature_attention_mask {list(mask.shape)} does not match the features"
                 f" {list(features.shape)}",
                 field=field,
             )
@@ -79,7 +79,7 @@ class AudioTower(TowerAdapter):
     def count(self, fields: Fields) -> int:
         num_frames = int(get_field(fields, "audio_frames", torch.int64, ()))
         if (count := count_tokens(num_frames)) < 1:
-            refuse(f"audio_frames is {num_frames}, which makes no embedding")
+            refuse(f"audio_frames is {num_frames}, which is too short for an embedding")
         return count
 
     def check(self, fields: Fields) -> None:
@@ -113,7 +113,10 @@ class Qwen2AudioTower(AudioTower):
         super().check(fields)
         num_frames = fields["input_features"].shape[1]
         if num_frames > self._num_window_frames:
-            refuse(f"input_features has {num_frames} frames, not {self._num_window_frames} at most")
+            refuse(
+                f"input_features has {num_frames} frames, over the limit of"
+                f" {self._num_window_frames}"
+            )
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         from transformers.masking_utils import create_bidirectional_mask
@@ -122,7 +125,7 @@ class Qwen2AudioTower(AudioTower):
         features = features.to(model.device, model.dtype)
         frames = torch.stack([fields["audio_frames"] for fields in batch]).to(model.device)
         tower = model.model.audio_tower
-        # One embedding for two positions, of which the sound has so many.
+        # Two positions become one embedding.
         num_positions, counts = tower._get_feat_extract_output_lengths(frames)
         positions = torch.arange(self._num_window_frames // 2, device=model.device)
         mask = create_bidirectional_mask(
@@ -146,7 +149,7 @@ class Qwen2AudioTower(AudioTower):
 
 
 class Qwen2AudioAdapter(LanguageAdapter):
-    """A plain decoder, whose model's forward has no choice of rows."""
+    """A plain decoder. Its model's forward cannot select rows, so the head is called here."""
 
     def forward(
         self,

@@ -1,7 +1,7 @@
-"""Thinkers of Qwen2.5-Omni and Qwen3-Omni, which write the text.
+"""Thinkers of Qwen2.5-Omni and Qwen3-Omni, the parts that write text.
 
-A model's folder has its talker and its vocoder too. Qwen2.5-Omni also hears, and sees videos, with
-their sound where a request asks for it: such an item has the fields of a video and of a sound.
+A model's folder also has its talker and its vocoder. Qwen2.5-Omni accepts images, sounds and
+videos. If a request uses the sound of a video, its item has the fields of a video and of a sound.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ else:
     torch = LazyModule("torch")
 
 USE_AUDIO = "use_audio_in_video"
-"""The field of vLLM's videos that says whether their sound is an item beside them."""
+"""Field of vLLM's videos: whether their sound is an additional item."""
 
 
 class OmniAudioLayout(MelLayout):
-    """Qwen2.5-Omni's features; its encoder takes sounds of any length."""
+    """Qwen2.5-Omni's features. Its encoder accepts sounds of any length."""
 
     wire_names = ("audio_feature_lengths", "feature_attention_mask", "input_audio_features")
 
@@ -80,13 +80,13 @@ class OmniAudioLayout(MelLayout):
 
 
 class OmniImageLayout(QwenImageLayout):
-    """The fields of an image, for both thinkers."""
+    """Fields of an image, for both thinkers."""
 
     sends_values = True
 
 
 class OmniVideoLayout(Qwen25VideoLayout):
-    """Qwen2.5-Omni's fields of a video, and the place of its sound, if there is any."""
+    """Qwen2.5-Omni's fields of a video, with the placement of its sound, if it has one."""
 
     metadata = (GRID, SECONDS, FRAMES)
     sends_values = True
@@ -117,51 +117,53 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return Placement([start, *embeds, end], self.embed_ids)
 
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        heard = FRAMES in fields
-        flag = WireField(from_numpy(np.array(heard)), SharedField(1, keep_on_cpu=True))
+        has_sound = FRAMES in fields
+        flag = WireField(from_numpy(np.array(has_sound)), SharedField(1, keep_on_cpu=True))
         wire = dict(sorted({**super().to_wire(fields), USE_AUDIO: flag}.items()))
-        # vLLM has the sound as an item of its own, and no form for one item of both.
-        return wire | self.sound.to_wire(fields) if heard else wire
+        # vLLM sends the sound as a separate item, and has no format for one item with both.
+        return wire | self.sound.to_wire(fields) if has_sound else wire
 
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        heard = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
-        seen = {name: wire[name] for name in wire if name not in heard and name != USE_AUDIO}
+        sound_wire = {name: wire[name] for name in OmniAudioLayout.wire_names if name in wire}
+        video_wire = {
+            name: wire[name] for name in wire if name not in sound_wire and name != USE_AUDIO
+        }
         flag = USE_AUDIO in wire and bool(to_numpy(wire[USE_AUDIO].tensor).any())
-        if flag != bool(heard):
+        if flag != bool(sound_wire):
             names = ", ".join(wire)
             raise InvalidRequest(f"{USE_AUDIO} is {str(flag).lower()} for {names}", field=field)
-        if not heard:
-            return super().from_wire(seen, field)
-        fields, num_seen = super().from_wire(seen, field)
-        sound, num_heard = self.sound.from_wire(heard, field)
+        if not sound_wire:
+            return super().from_wire(video_wire, field)
+        fields, num_seen = super().from_wire(video_wire, field)
+        sound, num_heard = self.sound.from_wire(sound_wire, field)
         return fields | sound, num_seen + num_heard
 
     def _time_names(self) -> tuple[str, ...]:
         return (SECONDS,)
 
     def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
-        # transformers' processor of this family gives these to videos, whatever the folder says.
+        # transformers' processor of this family ignores the folder's settings for videos.
         return 128 * 28 * 28, 768 * 28 * 28
 
 
 class OmniTower(QwenTower):
-    """The vision tower of a thinker."""
+    """Vision tower of a thinker."""
 
     modules = ("model.visual", "model.audio_tower")
     language_modules: tuple[str, ...] = ("model.language_model", "model.audio_tower", "lm_head")
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        # The whole model's config, or that of the thinker alone.
+        # `config` is the config of the whole model or of its thinker.
         super().__init__(getattr(config, "thinker_config", config))
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
-        """Nothing is replaced: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
+        """Replace nothing: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
 
 
 class HearingTower(OmniTower):
-    """The vision and the audio tower of Qwen2.5-Omni's thinker."""
+    """Vision and audio tower of Qwen2.5-Omni's thinker."""
 
     language_modules = ("model.language_model", "lm_head")
 
@@ -186,8 +188,8 @@ class HearingTower(OmniTower):
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
         if not _has_sound(fields):
             return super().split(fields, max_count)
-        heard = {name: fields[name] for name in SOUND_FIELDS}
-        return [*super().split(_without_sound(fields), max_count), heard]
+        sound = {name: fields[name] for name in SOUND_FIELDS}
+        return [*super().split(_without_sound(fields), max_count), sound]
 
     def join(self, fields: Fields, parts: Sequence[Tensor]) -> Tensor:
         joined = super().join(fields, parts)
@@ -200,16 +202,16 @@ class HearingTower(OmniTower):
         is_sound = [_is_sound(fields) for fields in batch]
         sounds = [fields for fields in batch if _is_sound(fields)]
         others = [fields for fields in batch if not _is_sound(fields)]
-        heard = iter(self._audio.encode(model, sounds) if sounds else [])
-        seen = iter(super().encode(model, others) if others else [])
-        return [next(heard if sound else seen) for sound in is_sound]
+        sound_embeddings = iter(self._audio.encode(model, sounds) if sounds else [])
+        other_embeddings = iter(super().encode(model, others) if others else [])
+        return [next(sound_embeddings if sound else other_embeddings) for sound in is_sound]
 
     def samples(self) -> list[Fields]:
         return [*super().samples(), *self._audio.samples()]
 
 
 class OmniAudioTower(AudioTower):
-    """The audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
+    """Audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         lengths = torch.stack([fields["audio_frames"] for fields in batch])
@@ -229,7 +231,7 @@ def _is_sound(fields: Mapping[str, Any]) -> bool:
 
 
 def _has_sound(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields are those of a video with its sound."""
+    """Return whether the item is a video with its sound."""
     return FRAMES in fields and GRID in fields
 
 
@@ -238,7 +240,7 @@ def _without_sound(fields: Fields) -> Fields:
 
 
 def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> SoundingVideo:
-    """Return how the fields' embeddings stand in the prompt, by the config of a thinker."""
+    """Return the arrangement of the item's embeddings in the prompt."""
     frames, height, width = fields[GRID].tolist()
     merge = config.vision_config.spatial_merge_size
     rate = config.position_id_per_seconds
@@ -256,12 +258,12 @@ def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> Soundi
 def _embed_ids(config: Any, video: SoundingVideo) -> list[int]:
     """Return the placeholder tokens of a video and its sound, in order."""
     is_seen = video.order() < video.num_seen
-    found: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
-    return found
+    ids: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
+    return ids
 
 
 class Qwen3OmniTower(OmniTower):
-    """Features of earlier layers stand behind each embedding, as in Qwen3-VL."""
+    """Qwen3-Omni's tower: each embedding is followed by features of earlier layers (DeepStack)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -274,7 +276,7 @@ class Qwen3OmniTower(OmniTower):
 
 
 class ThinkerAdapter(QwenAdapter):
-    """A thinker: its forward has no choice of rows, so its decoder and its head are run apart."""
+    """A thinker. Its forward cannot select rows, so decoder and head are called separately."""
 
     def forward(
         self,

@@ -40,7 +40,7 @@ _GRIDS: Mapping[str, str] = {IMAGE: IMAGE_GRID, VIDEO: VIDEO_GRID}
 
 
 class QwenTower(TowerAdapter):
-    """The vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of their layouts."""
+    """Vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of their layouts."""
 
     modules: tuple[str, ...] = ("model.visual",)
     metadata = (IMAGE_GRID,)
@@ -51,8 +51,8 @@ class QwenTower(TowerAdapter):
         is_still = frames == 1 or (frames > 0 and VIDEO_GRID in fields)
         if not is_still or height <= 0 or width <= 0 or height % merge or width % merge:
             refuse(
-                f"{grid_name(fields)} is {[frames, height, width]}; it must be one frame, or those"
-                f" of a video, whose sides are multiples of {merge}"
+                f"{grid_name(fields)} is {[frames, height, width]}; it must be one frame, or the"
+                f" frames of a video, with sides that are multiples of {merge}"
             )
         return int(frames * height * width // merge**2)
 
@@ -66,7 +66,7 @@ class QwenTower(TowerAdapter):
         check_table(get_field(fields, "pixel_table", torch.float32, (vision.in_channels, 256)))
         num_patches = self.count(fields) * vision.spatial_merge_size**2
         if num_patches != len(patches):
-            refuse(f"{grid_name(fields)} asks for {num_patches} patches, there are {len(patches)}")
+            refuse(f"{grid_name(fields)} needs {num_patches} patches, but there are {len(patches)}")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         pixel_values = torch.cat([self.restore(fields) for fields in batch])
@@ -74,7 +74,7 @@ class QwenTower(TowerAdapter):
         return self._embed(model, pixel_values.to(model.device), grids.to(model.device))
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
-        """Split a video between its pairs of frames, because none attends to another."""
+        """Split a video between its pairs of frames, because they do not attend to each other."""
         if VIDEO_GRID not in fields:
             return [fields]
         frames, height, width = fields[VIDEO_GRID].tolist()
@@ -126,7 +126,7 @@ class QwenTower(TowerAdapter):
 
 
 class Qwen3Tower(QwenTower):
-    """Qwen3-VL's tower: features of its earlier layers stand behind each embedding (DeepStack)."""
+    """Qwen3-VL's tower: each embedding is followed by features of earlier layers (DeepStack)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -139,7 +139,7 @@ class Qwen3Tower(QwenTower):
 
 
 class QwenAdapter(LanguageAdapter):
-    """Positions in time, height and width (M-RoPE): the tokens of an item stand in a grid."""
+    """Positions in time, height and width (M-RoPE): the tokens of an item form a grid."""
 
     num_position_rows = 3
 
@@ -153,7 +153,7 @@ class QwenAdapter(LanguageAdapter):
         _check_apart(sort_by_offset(prompt.items))
 
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
-        # The tokens of a sound stand one behind the other, as those of text do.
+        # The tokens of a sound have consecutive positions, like text.
         items = [item for item in sort_by_offset(prompt.items) if item.modality in _GRIDS]
         if not items:
             return None
@@ -161,7 +161,7 @@ class QwenAdapter(LanguageAdapter):
         return locate_grids(len(prompt.prompt_token_ids), runs)
 
     def _runs_of(self, item: MediaItem) -> Sequence[Run]:
-        """Return the item's tokens, which are one run, in their grid."""
+        """Return the runs of the item's tokens. Here an item is one run in a grid."""
         frames, rows, columns = self._grid_of(item)
         return [GridRun(item.placeholder.offset, frames, rows, columns, self._step_of(item))]
 
@@ -179,7 +179,7 @@ class QwenAdapter(LanguageAdapter):
         return float(item.fields[SECONDS]) * positions_per_second(self.model.config)
 
     def _check_placement(self, item: MediaItem) -> None:
-        """Check the form of the item's placeholder, and what the item says about time.
+        """Check the form of the item's placeholder, and its fields about time.
 
         Raises InvalidRequest.
         """
@@ -190,9 +190,10 @@ class QwenAdapter(LanguageAdapter):
 
 
 class Qwen3VLAdapter(QwenAdapter):
-    """Qwen3-VL's decoder adds further features of the images to its first hidden states.
+    """Qwen3-VL's decoder, which adds further features of images to its first hidden states.
 
-    Between the pairs of frames of a video there is text, so that each stands as an image does.
+    There is text between the pairs of frames of a video, so each pair has the positions of an
+    image.
     """
 
     def _runs_of(self, item: MediaItem) -> Sequence[Run]:
@@ -220,7 +221,7 @@ class Qwen3VLAdapter(QwenAdapter):
     ) -> Tensor:
         if deepstack is None:
             return super().forward(embeddings, positions, sampled_rows, None, **attention)
-        # The whole model makes these features from pixels and accepts no finished ones.
+        # The whole model computes these features from pixels, and does not accept computed ones.
         model: Any = self.model
         hidden = model.model.language_model(
             inputs_embeds=embeddings,
@@ -235,12 +236,12 @@ class Qwen3VLAdapter(QwenAdapter):
 
 
 def grid_name(fields: Mapping[str, Any]) -> str:
-    """Return the name of the field with the grid of an item, which tells videos from images."""
+    """Return the name of the field with an item's grid. It differs between videos and images."""
     return VIDEO_GRID if VIDEO_GRID in fields else IMAGE_GRID
 
 
 def check_seconds(fields: Fields) -> None:
-    """Raises InvalidRequest unless the fields say how long a pair of frames is."""
+    """Raise InvalidRequest unless the fields have a valid duration of a pair of frames."""
     seconds = float(get_field(fields, SECONDS, torch.float32, ()))
     if not 0 <= seconds <= MAX_GRID_SECONDS:
         refuse(f"{SECONDS} is {seconds}, not between 0 and {MAX_GRID_SECONDS:g}")
@@ -266,7 +267,7 @@ def _media(
 
 
 def _open_video(folder: Path, config: Any) -> QwenVideoLayout | None:
-    """Open the layout of Qwen2-VL or Qwen2.5-VL, which alone has positions per second."""
+    """Open the layout of Qwen2-VL or Qwen2.5-VL. Only Qwen2.5-VL has positions per second."""
     is_timed = hasattr(config.vision_config, "tokens_per_second")
     return (Qwen25VideoLayout if is_timed else QwenVideoLayout).open(folder, config)
 

@@ -4,9 +4,9 @@ from shared.models.family import DecoderTrait, ModelFamily
 
 
 def _declare(name: str, **decoders: set[DecoderTrait]) -> ModelFamily:
-    """Declare a family whose model types are those of its decoders."""
-    traits = {model_type: frozenset(found) for model_type, found in decoders.items()}
-    return ModelFamily(name, frozenset(decoders), traits)
+    """Declare a family. Its model types are the keys of `decoders`."""
+    frozen = {model_type: frozenset(traits) for model_type, traits in decoders.items()}
+    return ModelFamily(name, frozenset(decoders), frozen)
 
 
 FAMILIES = (

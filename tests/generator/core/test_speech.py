@@ -71,10 +71,10 @@ def test_the_last_frame_of_a_speech_may_be_shorter(
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        (codes(1, 3), "frame 0 is missing: frame 1 came next"),
+        (codes(1, 3), "frame 0 is missing: the next record begins at frame 1"),
         (codes(0, 3, voices.NUM_CODES), "frame 1 has codes outside of 0 to 39"),
         (codes(0, -1), "frame 0 has codes outside of 0 to 39"),
-        (CodeChunk(0, 1, 0, [[1], [1, 2]]), "frame 1 has 2 codes, the vocoder takes 1"),
+        (CodeChunk(0, 1, 0, [[1], [1, 2]]), "frame 1 has 2 codes, but the vocoder needs 1"),
     ],
 )
 def test_frames_that_the_vocoder_cannot_take_are_refused(
@@ -90,7 +90,7 @@ def test_frames_that_the_vocoder_cannot_take_are_refused(
     "made", [audio(0, 3, sample_rate=16_000), AudioChunk(0, 1, 0, FRAME + 1, 24_000, "")]
 )
 def test_the_sound_of_another_vocoder_is_not_continued(vocoder: Vocoder, made: AudioChunk) -> None:
-    with pytest.raises(PagemillError, match="another vocoder has begun this sound"):
+    with pytest.raises(PagemillError, match="this sound was begun by another vocoder"):
         Speech(SPEC, vocoder, [made])
 
 

@@ -130,7 +130,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
     "sequence of others": (
         lambda: files.sequence([files.jpeg(files.picture(0)), b"GIF89a", b""]),
         InvalidMedia,
-        "frame 1 of the video is no JPEG",
+        "frame 1 of the video is not a JPEG",
     ),
     "huge sequence": (
         lambda: files.sequence([files.jpeg(np.zeros((4096, 2304, 3), np.uint8))]),
@@ -188,7 +188,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
         MediaTooLarge,
         "64 channels is over the limit of 8",
     ),
-    "no numbers": (not_numbers, InvalidMedia, "are no numbers"),
+    "no numbers": (not_numbers, InvalidMedia, "are not finite"),
     "too loud": (
         lambda: files.sound(np.full((100, 1), 1e30, np.float32), 16_000),
         InvalidMedia,

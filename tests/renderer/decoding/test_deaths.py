@@ -69,8 +69,11 @@ def only_decoder(pool: DecoderPool) -> int:
     [
         (b"spin", "within its limits: 1 s of processor time"),
         (b"memory", "within its limits: 1024 MiB of memory"),
-        (b"abort", "within its limits: it ends its decoder by signal 6, within 1024 MiB and 1 s"),
-        (b"crash", "within its limits: it ends its decoder by signal 11"),
+        (
+            b"abort",
+            "within its limits: its decoder ended by signal 6, with limits of 1024 MiB and 1 s",
+        ),
+        (b"crash", "within its limits: its decoder ended by signal 11"),
     ],
 )
 def test_a_file_that_ends_its_decoder_is_refused_and_remembered(
@@ -199,7 +202,7 @@ def test_a_closed_pool_starts_nothing() -> None:
     with pool.open("frames", SEQUENCE, "hash", FIELD) as decoding:
         decoding.probe_video()
         pool.close()
-        with pytest.raises(WorkerFailure, match="no process could be started"):
+        with pytest.raises(WorkerFailure, match="could not be started"):
             list(decoding.read_frames(range(20)))
     assert not Path(f"/proc/{pool.spawning.pid}").exists()
 

@@ -433,7 +433,7 @@ def test_many_threads_render_as_one_does(processor: Processor) -> None:
 
 
 def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no model can be read"):
+    with pytest.raises(ConfigError, match="the model cannot be read"):
         Processor(ModelConfig(str(tmp_path / "nothing")))
     write_model(tmp_path, VISION, TEMPLATE)
     path = tmp_path / "preprocessor_config.json"

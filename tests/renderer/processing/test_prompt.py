@@ -96,7 +96,7 @@ def test_each_modality_has_its_own_placeholder() -> None:
         [8, 8, 1, PAD, PAD, PAD],
         [PlaceholderRange(0, 2), PlaceholderRange(3, 3)],
     )
-    with pytest.raises(InvalidRequest, match="not those of the request"):
+    with pytest.raises(InvalidRequest, match="do not match the request"):
         expand([PAD, 1, 8], media, ids)
 
 

@@ -4,8 +4,8 @@ A block's hash covers the hash of its parent block, as in vLLM: hence all tokens
 the prompt, and the block's position. Images are covered by content hash and position, because all
 image tokens have the same id. Sampling parameters do not matter.
 
-The chain starts with the tenant and the adapter. No tenant can find the blocks of another one, or
-learn of them from response times; an adapter computes different keys and values from the same
+The chain starts with the tenant and the adapter. A tenant cannot find the blocks of another tenant,
+or detect them by response times; an adapter computes different keys and values from the same
 tokens. Hashes are full SHA-256: a collision between two prompts would expose the outputs of one to
 the sender of the other.
 """
@@ -32,7 +32,7 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
 def extra_keys(
     sequence: Sequence, index: int, block_size: int
 ) -> tuple[str | tuple[str, int], ...] | None:
-    """Return what the hash of block `index` covers beside its parent and tokens, for KV events.
+    """Return the inputs of the hash of block `index` besides parent and tokens, for KV events.
 
     These are the adapter, the images as (mm_hash, position in the block) and, in the first block,
     the tenant.
@@ -48,18 +48,18 @@ def extra_keys(
 
 
 def _scope_of(request: EngineRequest) -> list[str]:
-    """Return what requests have in common that may share blocks.
+    """Return the properties that must be equal in requests that share blocks.
 
-    A speech shares none: its tokens do not tell what its rows are made of.
+    A speech shares no blocks, because its tokens do not determine the rows of its input.
     """
     scope = [request.tenant, request.adapter or ""]
     return scope if request.speech is None else [*scope, request.request_id]
 
 
 def _item_key(item: Item, start: int) -> list[str | int | bytes]:
-    """Return what identifies an item in a block that begins at `start`.
+    """Return the identity of an item in a block that begins at `start`.
 
-    The length too: a model may generate the token of placeholders itself, right after an item.
+    It includes the length, because a model may generate placeholder tokens right after an item.
     """
     place = item.placeholder
     return [item.mm_hash, place.offset - start, place.length, place.is_embed or b""]

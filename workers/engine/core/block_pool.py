@@ -2,7 +2,7 @@
 
 Every block is in one of three states:
 
-held      its reference count is above 0: one for each sequence that has it in its block table
+held      its reference count is above 0: one for each sequence with this block in its block table
 empty     it is free and its content is not registered
 findable  it is free but registered: it can be found by its hash until it is allocated again
 
@@ -15,30 +15,32 @@ Eviction in least recently used order and the free list follow vLLM's block pool
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
 
 from workers.engine.core.kv_events import KVEvents
 
 
-@dataclass(eq=False)
 class BlockPool:
     """Allocates, shares and frees KV blocks."""
 
-    num_blocks: int
-    block_size: int
-    initial_order: InitVar[Iterable[int] | None] = None
-    """The order of the first allocations: ascending by default."""
-    events: KVEvents | None = None
-    num_evictions: int = 0
-    """Findable blocks that were allocated for other content."""
-    _hash_by_block: dict[int, str] = field(default_factory=dict)
-    _block_by_hash: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self, initial_order: Iterable[int] | None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        initial_order: Iterable[int] | None = None,
+        events: KVEvents | None = None,
+    ) -> None:
+        """`initial_order` is the order of the first allocations, ascending by default."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.events = events
+        self.num_evictions = 0
+        """Findable blocks that were allocated for other content."""
+        self._hash_by_block: dict[int, str] = {}
+        self._block_by_hash: dict[str, int] = {}
         # Both are in order of release: the block released last is allocated last.
-        self._empty = deque(range(self.num_blocks) if initial_order is None else initial_order)
+        self._empty = deque(range(num_blocks) if initial_order is None else initial_order)
         self._findable: OrderedDict[int, None] = OrderedDict()
-        self._ref_counts = [0] * self.num_blocks
+        self._ref_counts = [0] * num_blocks
         self.check_integrity()
 
     @property
@@ -46,7 +48,7 @@ class BlockPool:
         return len(self._empty) + len(self._findable)
 
     def can_allocate(self, num_blocks: int, also_held: Collection[int] = ()) -> bool:
-        """Return True if `num_blocks` are free, not counting those of `also_held`."""
+        """Return True if `num_blocks` blocks are free, not counting the blocks in `also_held`."""
         return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in also_held)
 
     def allocate(self, num_blocks: int) -> list[int]:

@@ -56,7 +56,7 @@ class EngineCore:
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
     ) -> None:
-        """`encode`, `new_drafter` and `pooling` are those of `RequestFactory`.
+        """For `encode`, `new_drafter` and `pooling` see `RequestFactory`.
 
         With `kv_memory`, blocks are exchanged with other engines.
         """
@@ -82,13 +82,13 @@ class EngineCore:
         self._num_steps = 0
         self._num_batched_tokens = 0
         self._measurable_tokens = 0
-        """Tokens of the last step; 0 if its time was not that of its tokens alone."""
+        """Tokens of the last step; 0 if it also encoded items, so that its time is not used."""
         self._first_scheduled: list[str] = []
         """Requests that were prepared in the last step."""
 
     @property
     def kv_events(self) -> KVEvents | None:
-        """KV cache events, or None if disabled. Any thread may take them."""
+        """KV cache events, or None if disabled. They may be taken in any thread."""
         return self._pool.events
 
     @property
@@ -121,7 +121,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Add a request to the waiting queue.
 
-        Raises a RequestError for a request that could never run; nothing of it is stored then.
+        Raises a RequestError, and stores nothing, for a request that could never run.
         """
         if request.request_id in self._requests:
             raise InvalidRequest(
@@ -145,7 +145,7 @@ class EngineCore:
             self._deltas.setdefault(request.request_id, [])
 
     def extend_speech(self, request_id: str, speech: SpokenText) -> None:
-        """Let a talker go on with more of its text. Does nothing if the request has ended."""
+        """Give a talker more of its text. Does nothing if the request has ended."""
         if (state := self._requests.get(request_id)) is not None:
             for choice in state.choices:
                 choice.sequence.speech = speech
@@ -176,7 +176,7 @@ class EngineCore:
         return failures + self._take_outputs()
 
     def observe_time(self, seconds: float) -> None:
-        """Tell how long the last step took; the prefill limit is derived from it."""
+        """Record the duration of the last step; the prefill limit is derived from it."""
         if self._measurable_tokens:
             self._scheduler.step_cost.observe(self._measurable_tokens, seconds)
 
@@ -210,7 +210,7 @@ class EngineCore:
             self._runner.encode(state.request, missing)
             state.encoded.update(missing)
         if s.samples and s.sequence.token_mask is not None:
-            # An invalid grammar fails here, before it can fail a batch that others share.
+            # An invalid grammar fails here, before it can fail the batch of other requests.
             s.sequence.token_mask.allowed()
 
     def _record_kv_blocks(self, batch: Batch) -> None:
@@ -334,7 +334,7 @@ class EngineCore:
 
 
 def as_pagemill_error(error: Exception) -> PagemillError:
-    """Return the error to report for a request: a WorkerFailure in the place of unknown ones."""
+    """Return the error to report for a request: a WorkerFailure in place of unknown errors."""
     if isinstance(error, PagemillError):
         return error
     # The cause goes to the log and the dead letter only: it may name paths and addresses.

@@ -1,4 +1,4 @@
-"""What an engine tells of its steps."""
+"""Statistics of an engine's steps and queues."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class EngineStats:
     num_waiting_batch: int
     """Waiting sequences of the batch lane."""
     num_without_input: int
-    """Running sequences that wait for more of the text that they speak."""
+    """Running sequences that wait for more of their text to speak."""
     num_free_blocks: int
     num_blocks: int
     prefix_query_tokens: int

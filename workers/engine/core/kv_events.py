@@ -1,6 +1,6 @@
-"""KV cache events: which blocks can be found in the prefix cache, for routers of requests.
+"""KV cache events: changes of the blocks in the prefix cache, for routers of requests.
 
-The payload is that of vLLM's KV events, so vLLM's consumers can read it: msgpack, an array
+The payload has the format of vLLM's KV events, so vLLM's consumers can read it: msgpack, an array
 `[ts, [event, …], data_parallel_rank]`, with events as maps that have a `type`. Hashes are sent as
 vLLM does by default, as the last 64 bits of the full hash. That is enough for routing; the engine
 itself never looks blocks up by them.
@@ -11,7 +11,7 @@ from collections import deque
 import msgspec
 from msgspec import Struct
 
-# The memory that the model computes in. vLLM reports this value on a CPU too.
+# Kind of memory that holds the blocks. vLLM reports this value on a CPU too.
 MEDIUM = "GPU"
 # Longer runs of blocks become several events, because message sizes are limited.
 MAX_EVENT_TOKENS = 8192
@@ -32,7 +32,7 @@ class BlockStored(Struct, frozen=True, tag=True, omit_defaults=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
-    """Extra keys of each block's hash, beside parent and tokens; see `block_hash.extra_keys`."""
+    """Inputs of each block's hash besides parent and tokens; see `block_hash.extra_keys`."""
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -5,12 +5,12 @@ restored block is a cache entry like any other: the request that it came with fi
 scheduled, unless it has been evicted by then. The last token of a prompt has to yield logits, so
 its block is neither exported nor restored.
 
-Blocks are restored before a step, as many as have the tokens of a step's budget, so that running
-sequences go on while a long prompt is copied. Its request is admitted when nothing is left to copy.
+Blocks are restored before each step, at most as many as the tokens of a step's budget fill, so that
+running sequences continue while a long prompt is copied. Its request is admitted after the last
+copy.
 """
 
 from collections.abc import Sequence as Values
-from dataclasses import dataclass
 from typing import Protocol
 
 from shared.protocol.multimodal import HashPart
@@ -22,7 +22,7 @@ from workers.engine.core.step_runner import StepRunner
 
 
 class NotWritten(Exception):
-    """Raised by a memory that could not write blocks, and has logged why."""
+    """Raised by a memory that could not write blocks. The reason has been logged."""
 
 
 class KVMemory(Protocol):
@@ -30,14 +30,14 @@ class KVMemory(Protocol):
 
     @property
     def layout(self) -> list[HashPart]:
-        """What engines that exchange blocks must agree in, besides the model and its weights."""
+        """Layout that engines must share to exchange blocks, besides the model and its weights."""
 
     @property
     def block_bytes(self) -> int:
         """Size of one block over all layers."""
 
     def read_blocks(self, blocks: list[int]) -> list[memoryview]:
-        """Return a copy of the blocks; the parts in their order are what `write_blocks` takes."""
+        """Return a copy of the blocks in parts; joined, they are the `data` of `write_blocks`."""
 
     def write_blocks(self, blocks: list[int], data: memoryview, skip: int) -> None:
         """Write blocks from `data`, which holds `skip` other blocks before them.
@@ -46,15 +46,17 @@ class KVMemory(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
 class KVExchange:
     """Exports and restores blocks between two steps."""
 
-    _pool: BlockPool
-    _scheduler: Scheduler
-    _runner: StepRunner
-    _memory: KVMemory | None
-    """None if the runner's blocks cannot be exchanged: then nothing is exported or restored."""
+    def __init__(
+        self, pool: BlockPool, scheduler: Scheduler, runner: StepRunner, memory: KVMemory | None
+    ) -> None:
+        """Without a `memory`, blocks are neither exported nor restored."""
+        self._pool = pool
+        self._scheduler = scheduler
+        self._runner = runner
+        self._memory = memory
 
     @property
     def layout(self) -> list[HashPart]:
@@ -91,9 +93,9 @@ class KVExchange:
         ]
 
     def restore(self) -> None:
-        """Make blocks that came with waiting requests findable, as many as a step may compute.
+        """Make received blocks of waiting requests findable, at most as many as a step may compute.
 
-        Memory of what is restored, or cannot be, is given up at once.
+        Memory of blocks that are restored, or cannot be restored, is released at once.
         """
         num_left = max(1, self._scheduler.max_num_batched_tokens // self._pool.block_size)
         for sequence in self._scheduler.waiting:
@@ -109,11 +111,12 @@ class KVExchange:
         if self._memory is None or not sequence.can_read_prefix_cache or is_evicted:
             received.drop()
             return 0
-        # Freed blocks that hold unverified tokens would be zeroed later, with what is written now.
+        # Freed blocks with unverified tokens are zeroed now: zeroing them later would destroy the
+        # restored content.
         if unverified := self._scheduler.prefix_cache.take_unverified_blocks():
             self._runner.zero_blocks(unverified)
         num_found = len(held)
-        # Held, so that the chain's end does not evict its beginning.
+        # The blocks are held, so that the end of the chain does not evict its beginning.
         self._pool.share(held)
         try:
             while received.runs and len(held) < num_found + max_blocks:
@@ -130,7 +133,8 @@ class KVExchange:
     def _restore_run(
         self, sequence: Sequence, run: KVRun, hashes: list[str], held: list[int], max_held: int
     ) -> bool:
-        """Append the blocks of a run that follow `held` to it; return whether some are left."""
+        """Restore the blocks of a run that follow `held`, add them to it, and return whether blocks
+        of the run are left."""
         assert self._memory is not None
         stop, skip = run.first + len(run.hashes), len(held) - run.first
         num_missing = min(stop, max_held) - len(held)

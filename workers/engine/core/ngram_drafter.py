@@ -24,7 +24,7 @@ class NgramIndex:
         """N-grams that end at or before this many tokens are indexed."""
 
     def find(self, token_ids: list[int]) -> int | None:
-        """Return the position behind the last earlier occurrence of the sequence's final n-gram.
+        """Return the position after the last earlier occurrence of the sequence's final n-gram.
 
         Longer n-grams are tried first. Returns None if none has occurred.
         """

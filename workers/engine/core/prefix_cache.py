@@ -5,8 +5,8 @@ computed them (`prefix_caching`), as in vLLM. Choices of one request always shar
 full blocks by reference, and the partly filled last block as a copy, because each choice continues
 to write there.
 
-Tokens are shared only once they are verified, that is, after a token has been sampled behind them
-or their embedding has been computed. Both require finite results, and a single key or value that is
+Tokens are shared only once they are verified, that is, after the next token has been sampled or
+their embedding has been computed. Both require finite results, and a single key or value that is
 NaN or infinite would have spoiled them. Sharing therefore never spreads the result of a failed
 computation.
 """
@@ -29,7 +29,7 @@ class PrefixMatch:
     """Full blocks, to be shared by reference."""
     num_tokens: int
     tail: int | None = None
-    """Block to be copied, with the tokens behind `blocks`; None if there are none."""
+    """Block to be copied, with the tokens after `blocks`; None if there are no such tokens."""
 
 
 class PrefixCache:
@@ -217,7 +217,7 @@ class PrefixCache:
 
 
 def _num_shareable_tokens(sequence: Sequence) -> int:
-    """Return the number of prompt tokens that its sibling choices share, without its last one."""
+    """Return the number of prompt tokens shared with sibling choices, without the last token."""
     return min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
 
 

@@ -45,14 +45,16 @@ class StopEvent:
     """Stop string or stop token id; None for the model's end token and for `length`."""
 
 
-@dataclass(slots=True)
 class ChoiceState:
     """One choice of a request: its tokens, its text and whether it has ended."""
 
-    sequence: Sequence
-    detokenizer: Detokenizer
-    eos_token_ids: frozenset[int]
-    finished: bool = False
+    def __init__(
+        self, sequence: Sequence, detokenizer: Detokenizer, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.sequence = sequence
+        self.finished = False
+        self.detokenizer = detokenizer
+        self._eos_token_ids = eos_token_ids
 
     def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
         """Append a token; return the new text, and the stop event if the choice ends with it."""
@@ -74,7 +76,7 @@ class ChoiceState:
         return text, None
 
     def _stop_event_of(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
-        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
             return StopEvent("stop")
         return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
 
@@ -145,7 +147,7 @@ class RequestState:
 
     @property
     def usage(self) -> Usage:
-        # Cached tokens are those of the choice admitted first; the other choices find its prompt.
+        # Cached tokens are counted in the first admitted choice; the others find its prompt.
         num_cached = (choice.sequence.num_cached_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
@@ -170,7 +172,7 @@ class RequestFactory:
     vocab_size: int
     max_model_len: int
     new_drafter: Callable[[], Drafter | None]
-    """Creates the drafter of each choice that may have one, see `_may_draft`."""
+    """Creates the drafter of each choice that may have drafts; see `_may_draft`."""
     check: Callable[[EngineRequest], int]
     """The runner's check, which returns the number of positions after the prompt."""
     pooling: Pooling = LAST_TOKEN
@@ -187,7 +189,7 @@ class RequestFactory:
     def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[ChoiceState]:
         params, new_token_mask = request.sampling, request.new_token_mask
         bad_words = tokenize_bad_words(params.bad_words, self.encode, self.vocab_size)
-        # The first log record holds them, so a resumed request has already returned them.
+        # They are in the first log record, so a resumed request has already returned them.
         wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
         choices = []
         for index in range(params.n):
@@ -222,9 +224,9 @@ def _may_draft(request: EngineRequest) -> bool:
     """Return whether drafts may follow the tokens of a request.
 
     A token mask is defined only after accepted tokens, and so cannot be applied to drafts. An
-    embedding is made of the prompt's hidden states up to the last token that goes through the
-    model, and drafts would go through it behind the prompt. A talker's rows are made of frames,
-    of which a draft has only the first code.
+    embedding is computed from the hidden states up to the last token of the step, which must be the
+    prompt's last token and not a draft. A talker's rows are made of frames, and a draft has only
+    the first code of a frame.
     """
     is_plain = request.new_token_mask is None and request.embedding is None
     return is_plain and request.speech is None

@@ -6,28 +6,28 @@ up to `LANE_DELAY_STEPS` steps earlier, and no others. Sequences are admitted an
 the token budget in order of priority; the running sequence with the lowest one is preempted first.
 
 No sequence starves. Only finitely many sequences can ever have a better priority, because it
-derives from the step count and not from other requests. The first sequence of all makes progress at
-every step; or it waits for blocks while nothing else is admitted and the first running sequence
-makes progress, until enough of them have finished. Two bounds ensure this progress: the pool
-can hold a sequence of `max_model_len` tokens, and no more sequences run than the budget has tokens,
-so that decodes leave at least one token for it. A sequence that needs prompt logits may also wait
-for running ones that need them; none behind it is started before it.
+derives from the step count and not from other requests. The sequence with the best priority makes
+progress at every step; or it waits for blocks while no other sequence is admitted and the first
+running sequence makes progress, until enough of them have finished. Two bounds ensure this
+progress: the pool can hold a sequence of `max_model_len` tokens, and no more sequences run than the
+budget has tokens, so that decodes leave at least one token for it. A sequence that needs prompt
+logits may also wait for running sequences that need them; no later one that needs prompt logits is
+started before it.
 
-While interactive sequences run, those of the batch lane have only so many tokens in a step as make
-it half as long again, and always one, and none of their items are encoded in it, unless one of them
-comes first of all. Between interactive sequences, steps of the batch lane are short, with one item
-at most. A sequence of the batch lane also gives up its place for a waiting interactive one of a
-better priority.
+While interactive sequences run, the batch lane may lengthen a step by at most half, and always gets
+one token. Its items are not encoded in such a step, unless the sequence with the best priority is a
+batch sequence. Between interactive sequences, steps of the batch lane are short, with one item at
+most. A batch sequence also gives up its place for a waiting interactive sequence with a better
+priority.
 
-A running sequence may wait for input: the row of its next token is made of something that another
-worker has not written yet. It keeps its place and its blocks, and steps pass over it. It is
-preempted like any other one, and also for a waiting sequence of a better priority. Those of a lower
-one wait as long as it does.
+A running sequence may wait for input: the row of its next token depends on data that another worker
+has not written yet. It keeps its place and its blocks, and steps skip it. It is preempted like any
+other sequence, and also for any waiting sequence with a better priority. Waiting sequences with a
+lower priority wait until it continues.
 """
 
 import math
 from bisect import insort
-from dataclasses import InitVar, dataclass, field
 
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
@@ -41,41 +41,45 @@ RECENT_STEPS = 1000
 """Steps since the last one with interactive sequences after which none are expected any more."""
 
 
-@dataclass(eq=False)
 class Scheduler:
     """Assigns tokens and blocks to sequences, with chunked prefill and preemption."""
 
-    _pool: BlockPool
-    max_num_seqs: InitVar[int]
-    max_num_batched_tokens: int
-    max_model_len: InitVar[int]
-    prefix_caching: InitVar[bool] = True
-    max_drafting_tokens: int = 0
-    """Draft tokens are added to a step only up to so many tokens in all."""
-    prefill_limit: PrefillLimit = UNLIMITED
-    step_cost: StepCost = field(default_factory=StepCost)
-    num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_slots: int = 0
-    """KV slots in held blocks, summed over all steps."""
-    num_unused_slots: int = 0
-    """KV slots in held blocks that held no token, summed over all steps."""
-    _num_steps: int = 0
-    _num_added: int = 0
-    _last_interactive: float = -math.inf
-    """The last step for which there were interactive sequences."""
-
-    def __post_init__(self, max_num_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
-        self._max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        max_drafting_tokens: int = 0,
+        prefill_limit: PrefillLimit = UNLIMITED,
+    ) -> None:
+        """`max_drafting_tokens` is the total number of tokens up to which a step gets drafts."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_drafting_tokens = max_drafting_tokens
+        self.prefill_limit = prefill_limit
+        self.prefix_cache = PrefixCache(pool, prefix_caching)
+        self.step_cost = StepCost()
+        self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.num_slots = 0
+        """KV slots in held blocks, summed over all steps."""
+        self.num_unused_slots = 0
+        """KV slots in held blocks that held no token, summed over all steps."""
+        self._pool = pool
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         assert self._max_num_seqs >= 1
-        assert self._pool.num_blocks * self._pool.block_size >= max_model_len
-        self.prefix_cache = PrefixCache(self._pool, prefix_caching)
+        assert pool.num_blocks * pool.block_size >= max_model_len
+        self._num_steps = 0
+        self._num_added = 0
+        self._last_interactive = -math.inf
+        """Number of the last step that had interactive sequences to schedule."""
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._can_admit = True
-        """False while steps admit nobody: they would not before something else has changed."""
+        """False while steps admit no sequence: none can be admitted before the state changes."""
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -102,7 +106,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do anything. Not if all sequences wait for input, or for these."""
+        """Whether a step can make progress. False if all sequences wait for input, or for such
+        sequences."""
         if self._waiting and self._can_admit:
             return True
         return any(sequence.num_computable_tokens for sequence in self._running)
@@ -139,7 +144,7 @@ class Scheduler:
         running = self._running[:]
         prefills = []
         for sequence in running:
-            # A last token that begins an item takes its turn like a longer rest of a prompt.
+            # A last token that begins an item is scheduled with the prefills.
             if sequence.num_uncomputed_tokens > 1 or sequence.num_items_begun(1):
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
@@ -153,7 +158,7 @@ class Scheduler:
             step.batch_items, step.is_item_awaited = 1, False
             left = [s for s in self._running if s not in step.scheduled]
             self._schedule_prefills(left, step, num_preemptions)
-        # If all that run wait for input, the next step would find what this one has found.
+        # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
@@ -170,18 +175,18 @@ class Scheduler:
             self._admit_waiting(step)
 
     def _new_budget(self) -> StepBudget:
-        """Return the budget of the next step, with what it may have of the batch lane."""
+        """Return the budget of the next step, including the limits of the batch lane."""
         most = self.max_num_batched_tokens
-        # Those that wait are likely to be admitted in it.
-        known = (*self._running, *self._waiting)
-        interactive = (s for s in known if s.request.lane != "batch")
+        # Waiting sequences count too: they are likely to be admitted in the next step.
+        sequences = (*self._running, *self._waiting)
+        interactive = (s for s in sequences if s.request.lane != "batch")
         num_interactive = min(most, sum(s.num_computable_tokens for s in interactive))
         if num_interactive:
             self._last_interactive = self._num_steps
         elif self._num_steps - self._last_interactive > RECENT_STEPS:
             return StepBudget(most, most, most)
         limit = max_batch_tokens(self.step_cost, num_interactive)
-        first = min(known, key=_priority, default=None)
+        first = min(sequences, key=_priority, default=None)
         is_batch_first = first is None or first.request.lane == "batch"
         items = 1 if num_interactive == 0 or is_batch_first else 0
         return StepBudget(most, most, most if limit is None else min(most, limit), items)
@@ -204,7 +209,7 @@ class Scheduler:
     def _resolve_drafts(self, s: ScheduledSequence) -> None:
         """Count accepted drafts and release the blocks that only rejected drafts needed."""
         num_drafts, sequence = len(s.draft_token_ids), s.sequence
-        # Two of the uncomputed tokens are no drafts: the last known one and the sampled one.
+        # Two of the uncomputed tokens are not drafts: the token before them and the sampled token.
         num_accepted = sequence.num_uncomputed_tokens - 2
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -224,13 +229,14 @@ class Scheduler:
     def _admit_waiting(self, step: StepBudget) -> None:
         """Admit waiting sequences in order of priority.
 
-        A sequence that lacks blocks blocks all behind it. A sequence whose prefix is being computed
-        is skipped, or two requests with the same prefix would keep all others out of a step; its
-        slot and blocks stay reserved. It waits only for sequences with a better priority, or for
-        blocks that are restored before each step, so it is not skipped for ever. A sequence for
-        which no prompt logits or tokens of its lane are left is passed over, and nothing is
-        reserved for it: any number of them may wait for a long prompt. Where it waits for an item,
-        none behind it that has items is started, or it would need the next one first.
+        A sequence that lacks blocks stops the admission of all later sequences. A sequence is
+        skipped while its prefix is being computed, or two requests with the same prefix would keep
+        all others out of a step; its slot and blocks stay reserved. It waits only for sequences
+        with a better priority, or for blocks that are restored before each step, so it is not
+        skipped forever. A sequence is passed over if no prompt logits or tokens of its lane are
+        left, and nothing is reserved for it: any number of them may wait for a long prompt. While
+        it waits to encode an item, no later batch sequence with items is started, because that
+        sequence would take the item of the next step.
         """
         num_skipped = reserved_blocks = 0
         passed_over: set[str] = set()
@@ -246,10 +252,10 @@ class Scheduler:
                 continue
             match = self.prefix_cache.match_prefix(sequence)
             if not step.can_start(sequence, match.num_tokens):
-                # An item follows at once. A start without tokens would lose the copy of a block.
+                # An item comes next. A start without tokens would lose the copy of a block.
                 passed_over.add(sequence.request_id)
                 continue
-            # All known tokens must fit: a first chunk alone might be preempted and lost.
+            # All present tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
             num_needed = reserved_blocks + num_missing
             while not self._pool.can_allocate(num_needed, also_held=match.blocks):
@@ -271,7 +277,7 @@ class Scheduler:
     def _schedule_tokens(
         self, sequence: Sequence, step: StepBudget, copy: tuple[int, int] | None = None
     ) -> None:
-        """Allocate blocks for the next tokens, preempting the last sequence while they lack.
+        """Allocate blocks for the next tokens, preempting the last sequence until enough are free.
 
         The preempted sequence may be this one, which is then not scheduled.
         """
@@ -304,7 +310,7 @@ class Scheduler:
             max_drafts = min(
                 -(-budget // num_left),
                 num_slots - sequence.num_tokens,
-                # One more token is sampled behind the drafts.
+                # One more token is sampled after the drafts.
                 sequence.max_tokens - sequence.num_output_tokens - 1,
             )
             if sequence.drafter is None or max_drafts <= 0:
@@ -317,9 +323,10 @@ class Scheduler:
             budget -= len(draft_token_ids)
 
     def _preempt_for(self, candidate: Sequence, step: StepBudget) -> bool:
-        """Preempt a sequence of lower priority than the candidate, and return whether there is one.
+        """Preempt a sequence of lower priority than the candidate; return whether there was one.
 
-        It waits for input, or is of the batch lane and the candidate is not.
+        Sequences that wait for input can be preempted, and batch sequences if the candidate is
+        interactive.
         """
         for sequence in reversed(self._running):
             if sequence.priority < candidate.priority:

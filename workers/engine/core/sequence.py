@@ -21,15 +21,15 @@ from shared.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the model's hidden states become the embedding of a prompt."""
+    """Pooling of a model: the computation of a prompt's embedding from its hidden states."""
 
     mode: Literal["last", "mean"] = "last"
     normalize: bool = True
-    """Whether embeddings of requests that do not say it are scaled to a length of 1."""
+    """Whether embeddings are scaled to a length of 1, unless the request sets it."""
 
 
 LAST_TOKEN = Pooling()
-"""The pooling of models that say nothing else."""
+"""Pooling of models whose folders do not describe any."""
 
 
 class Status(Enum):
@@ -69,18 +69,18 @@ class LoggedChoice:
 
 @dataclass(frozen=True, slots=True)
 class SpokenText:
-    """What a talker speaks: an answer as far as it is known, with the prompt that it answers."""
+    """Text that a talker speaks: the available part of an answer, and the prompt before it."""
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     voice: str | None
     num_inputs: int | None = None
-    """Tokens of the talker's sequence whose rows can be made of this; None for a whole answer, of
-    which all can."""
+    """Number of tokens in the talker's sequence that have their input rows so far; None for a whole
+    answer, where all have them."""
 
 
 SpokenTokens = Callable[[int], int]
-"""Returns how many tokens of a text have been spoken after a number of frames."""
+"""Returns the number of tokens of a text that have been spoken after a number of frames."""
 
 
 class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
@@ -91,7 +91,7 @@ class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class KVRun:
-    """Keys and values of consecutive full blocks of a prompt, which engines give each other.
+    """Keys and values of consecutive full blocks of a prompt, for exchange between engines.
 
     The data may be a view of borrowed memory, which is returned when the run is collected.
     """
@@ -108,12 +108,12 @@ class ReceivedKV:
     """Blocks that came with a request, until the engine has copied them."""
 
     runs: list[KVRun]
-    """Those that are not copied, in their order."""
+    """Runs that are not copied yet, in the order of the prompt."""
     num_found: int = 0
     """Blocks of the prompt that were cached after the last copy."""
 
     def drop(self) -> None:
-        """Give up the memory of all runs."""
+        """Release the memory of all runs."""
         self.runs.clear()
 
 
@@ -135,12 +135,12 @@ class EngineRequest:
     new_token_mask: "Callable[[], TokenMask] | None" = None
     """Creates the token mask of each choice; None if the request has no grammar."""
     embedding: EmbeddingParams | None = None
-    """The request ends with its prompt, whose embedding is its only output."""
+    """If set, the request generates no tokens, and the embedding of its prompt is the output."""
     received: ReceivedKV | None = None
     """Blocks of the prompt that another engine has computed."""
     speech: SpokenText | None = None
-    """For a talker: its rows are made of this text, and the prompt's tokens stand for them. More of
-    the text may follow while the request runs."""
+    """For a talker: the text from which its input rows are made; the prompt's tokens are
+    placeholders of rows. More of the text may follow while the request runs."""
     export_run_bytes: int = 0
     """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
@@ -171,7 +171,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for one sequence. They change the speed of an output, not its text."""
 
     def propose(self, token_ids: list[int], max_drafts: int) -> list[int]:
-        """Return at most `max_drafts` drafts behind `token_ids`, which only grow between calls."""
+        """Return at most `max_drafts` drafts after `token_ids`, which only grow between calls."""
 
     def record_result(self, num_drafts: int, num_accepted: int) -> None:
         """Record how many of the drafts that went through the model were accepted."""
@@ -208,11 +208,11 @@ class Sequence:
     residuals: list[list[int]] = field(default_factory=list)
     """For a talker: the codes of further codebooks of each output token."""
     speech: SpokenText | None = None
-    """The text that a talker speaks, as far as it has come."""
+    """Text that a talker speaks, as far as it has arrived."""
     pooling: Pooling = LAST_TOKEN
     hidden_sums: dict[int, Any] = field(default_factory=dict)
-    """Sums of the hidden states of leading tokens, by their number: before and after the last step.
-    A step that is repeated begins with the same sum."""
+    """Sums of the hidden states of leading tokens, by the number of tokens: before and after the
+    last step. A repeated step begins with the same sum."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the KV cache."""
     block_table: list[int] = field(default_factory=list)
@@ -251,13 +251,13 @@ class Sequence:
     @property
     def num_computable_tokens(self) -> int:
         """Tokens that can go through the model now; the others wait for their inputs."""
-        known = None if self.speech is None else self.speech.num_inputs
-        num_ready = self.num_tokens if known is None else min(known, self.num_tokens)
-        # What is found in the prefix cache may be ahead of the text that has been read again.
+        num_inputs = None if self.speech is None else self.speech.num_inputs
+        num_ready = self.num_tokens if num_inputs is None else min(num_inputs, self.num_tokens)
+        # The tokens of the prefix cache may be ahead of the text that has been read again.
         return max(0, num_ready - self.num_computed_tokens)
 
     def num_tokens_before_item(self, number: int, num_cached: int = 0) -> int:
-        """Return how many uncomputed tokens come before the start of an item.
+        """Return the number of uncomputed tokens before the start of an item.
 
         Items that need encoding are counted from 0, without those that have begun. `num_cached`
         tokens of a sequence that has not started count as computed.
@@ -270,7 +270,7 @@ class Sequence:
         return sum(start < num_new_tokens for start in self.starts_of_items())
 
     def starts_of_items(self, num_cached: int = 0) -> list[int]:
-        """Return where items that need encoding begin, counted from the first uncomputed token."""
+        """Return the starts of items to be encoded, counted from the first uncomputed token."""
         num_computed = max(num_cached, self.num_computed_tokens)
         items = (item for item in self.request.items if item.embedding is None)
         starts = (item.placeholder.offset - num_computed for item in items)
@@ -278,7 +278,7 @@ class Sequence:
 
     @property
     def samples_tokens(self) -> bool:
-        """Whether tokens are generated behind the prompt. An embedding has none."""
+        """Whether tokens are generated after the prompt. Not in a request for an embedding."""
         return self.request.embedding is None
 
     @property
@@ -297,9 +297,9 @@ class Sequence:
 class ScheduledSequence:
     """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) of a sequence in a step.
 
-    `samples` is true if they include the last known token, so that a new token is sampled; an
-    earlier chunk of a prefill samples none. The last tokens may be drafts behind that token.
-    Accepted drafts become part of the output, as if each had been sampled in a step of its own.
+    `samples` is true if they include the last token of the sequence, so that a new token is
+    sampled; an earlier chunk of a prefill samples none. Drafts may follow that token. Accepted
+    drafts become part of the output, as if each had been sampled in a separate step.
     """
 
     sequence: Sequence

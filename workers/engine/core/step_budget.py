@@ -1,30 +1,32 @@
-"""Budget of one step of the scheduler: how many tokens of each kind it may still have."""
+"""Budget of one step of the scheduler: the numbers of tokens of each kind that are left."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from workers.engine.core.sequence import ScheduledSequence, Sequence
 
 MAX_PROMPT_LOGITS = 256
-"""Prompt tokens of a step that may have logits, beside the sampled ones: a row of 152,000 logits
-in float32 has 0.6 MB and takes a millisecond to process."""
+"""Limit of a step on prompt tokens with logits, in addition to sampled tokens: a row of 152,000
+logits in float32 has 0.6 MB and takes a millisecond to process."""
 
 
-@dataclass(slots=True)
 class StepBudget:
     """Sequences scheduled in the current step, and the tokens left of its budget."""
 
-    budget: int
-    prompt_tokens: int
-    """Tokens that prefills may still have in this step, out of the budget."""
-    batch_tokens: int
-    """Tokens that sequences of the batch lane may still have in this step, out of the budget."""
-    batch_items: int | None = None
-    """Items of the batch lane that may still be encoded in this step; None for any number."""
-    is_item_awaited: bool = False
-    """Whether a waiting sequence needs an item of the batch lane, and none is left for it."""
-    prompt_logits: int = MAX_PROMPT_LOGITS
-    """Prompt tokens that may still have logits in this step."""
-    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    def __init__(
+        self, budget: int, prompt_tokens: int, batch_tokens: int, batch_items: int | None = None
+    ) -> None:
+        self.budget = budget
+        self.prompt_tokens = prompt_tokens
+        """Tokens that prefills may still have in this step, out of the budget."""
+        self.batch_tokens = batch_tokens
+        """Tokens that batch sequences may still have in this step, out of the budget."""
+        self.batch_items = batch_items
+        """Items of the batch lane that may still be encoded in this step; None for any number."""
+        self.is_item_awaited = False
+        """Whether a waiting sequence needs an item of the batch lane, and none is left for it."""
+        self.prompt_logits = MAX_PROMPT_LOGITS
+        """Prompt tokens that may still have logits in this step."""
+        self.scheduled: dict[Sequence, ScheduledSequence] = {}
 
     @property
     def has_interactive(self) -> bool:
@@ -33,7 +35,8 @@ class StepBudget:
     def can_start(self, sequence: Sequence, num_cached: int = 0) -> bool:
         """Return whether a waiting sequence can have tokens in this step.
 
-        Once one of the batch lane cannot because of an item, no other that has items can.
+        Once a batch sequence cannot start because of an item, no other batch sequence with items
+        can.
         """
         if self.batch_items is not None and sequence.request.lane == "batch":
             starts = sequence.starts_of_items(num_cached)

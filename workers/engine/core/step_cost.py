@@ -1,17 +1,18 @@
-"""How long a step takes by its tokens, and how many of some kinds one may have. Pure."""
+"""Estimated time of a step by its number of tokens, and limits that are derived from it. Pure."""
 
 import math
 from dataclasses import dataclass
 
 DECAY = 0.95
-"""Weight of a measured step after each further one: some twenty steps count."""
+"""Factor on the weight of earlier steps at each new one: about twenty steps count."""
 MIN_CHUNK = 16
-"""Prompt tokens that a step may have in any case."""
+"""Number of prompt tokens that every step may have."""
 BATCH_SHARE = 0.5
-"""Sequences of the batch lane may make a step with interactive ones longer by this part."""
+"""Batch sequences may make a step with interactive sequences longer by at most this fraction."""
 BATCH_STEP_S = 0.005
-"""Time of a step of the batch lane for which an interactive sequence may have to wait. It may be
-longer where a step takes long without any tokens, of which it has twice the time."""
+"""Target time of a step with batch sequences only, because an interactive sequence may have to wait
+for its end. Where a step without tokens already takes more than half of it, the step may take twice
+the time of one without tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,9 +38,10 @@ class StepCost:
         return self._seconds > 0
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a step without tokens, and those of each token; neither is < 0.
+        """Return the seconds of a step without tokens, and the seconds per token; neither is < 0.
 
-        Steps that do not tell both, such as steps of one size, count as proportional.
+        If the steps do not determine both, for example because all have one size, the time counts
+        as proportional to the number of tokens.
         """
         mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
         variance = self._squares / self._weight - mean_tokens**2
@@ -52,17 +54,17 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimit:
-    """How the time of a step is shared between sequences that decode and prompts."""
+    """Division of a step's time between decoding sequences and prompts."""
 
     max_step_s: float = math.inf
-    """Time that a step with decodes should take at most."""
+    """Longest time that a step with decodes should take."""
     min_share: float = 0.5
-    """Share of that time that prompts get in any case: the budget for first tokens under load."""
+    """Minimum share of prompts in that time: the budget for first tokens under load."""
 
     def max_tokens(self, cost: StepCost, num_decode_tokens: int) -> int | None:
-        """Return how many prompt tokens a step with so many others may have; None for any number.
+        """Return the limit on prompt tokens in a step with decode tokens; None for no limit.
 
-        A step without decodes makes nobody wait, and has no limit.
+        A step without decodes delays no other sequence, and has no limit.
         """
         if num_decode_tokens == 0 or not cost.is_known or math.isinf(self.max_step_s):
             return None
@@ -73,10 +75,11 @@ class PrefillLimit:
 
 
 def max_batch_tokens(cost: StepCost, num_interactive_tokens: int) -> int | None:
-    """Return how many tokens of the batch lane a step may have; None for any number.
+    """Return the limit on tokens of the batch lane in a step; None for no limit.
 
-    Where weights are read once for all tokens of a step, as on a GPU, those of the batch lane cost
-    little, and many are allowed. Without interactive tokens in the step, some are expected soon.
+    Where weights are read once for all tokens of a step, as on a GPU, tokens of the batch lane cost
+    little, and many are allowed. A step without interactive tokens is kept short, because
+    interactive sequences are expected soon.
     """
     if not cost.is_known:
         return None

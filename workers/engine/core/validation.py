@@ -6,7 +6,7 @@ from shared.errors import ContextTooLong, InvalidRequest, WorkerFailure
 from workers.engine.core.sequence import EngineRequest
 
 MAX_PROMPT_LOGPROBS = 1 << 15
-"""Limit for all tokens of a prompt: one log record has to hold them, at some 20 bytes each."""
+"""Limit for all tokens of a prompt: one log record has to hold them, at about 20 bytes each."""
 
 
 def check_prompt(request: EngineRequest, vocab_size: int) -> None:
@@ -23,7 +23,7 @@ def check_logged(request: EngineRequest, vocab_size: int) -> None:
     """Raise WorkerFailure for logged tokens that another model must have written."""
     if any(not 0 <= t < vocab_size for choice in request.logged for t in choice.token_ids):
         raise WorkerFailure(
-            "the token log was begun by another model: it has token ids outside of this model's"
+            "the token log was written by another model: it has token ids outside of this model's"
             f" vocabulary, 0 to {vocab_size - 1}"
         )
 
@@ -52,7 +52,8 @@ def _check_embed_mask(is_embed: bytes, length: int) -> None:
     bits = int.from_bytes(is_embed, "little")
     if len(is_embed) != -(-length // 8) or bits >> length or not bits:
         raise InvalidRequest(
-            f"a placeholder of {length} tokens needs as many bits in is_embed, not all of them 0",
+            f"a placeholder of {length} tokens needs {length} bits in is_embed, and at least one of"
+            " them must be 1",
             field="messages",
         )
 
@@ -112,9 +113,9 @@ def tokenize_bad_words(
 
 
 def resolve_max_tokens(request: EngineRequest, max_model_len: int, num_free_positions: int) -> int:
-    """Return the maximum of tokens behind the prompt: 0, the requested one, or all that fit.
+    """Return the limit on new tokens: 0 for an embedding, the requested limit, or all that fit.
 
-    Each token takes one of the context's tokens and one of the model's free positions.
+    Each token uses one token of the context and one of the model's free positions.
     """
     num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     num_free = max_model_len - num_prompt_tokens
@@ -141,7 +142,7 @@ def resolve_max_tokens(request: EngineRequest, max_model_len: int, num_free_posi
     if (max_tokens or 1) > num_free_positions:
         raise ContextTooLong(
             f"max_tokens {max_tokens or 1} is more than the {num_free_positions} positions that the"
-            " model has after this prompt: videos with many seconds from frame to frame take more"
+            " model has after this prompt: a video with many seconds between its frames takes more"
             " positions than tokens",
             field="sampling_params.max_tokens",
         )

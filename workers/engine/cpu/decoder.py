@@ -223,7 +223,7 @@ class NativeModel(DecoderModel):
     # -- kernels ----------------------------------------------------------------------------------
 
     def _choose_tile_rows(self, setting: KernelSetting) -> None:
-        """Write to the config from how many rows on each operation uses tiles."""
+        """Set the number of rows from which each operation uses tiles, in the config."""
         config = self._config
         kernels = tower_kernels.find_kernels(self._embed_tokens.weight)
         if kernels is None or not kernels.has_tiles:

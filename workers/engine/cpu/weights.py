@@ -1,4 +1,4 @@
-"""The weights of a decoder in the layout of the C++ kernels."""
+"""Weights of a decoder in the layout of the C++ kernels."""
 
 import ctypes
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ class PackedWeights:
         return -(-num_outputs // PANEL) * PANEL * weights[0].shape[1] * self._dtype.itemsize
 
     def _pack(self, weights: Sequence[Tensor], stride: int, memory: int) -> None:
-        """Pack matrices one behind the other or, with a stride of half a panel, interleaved."""
+        """Pack matrices one after the other or, with a stride of half a panel, interleaved."""
         first = 0
         for weight in weights:
             source = weight.detach().contiguous()

@@ -2,8 +2,9 @@
 
 A layer keeps its modules with their names and weights; only forward passes are replaced. The
 projections of one input become one product. Rotary embedding and KV cache write are fused, and so
-are residual addition and normalisation, and the gated activation. Only layers known to compute what
-Llama's do are replaced. Other models use the kernels through transformers' attention interface.
+are residual addition and normalisation, and the gated activation. Layers are replaced only where
+they are known to compute the same as Llama's. Other models use the kernels through transformers'
+attention interface.
 """
 
 from types import MethodType
@@ -34,7 +35,7 @@ ATTENTION = "pagemill_kernels"
 
 
 def fuse_layers(decoder: PreTrainedModel, num_position_rows: int) -> bool:
-    """Replace the layers of a decoder whose family is `llama_like`.
+    """Replace the layers of a decoder of a `llama_like` family.
 
     Returns False, with nothing changed, for any other decoder.
     """

@@ -25,7 +25,7 @@ from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs, 
 
 
 class GpuModel(FlatModel):
-    """A decoder that runs on a GPU, with a cache as of `FlatModel`."""
+    """A decoder that runs on a GPU, with the cache layout of `FlatModel`."""
 
     kv_packing = "triton"
 
@@ -38,7 +38,7 @@ class GpuModel(FlatModel):
         adapted: bool = False,
         record: Callable[[Replay], Replay] | None = None,
     ) -> None:
-        """`record` is that of `DecodeGraphs`: by default CUDA graphs on CUDA, and none elsewhere.
+        """`record` is passed to `DecodeGraphs`; by default it records CUDA graphs on CUDA only.
 
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
         modules and change with the batch.
@@ -96,7 +96,7 @@ class GpuModel(FlatModel):
         self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
     def forward(self, step: StepInputs) -> Tensor:
-        """Run one step, as a graph if possible; after `capture`, its cache must be the one used."""
+        """Run one step, as a graph if possible. After `capture`, only its cache may be used."""
         logits = None
         if self._graphs is not None and step.deepstack is None and step.hidden is None:
             logits = self._graphs.run(step.embeddings, step.positions, step.plan)

@@ -21,8 +21,8 @@ ATTENTION = "pagemill_paged"
 KVCache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer: [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-# Arguments of attention that change nothing here: the plan has the positions, and no layer drops
-# weights or returns them. Any other one stands for a feature that this implementation lacks.
+# Arguments of attention without effect here: the plan has the positions, and no layer drops weights
+# or returns them. Any other argument belongs to a feature that this implementation lacks.
 HARMLESS = frozenset(
     {
         "dropout",
@@ -140,9 +140,9 @@ class _LayerCache:
 def check_arguments(
     module: torch.nn.Module, attention_mask: Tensor | None, others: Mapping[str, object]
 ) -> None:
-    """Raises NotImplementedError for a feature of attention that the engine does not have.
+    """Raise NotImplementedError for a feature of attention that the engine does not have.
 
-    transformers creates no mask for this engine, so a mask is the layer's own.
+    transformers creates no mask for this engine, so a mask comes from the layer itself.
     """
     named = {"attention_mask": attention_mask, **others}
     for name in sorted(named.keys() - HARMLESS):

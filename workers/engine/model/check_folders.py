@@ -2,7 +2,7 @@
 
 `pagemill models`, `pull` and `up`, which do not import transformers themselves, run `python -m
 workers.engine.model.check_folders FOLDER POOLING...`, where POOLING is `models.NAME.pooling` or
-empty. It reads small files, and the headers of weights, and runs no code of a folder.
+empty. The command reads small files and the headers of weights, and runs no code of a folder.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ PoolingMode = Literal["last", "mean"]
 class FolderReport(msgspec.Struct, frozen=True):
     family: str | None = None
     reason: str | None = None
-    """Why the engine refuses the model; None for a model that it serves."""
+    """Reason for which the engine refuses the model; None for a supported model."""
     dtype: str | None = None
-    """The type in which the model was saved."""
+    """Type of the saved weights."""
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
     """Keys and values of one token, in all layers."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    # As in a renderer, with this entry transformers does not load torch.
+    # With this entry transformers does not load torch, as in a renderer.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # transformers asks there whether to run the code of a folder, and nobody answers.
+    # transformers asks on stdout whether to run the code of a folder. No user is there to answer.
     with contextlib.redirect_stdout(sys.stderr):
         reports = [
             _report(Path(folder), msgspec.convert(pooling or None, PoolingMode | None))
@@ -45,8 +45,8 @@ def _report(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
     try:
         return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
-        (what, *_) = [*str(error).splitlines(), type(error).__name__]
-        return FolderReport(reason=f"config.json cannot be read: {what}")
+        (first_line, *_) = [*str(error).splitlines(), type(error).__name__]
+        return FolderReport(reason=f"config.json cannot be read: {first_line}")
 
 
 def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:

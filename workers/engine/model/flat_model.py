@@ -20,7 +20,7 @@ from workers.engine.model.support import layer_windows
 
 
 class BatchLayout(NamedTuple):
-    """Where the tokens of a batch are; the fields are those of `plan_step`."""
+    """Placement of a batch's tokens; for the fields see `plan_step`."""
 
     block_tables: Sequence[Sequence[int]]
     query_start_loc: Sequence[int]
@@ -36,19 +36,19 @@ class StepInputs(NamedTuple):
     kv_cache: KVCache
     sampled_rows: Tensor  # [num_sampled]
     deepstack: Tensor | None = None  # [num_levels, num_tokens, hidden_size]
-    """`deepstack[i]` is added to the hidden states behind layer i: image features in their rows
+    """`deepstack[i]` is added to the hidden states after layer i: image features in their rows
     and zeros elsewhere, or None if the batch has no such rows."""
     hidden_rows: Tensor | None = None  # [num_hidden]
     """Rows whose final hidden states are needed; no logits are computed for them."""
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
-    """Where the step writes these states; None if `hidden_rows` is None."""
+    """Output buffer for these states; None if `hidden_rows` is None."""
 
 
 class DecoderModel(ABC):
     """A decoder, as the runner sees it. Plans and caches are opaque to the runner."""
 
     kv_packing = "torch"
-    """Name of the kernels that write the cache; other kernels compute and arrange it otherwise."""
+    """Name of the kernels that write the cache. Others use another layout or round differently."""
 
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
@@ -91,7 +91,7 @@ class FlatModel(DecoderModel):
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Not empty memory: a masked NaN would still spoil the sum over the values.
+        # The memory is zeroed: a masked NaN would still spoil the sum over the values.
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
         return [(zeros(), zeros()) for _ in range(num_layers)]
 

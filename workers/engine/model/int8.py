@@ -25,30 +25,30 @@ from shared.errors import ConfigError
 METHOD = "pagemill_int8"
 LARGEST = 127
 
-# torch's own product of bfloat16 rows with int8 weights reads half the bytes of a product in
-# bfloat16, but does not tile rows: beyond these it is slower than to convert the weights. Its
-# products in other types are not vectorised.
+# torch's product of bfloat16 rows with int8 weights reads half the bytes of a product in bfloat16,
+# but does not tile rows: with more rows it is slower than converting the weights. Its products in
+# other types are not vectorised.
 MAX_PACKED_ROWS = 16
-# Its loops take so many inputs at a time.
+# Number of inputs that its loops process at a time.
 PACKED_STEP = 32
 # Channels that are converted at a time, so that the result is in a cache when it is read.
 CHUNK_CHANNELS = 1024
-# Channels that are rounded at a time: the float32 copies are small beside a whole weight, which
-# is the memory that a load is planned with.
+# Channels that are rounded at a time. Their float32 copies are small compared with a whole weight,
+# which is the memory that a load is planned with.
 FILLED_CHANNELS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Report:
-    """How far the integers of a model are from its weights."""
+    """Errors of a model's int8 weights, compared with the original weights."""
 
     num_layers: int
     mean_error: float
-    """Mean over the layers of |W - Q| / |W|, with Q the weights as rounded."""
+    """Mean over the layers of |W - Q| / |W|, where Q are the rounded weights."""
     worst_error: float
     worst_layer: str
     saved_bytes: int
-    """Memory that the same weights would take beyond this, in the type of the activations."""
+    """Memory that the weights would need in addition, in the type of the activations."""
 
 
 class Int8Linear(nn.Module):
@@ -71,8 +71,8 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
 
     def fill(self, weight: Tensor) -> None:
-        """Take over the values of full weights."""
-        # Until here, the buffers may be on the meta device.
+        """Round full weights and store them."""
+        # The buffers may have been on the meta device.
         integers = torch.empty_like(weight, dtype=torch.int8)
         scale = torch.empty(len(weight), dtype=self.scale.dtype, device=weight.device)
         # Norms of the difference and of the weights, of each chunk.
@@ -124,7 +124,7 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the weights that the integers stand for, in the type of `scale`."""
+    """Return the rounded weights in the type of `scale`."""
     return weight.to(scale.dtype) * scale[:, None]
 
 
@@ -174,7 +174,7 @@ class Int8Quantizer(HfQuantizer):
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         dtype = self.quantization_config.dtype  # type: ignore[attr-defined]
         for weight in decoder.layers.parameters():
-            # transformers has the experts of a layer in one tensor, and most weights in those.
+            # transformers stores the experts of a layer, and so most weights, in one tensor.
             if weight.dim() > 2:
                 _refuse(f"the experts of {model.config.model_type!r} are not linear layers")
         for name, linear in list(decoder.layers.named_modules()):
@@ -185,8 +185,8 @@ class Int8Quantizer(HfQuantizer):
         for name, layer in int8_layers(model):
             if layer.found_shape is not None:
                 raise ConfigError(
-                    f"models.path: {name}.weight has the shape {list(layer.found_shape)}, and by"
-                    f" config.json it has {list(layer.weight.shape)}",
+                    f"models.path: {name}.weight has the shape {list(layer.found_shape)}, but"
+                    f" config.json requires {list(layer.weight.shape)}",
                     field="models.path",
                 )
 

@@ -1,4 +1,4 @@
-"""Rows of items among those of a batch."""
+"""Rows of items in a batch."""
 
 import bisect
 

@@ -72,7 +72,7 @@ class _Config(Struct):
                 return any(f".{module}".endswith(f".{name}") for name in names)
 
 
-# Settings of training, and the choice of layers, which the weights show themselves.
+# Settings of training, and the choice of layers, which the names of the weights contain as well.
 _IRRELEVANT = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -142,7 +142,7 @@ def _read_config(file: Path) -> _Config:
     except (OSError, ValueError, RecursionError) as error:
         _refuse(f"{CONFIG}: {error}")
     except re.error as error:
-        _refuse(f"{CONFIG}: {error.pattern!r} is no regular expression: {error}")
+        _refuse(f"{CONFIG}: {error.pattern!r} is not a regular expression: {error}")
     known_keys = {*_Config.__struct_fields__, *_IRRELEVANT}
     for key in sorted(tree.keys() - known_keys):
         if tree[key]:
@@ -188,7 +188,7 @@ def _check_weight(pair: Mapping[str, Tensor], key: str, shape: tuple[int, int]) 
     tensor = pair.get(key)
     if tensor is None:
         _refuse(f"{WEIGHTS} has no {key}")
-    # Floats of 8 bits stand for other values, by a scale.
+    # Floats of 8 bits represent other values, by a scale.
     is_float = tensor.is_floating_point() and tensor.itemsize > 1
     if not is_float or tuple(tensor.shape) != shape:
         _refuse(f"{key} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)}")

@@ -1,8 +1,8 @@
-"""Qwen2.5-Omni's talker: one codebook, and a row of the thinker for each token that is spoken.
+"""Qwen2.5-Omni's talker: one codebook, and a row of the thinker for each spoken token.
 
-A row is the thinker's last hidden state with the token's embedding. Nothing carries these rows from
-the engine that wrote the answer: the talker computes them again, in one pass of a thinker of its
-own over prompt and answer.
+A row is the sum of the thinker's last hidden state and the token's embedding. The engine that wrote
+the answer does not send these rows. The talker loads a copy of the thinker and computes them again,
+in one pass over prompt and answer.
 """
 
 from pathlib import Path

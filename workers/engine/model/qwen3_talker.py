@@ -1,7 +1,7 @@
-"""Qwen3-Omni's talker: several codebooks a frame, of which a small decoder predicts all but one.
+"""Qwen3-Omni's talker: several codebooks a frame; a small decoder predicts all but the first.
 
-It needs the thinker's table of embeddings, and no hidden states: those would be for prompts with
-media, which are refused.
+The talker needs the thinker's table of embeddings. Hidden states would be needed only for prompts
+with media, which are refused.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.engine.core.sequence import SpokenText
 from workers.engine.model.talker import SpeechRows, Talker, choose_codes, run_decoder
 
-# Tokens at the end of the vocabulary, which stand for no code.
+# Tokens at the end of the vocabulary that are not codes.
 NUM_RESERVED = 1024
 HEADER_LEN = 3
 """Tokens before an answer: its start, the role, and a line break."""
@@ -52,7 +52,7 @@ class Qwen3Talker(Talker):
 
     def prompt_tokens(self, speech: SpokenText) -> list[int]:
         user, _ = self._split(speech.prompt_token_ids)
-        # A token that is never sampled, so that no penalty meets it.
+        # This token is never sampled, so no penalty applies to it.
         return [self._config.talker_config.codec_pad_id] * (len(user) + OPENING_LEN)
 
     def has_voice(self, name: str) -> bool:
@@ -115,15 +115,15 @@ class Qwen3Talker(Talker):
         predictor = self._predictor
         cache = DynamicCache(config=predictor.config)
         first = self._talker.get_input_embeddings()(self._tensor(codes))
-        inputs, found = torch.stack([hidden, first], dim=1), []
+        inputs, residuals = torch.stack([hidden, first], dim=1), []
         for number, (table, head) in enumerate(
             zip(predictor.get_input_embeddings(), predictor.lm_head, strict=True), 1
         ):
             states = predictor.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
             logits = head(states.last_hidden_state[:, -1])
-            found.append(choose_codes(logits, sequences, number))
-            inputs = table(self._tensor(found[-1]))[:, None]
-        return list(zip(*found, strict=True))
+            residuals.append(choose_codes(logits, sequences, number))
+            inputs = table(self._tensor(residuals[-1]))[:, None]
+        return list(zip(*residuals, strict=True))
 
     def forward(
         self,
@@ -137,7 +137,7 @@ class Qwen3Talker(Talker):
         return run_decoder(self.decoder, head, embeddings, positions, sampled_rows, **attention)
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """The user's turns, and the beginning of the assistant's last turn."""
+        """Return the user's turns, and the prompt from the assistant's last turn on."""
         config = self._config
         user, turn, begin = [], 0, None
         for index, token_id in enumerate(prompt):

@@ -1,7 +1,7 @@
 """Step plan: the slots of a paged KV cache that a step writes, and the blocks that it reads.
 
-The module knows neither requests nor models. `plan_step` computes every tensor that depends on the
-step alone, once for all layers with the same window.
+The module is independent of requests and models. `plan_step` computes every tensor that depends on
+the step alone, once for all layers with the same window.
 
 With a sliding window of w tokens, the token at t sees the tokens (t - w, t]. A sequence that brings
 the tokens [past, seq_len) needs nothing before past + 1 - w, so blocks that lie wholly before it

@@ -1,7 +1,7 @@
-"""Model support: refuses, when it is loaded, a model that the engine would answer wrongly.
+"""Model support: refuses models for which the engine would compute wrong answers.
 
-This module alone decides it. A family is served when a test compares its tokens with those of
-transformers; a config may still ask for features that the engine does not have.
+A family is served when a test compares its tokens with the tokens of transformers. A config of such
+a family may still use features that the engine does not have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def check_supported(config: PreTrainedConfig, folder: Path) -> None:
-    """Raises ConfigError, with the reason, for a model that would be answered wrongly."""
+    """Raise ConfigError, with the reason, for a model that the engine cannot run correctly."""
     reason = next(_refusals(config, config.get_text_config(decoder=True)), None)
     reason = reason or find_quantization(folder)
     if reason is not None:
@@ -54,7 +54,7 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
 
 
 def _refusals(config: Any, text: Any) -> Iterator[str]:
-    """Yield what the engine would do wrongly with a model, from its config and its text config."""
+    """Yield the reasons to refuse a model, from its config and its text config."""
     if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
         yield "uses cross attention, for which the engine has no cache"
     for architecture in getattr(config, "architectures", None) or []:
@@ -67,7 +67,7 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
         yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
     one_window = "one_window" in registry.find_decoder_traits(text)
     if getattr(text, "sliding_window", None) and not kinds and not one_window:
-        # transformers' layers ignore the window, and its cache does not.
+        # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
     yield from _attention_refusals(config, text)
     for kind in sorted(_rope_types(text) & BATCH_ROPE):
@@ -87,7 +87,7 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
         yield "uses attention sinks, which the engine's attention does not have"
     if getattr(text, "kv_lora_rank", None):
         yield "uses latent attention; the engine's cache has keys and values of one size"
-    # transformers' masks are bidirectional too if `is_causal` is false, also of a decoder.
+    # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.
     is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
     if getattr(text, "use_bidirectional_attention", None) or not is_causal:
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"

@@ -1,8 +1,8 @@
-"""Talkers of omni models: decoders whose tokens are codes, and whose inputs are more than tokens.
+"""Talkers of omni models: decoders with codes as tokens and additional inputs.
 
-The rows of a prompt are made of the text that is spoken. The row of a frame is made of all of its
-codes, and of the next row of the text: a talker reads while it speaks. Some read a text that is not
-whole yet.
+The input rows of a prompt are made from the text that is spoken. The row of a frame is made from
+all of its codes and the next row of the text: a talker reads while it speaks. Some talkers can
+start before the text is complete.
 """
 
 from abc import abstractmethod
@@ -25,32 +25,32 @@ from workers.engine.sampling.truncation import Filters
 
 @dataclass(slots=True)
 class SpeechRows:
-    """What a text contributes to the inputs of a talker, as far as it has been read."""
+    """Rows of a text in the inputs of a talker, as far as the text has been read."""
 
-    prompt: Tensor  # [num_prompt_tokens, hidden_size], one less while `last` is wanted
-    text: Tensor  # [num_rows, width], one for each frame; further frames have the last one
+    prompt: Tensor  # [num_prompt_tokens, hidden_size], one row less while `last` is not None
+    text: Tensor  # [num_rows, width], one row for each frame; later frames use the last row
     last: Tensor | None = None
-    """The prompt's last row without its part of the text, [1, hidden_size], until that is read."""
+    """The prompt's last row without the text's first row, [1, hidden_size], until that is read."""
     num_read: int = 0
     """Tokens of the answer that have been read."""
     is_whole: bool = False
-    """Whether the end has been read."""
+    """Whether the end of the answer has been read."""
 
 
 class Talker(LanguageAdapter):
-    """The talker of a model, with what of the model it needs beside."""
+    """Talker of a model, with the other parts of the model that it needs."""
 
     num_position_rows = 3
     codes: range
-    """The tokens that are codes of the first codebook."""
+    """Ids of the tokens that are codes of the first codebook."""
     end_token_ids: frozenset[int]
     num_codebooks: int
     num_text_tokens: int
     """Size of the vocabulary of the texts."""
     voices: Mapping[str, int]
-    """Names of the voices, and a number that the talker knows each by."""
+    """Numbers of the voices in the talker, by name."""
     media_token_ids: frozenset[int]
-    """Tokens that stand for media in a prompt."""
+    """Placeholder tokens of media in a prompt."""
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         """`model` has the input embeddings, and `decoder` is its language model."""
@@ -63,34 +63,34 @@ class Talker(LanguageAdapter):
 
     @abstractmethod
     def prompt_tokens(self, speech: SpokenText) -> list[int]:
-        """The tokens that stand for the rows of a prompt, as the repetition penalty sees them.
+        """Return placeholder tokens for the rows of a prompt; the repetition penalty counts them.
 
         Raises InvalidRequest for a prompt that cannot be spoken.
         """
 
     def num_inputs(self, prompt_token_ids: list[int]) -> int | None:
-        """The tokens of a sequence whose rows are made of the prompt alone.
+        """Return the number of tokens in a sequence with rows that depend on the prompt alone.
 
-        Each token of the answer adds one, but for the last one, which is not spoken. None for a
-        talker that reads whole answers only.
+        Each token of the answer adds one, except the last token, which is not spoken. Returns None
+        for a talker that reads only whole answers.
         """
         return None
 
     @abstractmethod
     def make_rows(self, speech: SpokenText) -> SpeechRows:
-        """The rows that are made of a text, as far as it has come."""
+        """Return the rows of the available part of a text."""
 
     def read_on(self, rows: SpeechRows, speech: SpokenText) -> None:
-        """Add the rows of what has come since."""
+        """Add the rows of text that has arrived since the last call."""
 
     @abstractmethod
     def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
-        """The rows of frames [n, num_codebooks] and of their rows of the text [n, width]."""
+        """Return input rows for frames [n, num_codebooks] and their rows of the text [n, width]."""
 
     def residuals(
         self, hidden: Tensor, codes: Sequence[int], sequences: Sequence[EngineSequence]
     ) -> list[tuple[int, ...]]:
-        """The codes of the further codebooks, from hidden states [n, hidden_size] and the codes."""
+        """Return the codes of further codebooks for hidden states [n, hidden_size] and codes."""
         return [()] * len(codes)
 
     def add_residuals(
@@ -99,21 +99,21 @@ class Talker(LanguageAdapter):
         sampled: list[list[SampledToken]],
         sequences: Sequence[EngineSequence],
     ) -> list[list[SampledToken]]:
-        """The sampled tokens, one for each sequence, with the codes of further codebooks."""
+        """Return the sampled tokens, one for each sequence, with the codes of further codebooks."""
         if not sampled:
             return sampled
         tokens = [token for (token,) in sampled]
-        found = self.residuals(hidden, [token.token_id for token in tokens], sequences)
+        residuals = self.residuals(hidden, [token.token_id for token in tokens], sequences)
         return [
             [token._replace(residual=residual)]
-            for token, residual in zip(tokens, found, strict=True)
+            for token, residual in zip(tokens, residuals, strict=True)
         ]
 
     def has_voice(self, name: str) -> bool:
         return name in self.voices
 
     def speech_rows_of(self, speech: SpokenText | None) -> SpeechRows:
-        """Raises InvalidRequest for a request that is not to be spoken."""
+        """Return the rows of a request's text. Raises InvalidRequest for a request without one."""
         if speech is None:
             raise InvalidRequest("this stage speaks the text of another stage", field="prompt")
         token_ids = [*speech.prompt_token_ids, *speech.answer_token_ids]
@@ -149,9 +149,9 @@ class Talker(LanguageAdapter):
 def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: int) -> list[int]:
     """Choose a code of a further codebook for each row of logits.
 
-    It is the most probable one where the stage's sampling is greedy. Otherwise it is drawn among
-    the 50 most probable ones with 80 % of the mass, as in transformers, and depends on nothing but
-    the logits, the seed, the frame's position and the codebook.
+    With greedy sampling it is the most probable code. Otherwise it is drawn from the 50 most
+    probable codes with 80 % of the mass, as in transformers, and depends only on the logits, the
+    seed, the frame's position and the codebook.
     """
     logits = logits.float()
     if all(s.request.sampling.temperature < GREEDY_BELOW for s in sequences):
@@ -163,17 +163,17 @@ def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: 
 
     top_k = column(min(50, logits.shape[1])).long()
     filters = Filters(column(1.0).float(), column(0.0), top_k, column(0.8))
-    # A request has one speech, so the number of a choice is free for that of a codebook.
+    # A request has one speech, so the number of the choice is free for the number of the codebook.
     points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
     at = torch.tensor(points, dtype=torch.float64, device=logits.device)
-    found: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
-    return found
+    codes: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
+    return codes
 
 
 def run_decoder(
     decoder: Any, head: Any, embeddings: Tensor, positions: Tensor, rows: Tensor, **attention: Any
 ) -> Tensor:
-    """The logits of some rows: [1, num_rows, vocab_size]."""
+    """Return the logits of some rows: [1, num_rows, vocab_size]."""
     hidden = decoder(
         inputs_embeds=embeddings, position_ids=positions[:, None], use_cache=False, **attention
     ).last_hidden_state

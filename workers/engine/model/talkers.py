@@ -1,4 +1,4 @@
-"""The talkers of omni models, by the kind that a family names."""
+"""Talkers of omni models, by the kind in the family's declaration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ LoadTalker = Callable[[torch.dtype, str], Talker]
 
 
 def find_talker(folder: Path) -> LoadTalker | None:
-    """The function that loads the talker of a model's folder; None for a model without one."""
+    """Return the function that loads the talker of a model's folder; None without a talker."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     family = find_family(config)
     # Other engines need none of transformers' omni modules.

@@ -1,7 +1,7 @@
-"""Sums of weights to within a known error, in less than half of the time of exact ones.
+"""Estimated sums of weights with a known error, in less than half of the time of exact sums.
 
-A sampler needs them to choose a token. Where the choice is the same within the whole error, it is
-that of the exact sums.
+A sampler needs the sums to choose a token. If every value within the error leads to the same token,
+the exact sums lead to it too.
 """
 
 import math
@@ -17,7 +17,7 @@ GROUP_SIZE = 32
 FLOAT_ERROR = 2.0**-24
 """Relative error of one operation in float32."""
 ROUNDING = 2.0**8
-"""More units than what float64 rounds away of sums below 2^60 and of their products."""
+"""Limit on the rounding error of float64, in units, for sums below 2^60 and their products."""
 
 
 class Estimate(NamedTuple):
@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
     ends: Tensor
     """Sums up to the end of each group of `GROUP_SIZE` tokens: float64 [num_rows, num_groups]."""
     error: Tensor
-    """Limit on the error of the sum of the first tokens, however many: float64 [num_rows, 1]."""
+    """Limit on the error of the sum of any number of first tokens: float64 [num_rows, 1]."""
 
 
 def estimate(logits: Tensor, greatest: Tensor, temperature: Tensor) -> Estimate:
@@ -41,8 +41,8 @@ def estimate(logits: Tensor, greatest: Tensor, temperature: Tensor) -> Estimate:
     groups = weights[:, :num_grouped].view(num_rows, num_grouped // GROUP_SIZE, GROUP_SIZE)
     last = weights[:, num_grouped:].sum(1, keepdim=True)
     ends = UNITS * torch.cat([groups.sum(2), last], 1).double().cumsum(-1)
-    # Exact sums are of units that are rounded down. The exponents differ by three roundings from
-    # those of exact weights, and their mean by mass is the entropy at most.
+    # Exact sums have units that are rounded down. The exponents differ by three roundings from the
+    # exact exponents, and the mean exponent by mass is at most the entropy.
     powers = 2 + 3 * math.log(vocab_size)
     error = vocab_size + ends[:, -1:] * ((GROUP_SIZE + powers) * FLOAT_ERROR)
     return Estimate(weights, ends, error)
@@ -53,8 +53,8 @@ def draw_unfiltered(
 ) -> Tensor:
     """Return the tokens that `truncation.draw` chooses among all: int64 [num_rows].
 
-    The first three arguments are those of `unnormalized_probs`, without rows that are not finite;
-    `points` are float64 [num_rows] in [0, 1).
+    For the first three arguments see `unnormalized_probs`; all rows must be finite. `points` are
+    float64 [num_rows] in [0, 1).
     """
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     is_certain = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
@@ -69,7 +69,7 @@ def draw_unfiltered(
 
 
 def _draw(estimated: Estimate, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a token of each row, and whether it is certain to be the one: both [num_rows]."""
+    """Return a token of each row, and whether it is certain to be exact: both [num_rows]."""
     weights, ends, error = estimated
     last_group, last_token = ends.shape[1] - 1, weights.shape[1] - 1
     offset = ends[:, -1:] * points[:, None]

@@ -1,8 +1,8 @@
 """Structured outputs: grammars compiled by llguidance, and their masks over the model's tokens.
 
-Grammars are compiled in threads of their own, outside the step thread and the event loop, and equal
-grammars only once. Tenants take turns at the slots for it. A mask is a function of the grammar and
-the tokens so far, so a resumed request continues with the mask that the previous engine had.
+Grammars are compiled in separate threads, outside the step thread and the event loop, and equal
+grammars only once. Tenants take turns at the compilation slots. A mask is a function of the grammar
+and the tokens so far, so a resumed request continues with the mask that the previous engine had.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ MAX_GRAMMARS = 64
 MAX_REFUSAL_BYTES = 256 << 10
 MAX_COMPILING = 2
 MAX_COMPILING_BATCH, BATCH_NICENESS = 1, 15
-"""Compilations for requests of the batch lane have slots of their own: at this niceness they would
-hold those of interactive requests for long."""
+"""Compilations for requests of the batch lane have separate slots: at this niceness they would
+occupy the slots of interactive requests for a long time."""
 PROGRESS_S = 0.5
 # More than the stack of the sandbox process, so a grammar that passed there also passes here.
 STACK_BYTES = 64 << 20
@@ -98,12 +98,12 @@ class GrammarCompiler:
         self._waiting: Counter[_Key] = Counter()
         """Number of requests that wait for each of `_pending`."""
         self._pending: dict[_Key, asyncio.Task[Grammar]] = {}
-        """Compilations by tenant, lane and definition. Each tenant has its own in each lane, since
-        another one may be at the end of a long queue."""
+        """Compilations by tenant, lane and definition. They are not shared between tenants or
+        lanes, because another tenant's compilation may be at the end of a long queue."""
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         """Grammars of all tenants by definition, least recently used first."""
         self._refused: ByteLRU[str, str] = ByteLRU(MAX_REFUSAL_BYTES)
-        """The reasons by the hash of the definition: a definition may have 128 KiB."""
+        """Reasons of refusals by hash of the definition: a definition may have 128 KiB."""
 
     async def compile(
         self,
@@ -115,12 +115,12 @@ class GrammarCompiler:
         """Return the compiled grammar. `progress` is called repeatedly while the caller waits.
 
         Raises InvalidGrammar, also if compiling takes too much CPU time or memory, GrammarNotTried
-        if the machine is too busy to tell, Overloaded if too many grammars wait, and whatever
-        `progress` raises.
+        if the machine is too busy to check it, Overloaded if too many grammars wait, and any
+        exception of `progress`.
         """
         definition = to_llguidance(outputs)
-        if (known := self._find(definition)) is not None:
-            return known
+        if (grammar := self._find(definition)) is not None:
+            return grammar
         key = (tenant, lane, definition)
         task = self._pending.get(key)
         if task is None or task.cancelling():
@@ -136,7 +136,7 @@ class GrammarCompiler:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                # Nobody waits any more, and the slot of a compilation becomes free.
+                # No caller waits any more. Cancelling frees the slot of the compilation.
                 task.cancel()
 
     def _find(self, definition: str) -> Grammar | None:
@@ -151,7 +151,7 @@ class GrammarCompiler:
         if self._pending.get(key) is task:
             del self._pending[key]
         if not task.cancelled():
-            # All that waited for it may have left before they saw the error.
+            # Retrieved, because all callers may have left before they saw the error.
             task.exception()
 
     async def _compile(self, tenant: str, lane: str, definition: str) -> Grammar:
@@ -160,8 +160,8 @@ class GrammarCompiler:
         niceness = BATCH_NICENESS if is_batch else 0
         async with slots.turn(tenant, self._max_held):
             # Another tenant may have had the same definition compiled meanwhile.
-            if (known := self._find(definition)) is not None:
-                return known
+            if (cached := self._find(definition)) is not None:
+                return cached
             is_wanted = partial(slots.is_wanted, tenant)
             reason = await check_grammar(definition, is_wanted, niceness)
             if not reason:
@@ -177,7 +177,7 @@ class GrammarCompiler:
         return grammar
 
     def _warm(self, definition: str) -> LLMatcher:
-        """Compile the grammar and compute its first mask, which takes longest."""
+        """Compile the grammar and compute its first mask, which takes the longest."""
         matcher = compile_grammar(self._tokenizer, definition)
         matcher.deep_copy().compute_bitmask()
         return matcher
@@ -212,7 +212,7 @@ def _invalid_grammar(reason: str) -> InvalidGrammar:
 async def _run_in_thread(work: Callable[[], LLMatcher], niceness: int) -> LLMatcher:
     """Run `work` in a thread with a stack of `STACK_BYTES`, which thread pools do not offer.
 
-    On Linux the niceness is that of the thread alone.
+    On Linux the niceness applies only to the thread.
     """
     done: Future[LLMatcher] = Future()
     done.set_running_or_notify_cancel()  # A caller that leaves does not stop the thread.
@@ -221,7 +221,7 @@ async def _run_in_thread(work: Callable[[], LLMatcher], niceness: int) -> LLMatc
         os.nice(niceness)
         try:
             done.set_result(work())
-        except BaseException:  # A panic in Rust is no Exception.
+        except BaseException:  # A panic in Rust is not an Exception.
             done.set_exception(WorkerFailure("a grammar could not be compiled"))
 
     previous_size = threading.stack_size(STACK_BYTES)

@@ -1,9 +1,9 @@
 """Sandbox process that compiles a grammar before the engine compiles it.
 
-llguidance limits its own resources, but not all of them: rules nested some thousands deep overflow
-its stack, and an intersection of twenty expressions takes seconds and gigabytes. Only a process of
-its own contains such failures. The process runs this file, which imports nothing else of the
-product, so that it starts in some 50 ms. `workers.engine.sampling.grammar_trial` starts it.
+llguidance limits its own resources, but not all of them: rules nested thousands of levels deep
+overflow its stack, and an intersection of twenty expressions takes seconds and gigabytes. Only a
+separate process contains such failures. The process runs this file, which imports no other module
+of the product, so that it starts in about 50 ms. `workers.engine.sampling.grammar_trial` starts it.
 """
 
 import re
@@ -14,13 +14,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
-"""Tokens generated in the trial: some grammars exceed the limits only in use."""
+"""Tokens generated in the trial: some grammars exceed the limits only when tokens are generated."""
 BLANKS = sum(1 << byte for byte in b" \t\r\n")
 """Bitmask of white space, which JSON allows in any amount and which makes no progress."""
 MAX_REASON_LEN = 300
 TOO_COMPLEX = "it is too complex"
 BEGUN = "begun\n"
-"""Written before the grammar is compiled: an end before this line is no fault of the grammar."""
+"""Line written before the grammar is compiled: an end before it is not the grammar's fault."""
 
 LIMITS = LLParserLimits(
     step_max_items=20_000,
@@ -46,8 +46,8 @@ def error_of(matcher: LLMatcher) -> str:
 
 def main(max_cpu_s: int) -> None:
     """Compile the definition read from stdin, try it, and write the error to stdout."""
-    # The limits also end this process if the engine dies meanwhile. The first ends it by SIGXCPU,
-    # which tells it from a process that somebody has killed.
+    # The limits also end this process if the engine has died. The soft limit ends it by SIGXCPU,
+    # which distinguishes it from a process that was killed from outside.
     resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,7 +1,7 @@
-"""Trial of a grammar: compiles it in a sandbox process and tells whose fault a failure is.
+"""Trial of a grammar: compiles it in a sandbox process and decides whose fault a failure is.
 
-CPU time and memory are the grammar's own, so exceeding them is the client's fault. Wall time
-depends on what else the machine does, so running out of it says nothing about the grammar.
+CPU time and memory depend on the grammar, so exceeding their limits is the client's fault. Wall
+time depends on the load of the machine, so a timeout is not the grammar's fault.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from workers.engine.sampling.grammar_sandbox import BEGUN, MAX_MEMORY_BYTES, TOO
 FIELD = "sampling_params.structured_outputs"
 MAX_CPU_S = 5
 TURN_S = 30.0
-"""Most grammars take 0.1 s of CPU time, so they pass with a hundredth of a core. After so much wall
-time a trial goes on as long as it gets CPU time and no other tenant waits for its slot."""
+"""Interval after which a trial ends if it got no CPU time, or if another tenant waits for its slot.
+Most grammars take 0.1 s of CPU time, so they pass with a hundredth of a core."""
 _CPUCLOCK_SCHED = 2
 MAX_OUTPUT = 4096
 NOT_STARTED = "its trial could not be started"
 NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals from outside of the sandbox, such as the kernel's when the machine is out of memory."""
+"""Signals from outside the sandbox, such as the kernel's when the machine is out of memory."""
 
 
 async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], niceness: int) -> str:
     """Return the reason for which the grammar cannot be used; empty if it can.
 
-    `is_slot_wanted` returns whether another tenant waits, and `niceness` is added to that of the
-    sandbox process, as nice(2) does. Raises GrammarNotTried if the machine has no time or no
-    process for the trial, or ends it.
+    `is_slot_wanted` returns whether another tenant waits, and `niceness` is added to the niceness
+    of the sandbox process, as nice(2) does. Raises GrammarNotTried if the machine has no time or no
+    process for the trial, or if the trial was ended from outside.
     """
     ours, theirs = socket.socketpair()
     with ours:
@@ -54,8 +54,8 @@ async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], nic
 
 
 def _start(channel: socket.socket, niceness: int) -> Popen[bytes]:
-    # uvloop's own way to start a process holds the interpreter's lock for some ten milliseconds, in
-    # which the model waits too; this one for one or two.
+    # uvloop holds the GIL for about ten milliseconds to start a process, and the model waits for
+    # it. Popen holds the GIL for one or two.
     try:
         process = Popen(
             [sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)],
@@ -66,7 +66,7 @@ def _start(channel: socket.socket, niceness: int) -> Popen[bytes]:
     except OSError as error:  # No memory, processes or file descriptors are left.
         raise _not_tried(NOT_STARTED) from error
     with contextlib.suppress(ProcessLookupError):
-        # From here, because most of its time is that of its start.
+        # Set here and not by the process itself, because most of its time is its start.
         os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + niceness)
     return process
 
@@ -91,7 +91,7 @@ async def _output_of(
 async def _exchange(channel: socket.socket, definition: bytes) -> bytes:
     """Return all that the sandbox writes, until it closes its end."""
     loop, output = asyncio.get_running_loop(), b""
-    # A sandbox may end before it has read everything, and may have written why.
+    # A sandbox may end before it has read everything, and may have written the reason.
     with contextlib.suppress(ConnectionError):
         await loop.sock_sendall(channel, definition)
         channel.shutdown(socket.SHUT_WR)

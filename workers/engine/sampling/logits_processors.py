@@ -19,7 +19,7 @@ from torch import Tensor
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
 
-# A list of tokens that are allowed can have as many as the model has.
+# A list of allowed tokens can be as long as the vocabulary.
 MAX_CACHED_LISTS = 16
 
 
@@ -37,7 +37,7 @@ def needs_processing(sequence: Sequence) -> bool:
 
 
 def process_logits(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Return `logits` [num_sequences, vocab_size] float32 as changed, one row per sequence."""
+    """Return changed `logits` [num_sequences, vocab_size] float32, one row per sequence."""
     logits = _apply_masks(logits, sequences)
     _restrict_to_allowed(logits, sequences)
     banned = [
@@ -111,7 +111,10 @@ def _restrict_to_allowed(logits: Tensor, sequences: list[Sequence]) -> None:
 
 @lru_cache(MAX_CACHED_LISTS)
 def _forbidden(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
-    """Return which tokens are not `allowed`, [vocab_size]; a talker needs the same at each step."""
+    """Return a mask of the tokens that are not `allowed`, [vocab_size].
+
+    It is cached, because a talker needs the same mask at each step.
+    """
     mask = torch.ones(vocab_size, dtype=torch.bool, device=device)
     mask[torch.tensor(allowed, device=device)] = False
     return mask
@@ -165,10 +168,10 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
             )
         ).to(logits.device)
 
-    # A token that is there several times is written several times, always with the same score.
-    seen = flat_indexes(all_tokens=True)
-    scores, factor = flat[seen], penalties[seen // vocab_size, 0]
-    flat[seen] = torch.where(scores < 0, scores * factor, scores / factor)
+    # A repeated token is written several times, always with the same score.
+    tokens = flat_indexes(all_tokens=True)
+    scores, factor = flat[tokens], penalties[tokens // vocab_size, 0]
+    flat[tokens] = torch.where(scores < 0, scores * factor, scores / factor)
     generated, counts = torch.unique(flat_indexes(all_tokens=False), return_counts=True)
     _, frequency, presence = penalties[generated // vocab_size].T
     flat[generated] -= frequency * counts + presence

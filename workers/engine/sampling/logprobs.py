@@ -11,7 +11,7 @@ from workers.engine.sampling.ranked import NUM_RANKED, rank
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 
 IMPOSSIBLE = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
+"""Value for minus infinity, which JSON cannot express."""
 DECIMALS = 6
 
 
@@ -31,7 +31,7 @@ def logprobs_of(
 
 
 def num_prompt_rows(s: ScheduledSequence) -> int:
-    """Return the number of leading rows whose logits predict a requested prompt token."""
+    """Return the number of leading rows that predict a requested prompt token."""
     if s.sequence.prompt_logprobs is None:
         return 0
     stop = min(s.end, s.sequence.num_prompt_tokens - 1)

@@ -1,8 +1,8 @@
-"""The draw of `truncation` from the most probable tokens alone, where these decide it.
+"""The draw of `truncation`, computed from the most probable tokens alone where these decide it.
 
-Behind a filter that leaves only ranked tokens, no other token matters. top_p alone needs the mass
-of the whole vocabulary, of which bounds will do: if both lead to the same threshold, it is the
-exact one. Rows that the ranked tokens do not decide are truncated over the whole vocabulary.
+If a filter leaves only ranked tokens, no other token matters. top_p alone needs the mass of the
+whole vocabulary, but bounds on it suffice: if both bounds lead to the same threshold, the threshold
+is exact. Rows that the ranked tokens do not decide are truncated over the whole vocabulary.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def rank(logits: Tensor) -> Ranked:
     num_rows, vocab_size = logits.shape
     num_groups = vocab_size // GROUP_SIZE
     if num_groups > NUM_RANKED:
-        # The greatest logits, or others that equal them, are in the groups of the greatest maxima.
+        # The greatest logits, or equal ones, are in the groups with the greatest maxima.
         groups = logits[:, : num_groups * GROUP_SIZE].view(num_rows, num_groups, -1)
         maxima = groups.amax(2)
         chosen = _find_greatest(maxima)
@@ -50,17 +50,19 @@ def rank(logits: Tensor) -> Ranked:
         token_ids = (chosen[:, :, None] * GROUP_SIZE + offsets).flatten(1)
         ungrouped = torch.arange(num_groups * GROUP_SIZE, vocab_size, device=logits.device)
         token_ids = torch.cat([token_ids, ungrouped.expand(num_rows, -1)], 1)
-        found = logits.gather(1, token_ids)
+        candidates = logits.gather(1, token_ids)
         if logits.device.type == "cpu":
-            # As many logits as there are chosen groups are at least as great as their maxima.
-            found, token_ids = _drop_below(maxima.gather(1, chosen).amin(1), found, token_ids)
+            # Each chosen group has a logit at its maximum, so `NUM_RANKED` logits reach the least
+            # of the maxima.
+            least = maxima.gather(1, chosen).amin(1)
+            candidates, token_ids = _drop_below(least, candidates, token_ids)
     else:
         token_ids = torch.arange(vocab_size, device=logits.device).expand(num_rows, -1)
-        found = logits
-    greatest = _find_greatest(found)
-    found = found.gather(1, greatest)
-    order = _argsort(found).flip(-1)
-    return Ranked(found.gather(1, order), token_ids.gather(1, greatest.gather(1, order)))
+        candidates = logits
+    greatest = _find_greatest(candidates)
+    candidates = candidates.gather(1, greatest)
+    order = _argsort(candidates).flip(-1)
+    return Ranked(candidates.gather(1, order), token_ids.gather(1, greatest.gather(1, order)))
 
 
 def draw_filtered(logits: Tensor, ranked: Ranked, filters: Filters, points: Tensor) -> Tensor:
@@ -89,8 +91,8 @@ def draw_filtered(logits: Tensor, ranked: Ranked, filters: Filters, points: Tens
     first, last = (torch.searchsorted(ends, mass_to_keep(m, filters.top_p)) for m in (low, high))
     by_mass = weights.gather(1, first.clamp(max=num_ranked - 1))
     is_decided = holds_all | is_open & (first == last) & (by_mass > last_weight)
-    kept = units.masked_fill(weights < torch.maximum(least, by_mass), 0)
-    token_ids = _draw(kept, ranked.token_ids, points)
+    units.masked_fill_(weights < torch.maximum(least, by_mass), 0)
+    token_ids = _draw(units, ranked.token_ids, points)
     for chunk in iterate_chunks(_true_rows(~is_decided), logits):
         whole = unnormalized_probs(
             take_rows(logits, chunk), greatest[chunk], filters.temperature[chunk]
@@ -128,17 +130,17 @@ def _find_greatest(values: Tensor) -> Tensor:
 def _drop_below(least: Tensor, values: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of each row that are not below its `least`, and their tokens.
 
-    All have the columns of the row that has most; the others are filled with minus infinity.
+    Shorter rows are padded with minus infinity to the length of the longest row.
     """
     num_rows, num_columns = values.shape
-    kept = torch.from_numpy(np.flatnonzero(~(values < least[:, None]).numpy()))
-    rows = kept // num_columns
+    indexes = torch.from_numpy(np.flatnonzero(~(values < least[:, None]).numpy()))
+    rows = indexes // num_columns
     counts = torch.bincount(rows, minlength=num_rows)
-    columns = torch.arange(len(kept)) - (counts.cumsum(0) - counts)[rows]
+    columns = torch.arange(len(indexes)) - (counts.cumsum(0) - counts)[rows]
     places = rows, columns
     shape = num_rows, int(counts.max())
-    kept_values = values.new_full(shape, -torch.inf).index_put_(places, values.view(-1)[kept])
-    kept_ids = token_ids.new_zeros(shape).index_put_(places, token_ids.view(-1)[kept])
+    kept_values = values.new_full(shape, -torch.inf).index_put_(places, values.view(-1)[indexes])
+    kept_ids = token_ids.new_zeros(shape).index_put_(places, token_ids.view(-1)[indexes])
     return kept_values, kept_ids
 
 

@@ -1,6 +1,6 @@
-"""Iteration over rows of logits in chunks, for operations whose results are as large as the rows.
+"""Iteration over rows of logits in chunks, for operations with results as large as the rows.
 
-The next chunk reuses the memory of the one before, which is still in the CPU's cache.
+Each chunk reuses the memory of the previous chunk, which is still in the CPU's cache.
 """
 
 from collections.abc import Iterator

@@ -31,12 +31,12 @@ RESOLUTION = 2.0**-52
 
 
 class _Operations(NamedTuple):
-    """What the rows of a group need."""
+    """Operations that the rows of a group need."""
 
     is_greedy: bool
     is_filtered: bool
     is_processed: bool
-    """They are copied, and therefore taken in chunks."""
+    """Processed rows are copied, and therefore taken in chunks."""
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
@@ -117,7 +117,7 @@ def _check_greatest(greatest: Tensor, operations: _Operations) -> None:
 def check_finite(values: Tensor) -> None:
     """Raise ArithmeticError if any value is not finite.
 
-    The maxima of rows of logits will do: a NaN in a row is its maximum.
+    For rows of logits, their maxima suffice: a NaN in a row is its maximum.
     """
     if not bool(values.isfinite().all()):
         raise ArithmeticError("the output of the model for a sequence is not finite")

@@ -10,9 +10,9 @@ import torch
 def one_thread() -> Iterator[None]:
     """Compute on the calling thread alone.
 
-    Operations on logits take some 10 µs. Threads that wait for each other at the end of each take
-    far longer where another process has the core, and turn on the core that the model's kernels
-    use next.
+    Operations on logits take about 10 µs. With several threads, each operation ends with a wait for
+    all of them, which takes far longer when another process uses a core. Waiting threads also spin
+    on cores that the model's kernels use next.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

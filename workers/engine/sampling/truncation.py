@@ -1,13 +1,13 @@
 """min_p, top_k and top_p truncation and the random draw, in integer arithmetic without rounding.
 
 Each filter reduces to a threshold weight; tokens that tie with the threshold are kept. min_p comes
-first. top_k counts, and top_p sums, the tokens that the filter before it has left.
+first. top_k counts, and top_p sums, the tokens left by the previous filter.
 
 A weight is the probability relative to the greatest one, in units of 2^-40. Integer sums do not
 depend on the order of the summands, so a row yields the same token in any batch.
 
-This is the definition over the whole vocabulary; `ranked`, behind filters, and `estimates`, without
-any, find the same token with less work.
+This module defines the result over the whole vocabulary. `ranked`, with filters, and `estimates`,
+without filters, find the same token with less work.
 """
 
 import math
@@ -77,7 +77,7 @@ def to_units(weights: Tensor) -> Tensor:
 def mass_to_keep(total: Tensor, top_p: Tensor) -> Tensor:
     """Return the units of mass that top_p keeps of `total`, at least: int64 [num_rows, 1].
 
-    A token is kept while more probable ones do not hold as much.
+    A token is kept if the more probable tokens together have less mass than this.
     """
     return (total.double() * top_p).ceil().long().clamp(max=total)
 
@@ -91,7 +91,7 @@ def sort_descending(values: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, points: Tensor) -> Tensor:
-    """Return the token in whose share of the mass each point falls: int64 [num_rows].
+    """Return the token at each point of the mass: int64 [num_rows].
 
     `points` are float64 [num_rows] in [0, 1). Shares are laid out by token id and not by rank: two
     nearly equal logits may swap ranks with the rounding of another batch, which would move all

@@ -1,10 +1,10 @@
 """Verification of draft tokens in speculative decoding, exact for any sampling parameters.
 
 A token is sampled in the usual way at each position, as if the drafts before it were the output.
-While the sampled token equals the draft, the next row counts too. Every row that counts has thus
-seen only tokens of the output. A sampled token depends on its logits and on (seed, choice,
-position), and not on a random state that drafts could advance. The output is therefore the same as
-without drafts, and a resumed request continues identically wherever its log ends. Rejection
+While the sampled token equals the draft, the next row counts too. Every row that counts is thus
+computed from tokens of the output alone. A sampled token depends on its logits and on (seed,
+choice, position), and not on a random state that drafts could advance. The output is therefore the
+same as without drafts, and a resumed request continues identically wherever its log ends. Rejection
 sampling (Leviathan et al., 2023) would preserve only the distribution.
 """
 
@@ -22,7 +22,7 @@ from workers.engine.sampling.threads import one_thread
 
 @one_thread()
 def sample_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
-    """Return, for each sequence, the accepted drafts and the token sampled behind them.
+    """Return, for each sequence, the accepted drafts and the token sampled after them.
 
     `logits` [num_rows, vocab_size] have one row per sequence and one more per draft. Raises the
     errors of `sample`. It raises ArithmeticError for the row of a rejected draft too: non-finite
@@ -34,7 +34,7 @@ def sample_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[lis
     except InvalidRequest:
         if len(positions) == len(scheduled):
             raise
-        # The row behind a rejected draft may allow no token, which is no error of the request.
+        # The row after a rejected draft may allow no token, which is not an error of the request.
         check_finite(logits.amax(-1))
         certain = [row for row, (_, position) in enumerate(positions) if position == 0]
         return sample_batch(logits[certain], [replace(s, draft_token_ids=()) for s in scheduled])

@@ -1,7 +1,7 @@
-"""Denoising steps of images: their times, their noise, and the interface of what computes them.
+"""Denoising steps of images: times, noise, and the interface of image models.
 
 An image begins as noise at time 0 and is finished at time 1. Each step moves the latents on a
-straight line towards what the network takes for the finished image.
+straight line towards the network's prediction of the finished image.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Latents = NDArray[np.floating[Any]]
-"""An image on its way, [channels, height, width]."""
+"""Latents of an unfinished image, [channels, height, width]."""
 Pixels = NDArray[np.uint8]
 """A finished image, [height, width, 3]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The input of one step of one image."""
+    """Input of one step of one image."""
 
     latents: Latents
     tokens: tuple[int, ...]
     negative: tuple[int, ...]
-    """The tokens that the image is guided away from; empty for those of no text."""
+    """Tokens that the image is guided away from; empty for the tokens of an empty text."""
     guidance: float
     time: float
     next_time: float
@@ -32,39 +32,39 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The result of one step."""
+    """Result of one step."""
 
     latents: Latents
     finished: Latents
-    """What the network takes for the finished image."""
+    """Network's prediction of the finished image."""
 
 
 class ImageModel(Protocol):
-    """Paints images of a text. It keeps no state of an image."""
+    """Model that paints images of a text. It keeps no state of an image."""
 
     dtype: np.dtype[np.floating[Any]]
-    """That of latents."""
+    """Dtype of latents."""
 
     def encode(self, text: str, field: str) -> tuple[int, ...]:
-        """The tokens of a text. Raises ContextTooLong, which names `field`."""
+        """Return the tokens of a text. Raises ContextTooLong, which names `field`."""
 
     def latents_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """The shape of the latents of an image of this size."""
+        """Return the shape of the latents of an image of this size."""
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        """One step of each image. All latents have the same shape."""
+        """Compute one step of each image. All latents have the same shape."""
 
     def pixels(self, latents: Latents) -> Pixels:
-        """The image of finished latents."""
+        """Return the image of finished latents."""
 
 
 def time_of(step: int, steps: int) -> float:
-    """The time before step number `step`, and after the one before it."""
+    """Return the time at the beginning of step number `step`."""
     return step / steps
 
 
 def noise_of(seed: int, number: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Latents:
-    """The latents that image `number` of a request with this seed begins with.
+    """Return the initial latents of image `number` of a request with this seed.
 
     They are a function of the two numbers, by a counter-based generator.
     """

@@ -1,4 +1,4 @@
-"""How far the images of one request are, by the records in the log of its images."""
+"""Progress of the images of one request, derived from the records in the log of its images."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from shared.protocol.records import AnyRecord, ImageRecord, StepState
 
 
 class Painting:
-    """What earlier attempts have left of a request's images."""
+    """Results of earlier attempts at a request's images."""
 
     def __init__(self, params: PaintParams, records: Sequence[AnyRecord]) -> None:
         self._params = params
         self._states: dict[int, StepState] = {}
         self._previews: set[tuple[int, int]] = set()
         self.images: dict[int, str] = {}
-        """The `media:` URLs of the images that are in the log, by number."""
+        """`media:` URLs of the images in the log, by number."""
         for record in records:
             match record:
                 case StepState(number=number, step=step):
@@ -27,13 +27,13 @@ class Painting:
 
     @property
     def unfinished(self) -> list[int]:
-        """The numbers of the images that are not in the log."""
+        """Numbers of the images that are not in the log."""
         return [number for number in range(self._params.n) if number not in self.images]
 
     def state_of(self, number: int) -> StepState | None:
-        """The last stored latents of an image."""
+        """Return the record of the last stored latents of an image."""
         return self._states.get(number)
 
     def lacks_preview(self, number: int, step: int) -> bool:
-        """Whether a preview after `step` steps is wanted, and is not in the log."""
+        """Return whether a preview after `step` steps is requested and not in the log."""
         return step in self._params.preview_steps() and (number, step) not in self._previews

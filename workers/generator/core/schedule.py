@@ -1,9 +1,9 @@
-"""Which frames a chunk is made of: a function of where it begins and of the frames, never of time.
+"""Frames of each chunk: a function of the chunk's start and of the frames, never of time.
 
-    start     end              a chunk's own frames, whose samples it adds to the sound
-  left <- |     | -> right     its context, cut off at both ends of the speech
+    start     end              frames of the chunk; only their samples are added to the sound
+  left <- |     | -> right     context, cut off at both ends of the speech
 
-So an attempt that goes on behind another one computes what that one would have computed.
+An attempt that continues another one therefore computes the same chunks.
 """
 
 from typing import NamedTuple
@@ -12,27 +12,27 @@ from shared.protocol.chunks import ChunkSpec
 
 
 class Window(NamedTuple):
-    """The frames of one chunk, as indexes of the speech."""
+    """Frames of one chunk, as indexes in the speech."""
 
     first: int
-    """The first frame of the context before."""
+    """First frame of the context before the chunk."""
     start: int
-    """The first frame of the chunk."""
+    """First frame of the chunk."""
     end: int
-    """The frame behind the last one of the chunk."""
+    """Index after the last frame of the chunk."""
     last: int
-    """The frame behind the last one of the context."""
+    """Index after the last frame of the context."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Frames before, in and behind the chunk. Chunks of one shape may share a batch."""
+        """Numbers of frames before, in and after the chunk. Equal shapes may share a batch."""
         return self.start - self.first, self.end - self.start, self.last - self.end
 
 
 def window_at(spec: ChunkSpec, start: int, num_frames: int, *, is_complete: bool) -> Window | None:
-    """The window of the chunk that begins at frame `start`, of a speech with `num_frames` so far.
+    """Return the window of the chunk at frame `start` of a speech with `num_frames` so far.
 
-    None while frames of it are missing, and when the speech is complete without it.
+    Returns None while frames of it are missing, and if the complete speech has no such chunk.
     """
     end = end_of(spec, start)
     if is_complete:
@@ -45,7 +45,7 @@ def window_at(spec: ChunkSpec, start: int, num_frames: int, *, is_complete: bool
 
 
 def end_of(spec: ChunkSpec, start: int) -> int:
-    """Where the chunk with frame `start` ends in a speech that is long enough."""
+    """Return the end of the chunk with frame `start`, in a speech that is long enough."""
     boundary = 0
     for size in spec.first:
         boundary += size

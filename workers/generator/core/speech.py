@@ -1,4 +1,4 @@
-"""State of one request: the frames that are there, the chunks that are made, the client's clock."""
+"""State of one request: its frames so far, its next chunk, and the playback of its client."""
 
 import numpy as np
 
@@ -10,35 +10,37 @@ from workers.generator.core.vocoder import Codes, Vocoder
 
 
 class Speech:
-    """Collects the frames of one speech, and says which chunk is next.
+    """Collects the frames of one speech, and returns the window of the next chunk.
 
-    Where a chunk begins is known from the samples in the log, so nothing else has to be kept for
-    another attempt.
+    The start of a chunk follows from the number of samples in the log, so the log is the only state
+    that another attempt needs.
     """
 
     def __init__(self, spec: ChunkSpec, vocoder: Vocoder, records: list[AnyRecord]) -> None:
-        """`records` are those of the log of this speech's sound.
+        """`records` are the records in the log of this speech's sound.
 
-        Raises PagemillError for a log that another vocoder has begun.
+        Raises PagemillError for a log that was begun by another vocoder.
         """
         self._spec = spec
         self._vocoder = vocoder
-        made = [record for record in records if isinstance(record, AudioChunk)]
-        self.num_samples = made[-1].first_sample + made[-1].num_samples if made else 0
-        """The samples that are in the log."""
-        rates = {record.sample_rate for record in made}
+        chunks = [record for record in records if isinstance(record, AudioChunk)]
+        self.num_samples = chunks[-1].first_sample + chunks[-1].num_samples if chunks else 0
+        """Number of samples in the log."""
+        rates = {chunk.sample_rate for chunk in chunks}
         if rates - {vocoder.sample_rate} or self._is_foreign:
-            raise PagemillError("another vocoder has begun this sound, so it cannot go on")
+            raise PagemillError(
+                "this sound was begun by another vocoder, so this one cannot continue it"
+            )
         self.codes: Codes = np.empty((0, vocoder.num_codebooks), np.int32)
-        """All frames so far. The array is never changed, but replaced."""
+        """All frames so far. The array is replaced, never changed in place."""
         self._spoken: list[tuple[int, int]] = []
-        """Numbers of frames, and of the tokens of the text that they speak."""
+        """Pairs of a number of frames and the number of tokens of the text spoken by then."""
         self.is_complete = False
         """Whether there will be no more frames."""
 
     @property
     def _is_foreign(self) -> bool:
-        """Whether the samples are no whole frames, of which only the last one is shorter."""
+        """Whether the samples are not whole frames, apart from the missing samples of the last."""
         rest = -self.num_samples % self._vocoder.samples_per_frame
         return rest not in (0, self._vocoder.num_missing)
 
@@ -46,11 +48,13 @@ class Speech:
         """Add the frames of the next record. Raises PagemillError for frames that do not fit."""
         vocoder, position = self._vocoder, chunk.position
         if position != len(self.codes):
-            raise PagemillError(f"frame {len(self.codes)} is missing: frame {position} came next")
+            raise PagemillError(
+                f"frame {len(self.codes)} is missing: the next record begins at frame {position}"
+            )
         for number, frame in enumerate(chunk.frames, position):
             if len(frame) != vocoder.num_codebooks:
                 raise PagemillError(
-                    f"frame {number} has {len(frame)} codes, the vocoder takes"
+                    f"frame {number} has {len(frame)} codes, but the vocoder needs"
                     f" {vocoder.num_codebooks}"
                 )
             if not all(0 <= code < vocoder.num_codes for code in frame):
@@ -63,28 +67,29 @@ class Speech:
             self._spoken.append((len(self.codes), chunk.end_token))
 
     def end_token_at(self, num_frames: int) -> int | None:
-        """Tokens of the text that are spoken after so many frames; None if that is not known."""
+        """Return the number of tokens spoken after `num_frames` frames; None if unknown."""
         return interpolate(self._spoken, num_frames) if self._spoken else None
 
     def next_window(self) -> Window | None:
-        """The window of the next chunk; None until its frames are there, and at the end."""
+        """Return the window of the next chunk; None until it has its frames, and at the end."""
         # The last frame may have fewer samples than the others.
         start = -(-self.num_samples // self._vocoder.samples_per_frame)
         return window_at(self._spec, start, len(self.codes), is_complete=self.is_complete)
 
 
 class Playback:
-    """When the client of a speech has played what it has, if it plays without waiting."""
+    """Estimated playback of a speech by its client, which plays sound as soon as it arrives."""
 
     def __init__(self, now_s: float) -> None:
         self.dry_at_s = now_s
-        """Until the first samples, when the client began to wait."""
+        """Time at which the client has played all sound; before the first samples, the time at
+        which it began to wait."""
         self._has_begun = False
 
     def add(self, length_s: float, now_s: float) -> float:
-        """Note sound that the client has from now on; return how long it had waited for it.
+        """Record sound that the client receives now; return the length of the gap before it.
 
-        The wait for the first samples is no gap in the sound, and counts as none.
+        The wait for the first samples does not count as a gap.
         """
         gap_s = max(0.0, now_s - self.dry_at_s) if self._has_begun else 0.0
         self._has_begun = True

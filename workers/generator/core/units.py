@@ -1,8 +1,8 @@
-"""Units of work of many requests: which of them are computed together next.
+"""Queue of units of work from many requests, which are computed in batches.
 
-A unit is one chunk of a sound, or one denoising step of an image. The most urgent unit is next,
-such as the chunk of the client that would run dry first. Units of other requests join its batch if
-they have the same shape, the urgent ones first.
+A unit is one chunk of a sound, or one denoising step of an image. The most urgent unit is next, for
+example the chunk of the client that would run out of sound first. Units of other requests join its
+batch if they have the same shape, in order of urgency.
 """
 
 from collections.abc import Hashable
@@ -14,17 +14,17 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True, slots=True)
 class Unit(Generic[Work]):
-    """What is computed for one request at one time."""
+    """One computation for one request."""
 
     request_id: str
     shape: Hashable
     """Units of equal shapes can be computed as one batch."""
     due_s: float
-    """Earlier is more urgent: when the client has played all that was made before, or when the
-    request was accepted."""
+    """Time that orders the units: the end of the sound that the client has, or the time at which
+    the request was accepted."""
     work: Work
     number: int = 0
-    """Which of the request's images the unit belongs to."""
+    """Number of the image in its request."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -32,7 +32,7 @@ class Unit(Generic[Work]):
 
 
 class UnitQueue(Generic[Work]):
-    """The units that wait. A sound or image has one at a time, so its units keep their order."""
+    """Waiting units. A sound or image has one unit at a time, so its units stay in order."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
@@ -47,18 +47,18 @@ class UnitQueue(Generic[Work]):
 
     def cancel(self, request_id: str) -> list[Unit[Work]]:
         """Remove the units of a request and return them."""
-        found = [unit for unit in self._waiting.values() if unit.request_id == request_id]
-        for unit in found:
+        units = [unit for unit in self._waiting.values() if unit.request_id == request_id]
+        for unit in units:
             del self._waiting[unit.key]
-        return found
+        return units
 
     def discard(self, unit: Unit[Work]) -> None:
-        """Remove a unit, if it is still here."""
+        """Remove a unit, if it still waits."""
         if self._waiting.get(unit.key) is unit:
             del self._waiting[unit.key]
 
     def take(self) -> list[Unit[Work]]:
-        """Remove the next batch and return it, the most urgent unit first; none if none waits."""
+        """Remove and return the next batch, the most urgent unit first; empty if no unit waits."""
         by_urgency = sorted(self._waiting.values(), key=lambda unit: unit.due_s)
         batch = [unit for unit in by_urgency if unit.shape == by_urgency[0].shape]
         for unit in batch[: self._max_batch]:

@@ -1,7 +1,7 @@
-"""The interface of vocoders, which make sound of the frames of a codec.
+"""Interface of vocoders, which convert the frames of a codec to sound.
 
-A vocoder is a function of frames. It keeps no state of a speech: what it has to know of the frames
-before a chunk's context is one number, `carry`, which it computes from these frames.
+A vocoder is a function of frames. It keeps no state of a speech: the frames before a chunk's
+context affect it only by one number, `carry`, which it computes from these frames.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ Samples = NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """What the sound of a request depends on beside its codes."""
+    """Properties of a request that affect its sound, in addition to its codes."""
 
     voice: str | None = None
-    """None for a stage that has one voice."""
+    """None for a stage with one voice."""
     seed: int = 0
-    """The seed of the noise that some vocoders begin with."""
+    """Seed of the initial noise in some vocoders."""
 
 
 ONE_SPEAKER = Speaker()
@@ -34,50 +34,53 @@ ONE_SPEAKER = Speaker()
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The input of one chunk."""
+    """Input for one chunk."""
 
     codes: Codes
     """Frames of the chunk and of its context."""
     position: int
     """Index of the first of these frames in the speech."""
     left: int
-    """Frames before the chunk; fewer than the context at the beginning of the speech alone."""
+    """Frames before the chunk; fewer than the context only at the beginning of the speech."""
     right: int
-    """Frames behind the chunk; fewer than the context at the end of the speech alone."""
+    """Frames after the chunk; fewer than the context only at the end of the speech."""
     carry: int = 0
-    """What `Vocoder.carry` has returned for `position`."""
+    """Result of `Vocoder.carry` for `position`."""
     speaker: Speaker = ONE_SPEAKER
 
 
 class Vocoder(Protocol):
-    """Makes sound of frames."""
+    """Converts frames to sound."""
 
     sample_rate: int
-    """Samples a second."""
+    """Samples per second."""
     samples_per_frame: int
     num_codebooks: int
-    """Codes of one frame."""
+    """Number of codes in one frame."""
     num_codes: int
-    """Codes are less than this."""
+    """Number of different codes. Codes are from 0 to one less."""
     min_left: int
-    """Frames of context that a chunk needs before it, but for `carry`."""
+    """Frames of context that a chunk needs before it, in addition to `carry`."""
     min_right: int
-    """Frames of context that a chunk needs behind it."""
+    """Frames of context that a chunk needs after it."""
     num_missing: int
-    """Samples that the end of a speech has fewer than its frames, less than one frame has."""
+    """Number of samples that the last frame of a speech lacks; less than `samples_per_frame`."""
 
     def carry(self, codes: Codes, position: int) -> int:
-        """What the chunks with a context from `position` on need of the frames before.
+        """Return the effect of earlier frames on chunks with a context from `position` on.
 
-        `codes` has all frames from the beginning of the speech to the one at `position`, or more.
+        `codes` has all frames from the beginning of the speech to the frame at `position`, or more.
         """
 
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
-        """The samples of each chunk, without its context. All have the same shape and voice."""
+        """Return the samples of each chunk, without its context.
+
+        All chunks have the same shape and voice.
+        """
 
 
 def cut(vocoder: Vocoder, codes: Codes, window: Window, speaker: Speaker = ONE_SPEAKER) -> Chunk:
-    """The chunk at `window` of a speech whose frames from the beginning on are `codes`."""
+    """Return the chunk at `window` of a speech; `codes` has its frames from the beginning on."""
     left, _, right = window.shape
     carry = vocoder.carry(codes, window.first)
     return Chunk(codes[window.first : window.last], window.first, left, right, carry, speaker)

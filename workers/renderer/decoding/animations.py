@@ -1,16 +1,16 @@
-"""Frames and durations of animated images, by the blocks of their files. Pure.
+"""Frames and durations of animated images, counted from the blocks of their files. Pure.
 
-Pillow would decode every frame for its duration. Here the blocks are skipped, and a file that is
-over a limit costs nothing more. Numbers in headers are not believed.
+Pillow would decode every frame to get its duration. Here the blocks are skipped, and counting stops
+at a limit. Numbers in headers are not trusted.
 """
 
 import struct
 from dataclasses import dataclass
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# A GIF in blocks of 255 bytes has fewer, up to 128 MiB.
+# A GIF of up to 128 MiB in blocks of 255 bytes has fewer.
 MAX_BLOCKS = 2**19
-# Browsers show a GIF's frame for so long whose delay is nearly none.
+# Browsers use this delay for frames with a shorter delay than the minimum.
 DEFAULT_GIF_DELAY_S = 0.1
 MIN_GIF_DELAY_S = 0.02
 
@@ -22,14 +22,14 @@ class Animation:
 
 
 def is_animation(data: bytes) -> bool:
-    """Return whether these first bytes are those of a format that may be animated."""
+    """Return whether a file with these first bytes has a format that may be animated."""
     head = data[:12]
     is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
     return is_webp or head.startswith((b"GIF8", PNG_SIGNATURE))
 
 
 def count_animation(data: bytes, max_frames: int) -> Animation:
-    """Count the frames, up to `max_frames`. Raises ValueError for blocks that make no sense."""
+    """Count the frames, up to `max_frames`. Raises ValueError for invalid blocks."""
     if data.startswith(PNG_SIGNATURE):
         delays = _png_delays(data, max_frames)
     elif data.startswith(b"RIFF"):
@@ -90,7 +90,7 @@ def _gif_delays(data: bytes, max_frames: int) -> list[float]:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Return the length of the table of colours that these flags announce."""
+    """Return the length of the colour table declared by these flags."""
     if not flags or not flags[0] & 0x80:
         return 0
     return int(3 * 2 ** ((flags[0] & 7) + 1))

@@ -1,4 +1,4 @@
-"""The interface of readers of sounds, their limits, and the way to one channel at one rate."""
+"""Interface of sound readers, their limits, and conversion to one channel at one rate."""
 
 import math
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ MAX_CHANNELS = 8
 # Features of a louder sound would not be finite numbers.
 MAX_LOUDNESS = 2.0**24
 QUALITY = "HQ"
-"""The quality that librosa takes by default, and with it the reference of the audio models."""
+"""Default quality of librosa, which the reference implementations of the audio models use."""
 
 
 class AudioFile(Protocol):
-    """A sound whose header is within the limits. Every error is a Refusal."""
+    """A sound with a header within the limits. Every error is a Refusal."""
 
     probe: AudioProbe
 
@@ -54,7 +54,7 @@ def check_duration(duration_s: float, limits: DecodingLimits) -> None:
 def read_mono(file: AudioFile, rate: int, limits: DecodingLimits) -> Iterator[NDArray[np.float32]]:
     """Yield all samples: the mean of the channels, resampled, in pieces of at most PIECE_SAMPLES.
 
-    At another rate, n samples become ceil(n * rate / that rate).
+    If the file has another rate, n samples become ceil(n * rate / file rate).
     """
     source_rate = file.probe.rate
     resampler = soxr.ResampleStream(source_rate, rate, 1, "float32", QUALITY)
@@ -62,13 +62,13 @@ def read_mono(file: AudioFile, rate: int, limits: DecodingLimits) -> Iterator[ND
     for block in file.blocks():
         num_read += len(block)
         check_duration(num_read / source_rate, limits)
-        # One channel would be copied, and its mean is itself.
+        # The mean of one channel is the channel; computing it would only copy.
         mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.abs(mono).max(initial=0.0) <= MAX_LOUDNESS:
-            raise Refusal("invalid", "the sound has samples that are no numbers, or far too loud")
-        made = mono if rate == source_rate else resampler.resample_chunk(mono)
-        num_made += len(made)
-        yield from _split(made)
+            raise Refusal("invalid", "the sound has samples that are not finite, or far too loud")
+        samples = mono if rate == source_rate else resampler.resample_chunk(mono)
+        num_made += len(samples)
+        yield from _split(samples)
     if rate != source_rate:
         rest = resampler.resample_chunk(np.zeros(0, np.float32), last=True)
         num_missing = math.ceil(num_read * rate / source_rate) - num_made

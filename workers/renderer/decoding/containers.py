@@ -1,4 +1,4 @@
-"""Containers that are accepted, told by a file's first bytes."""
+"""Accepted containers, recognized by a file's first bytes."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,9 @@ class Bytes(Protocol):
 @dataclass(frozen=True, slots=True)
 class Container:
     name: str
-    """FFmpeg's name."""
+    """Name in FFmpeg."""
     title: str
-    """For people."""
+    """Name in error messages."""
 
 
 class MemoryFile:
@@ -46,7 +46,7 @@ MP4 = Container("mov", "MP4")
 MATROSKA = Container("matroska", "WebM or Matroska")
 AVI = Container("avi", "AVI")
 ADTS = Container("aac", "AAC")
-# The first box of files that are older than the box `ftyp`.
+# First boxes of MP4 files; files from before the introduction of `ftyp` begin with another one.
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 

@@ -1,4 +1,4 @@
-"""The decoding of one file, seen from the renderer: a probe, then frames or samples in pieces."""
+"""Decoding of one file from the renderer's side: a probe, then frames or samples in pieces."""
 
 import contextlib
 import math
@@ -45,14 +45,14 @@ from workers.renderer.decoding.shared_memory import make_source, make_target
 from workers.renderer.decoding.spawning import Spawning
 
 MAX_WAIT_S = 60.0
-"""A decoder that is silent for longer is given up; its processor time is limited by the kernel."""
+"""Longest silence of a decoder before it is abandoned. The kernel limits its processor time."""
 MAX_KILLED = 3
-"""Decoders of one file that may be killed from outside before its request fails."""
+"""Number of decoders of one file that were killed from outside after which its request fails."""
 _NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ExceedsLimits(InvalidMedia):
-    """A file whose decoder has died of it, or was ended by a limit on its process."""
+    """Raised for a file that crashed its decoder, or exceeded a limit on the decoder process."""
 
 
 Value = TypeVar("Value", np.uint8, np.float32)
@@ -65,11 +65,11 @@ _ERRORS: dict[str, type[RequestError]] = {
 
 
 class _Killed(Exception):
-    """The decoder has ended, and not by itself."""
+    """The decoder was killed from outside."""
 
 
 class Decoding:
-    """A file and its decoder. Blocks; one thread uses it, as a context.
+    """A file and its decoder, as a context manager for one thread. Its methods block.
 
     All methods raise a RequestError for a file that is refused, and WorkerFailure.
     """
@@ -88,7 +88,7 @@ class Decoding:
             undo.callback(os.close, self._source)
             self._target = make_target(NUM_SLOTS * slot_bytes)
             undo.callback(os.close, self._target)
-            # Nobody writes to it here, but torch warns of memory that it could not write to.
+            # The mapping is never written here, but torch warns about read-only memory.
             self._memory = mmap.mmap(self._target, 0)
             self._undo = undo.pop_all()
 
@@ -101,8 +101,8 @@ class Decoding:
         try:
             self._memory.close()
         except BufferError:
-            # The traceback of an error holds a frame until Python's collector comes. Its pages,
-            # which are many for a large frame, do not wait for that.
+            # The traceback of an error references a frame until it is collected. The pages of the
+            # frame, which may be many, are freed now.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_REMOVE)
 
@@ -121,9 +121,9 @@ class Decoding:
         return probe
 
     def read_frames(self, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-        """Yield the frame of each index, [height, width, 3], valid until the next is taken.
+        """Yield the frame of each index, [height, width, 3], valid until the next frame.
 
-        The indexes ascend, and one may repeat.
+        The indexes must be ascending and may repeat.
         """
         probe = self.probe_video()
         shape = (probe.height, probe.width, 3)
@@ -152,7 +152,7 @@ class Decoding:
     def _read(
         self, order: Callable[[int], ReadFrames | ReadSamples], dtype: type[Value]
     ) -> Iterator[NDArray[Value]]:
-        """Yield all pieces of an order, which takes the number of pieces that were read before."""
+        """Yield all pieces. `order` is called with the number of pieces that are already read."""
         self._get_probe()
         num_read, is_done = 0, False
         while not is_done:
@@ -172,7 +172,7 @@ class Decoding:
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """Let the caller try again with another decoder if this one is killed."""
+        """Suppress the end of a killed decoder, so that the caller can retry with a new decoder."""
         try:
             yield
         except _Killed:
@@ -206,12 +206,12 @@ class Decoding:
 
     def _send(self, order: Order) -> None:
         assert self._channel is not None
-        # A decoder that has ended has said why, or its end is received next.
+        # A decoder that has ended has sent its reason, or its end is received next.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(encode(order))
 
     def _receive(self) -> Reply:
-        """Return the next reply, which is no refusal. Raises _Killed."""
+        """Return the next reply. Raises the error of a refusal, and _Killed."""
         assert self._channel is not None
         try:
             message = self._channel.recv(MAX_MESSAGE_BYTES)
@@ -222,7 +222,7 @@ class Decoding:
         except ConnectionResetError:
             message = b""
         if not message:
-            raise _Killed  # With it, the spawner.
+            raise _Killed  # The spawner has ended, and the decoder with it.
         try:
             reply = decode_reply(message)
         except msgspec.DecodeError:
@@ -242,8 +242,8 @@ class Decoding:
         cause = (
             f"{limits.max_cpu_s} s of processor time"
             if is_over
-            else f"it ends its decoder by signal {number}, within {limits.max_memory_mib} MiB and"
-            f" {limits.max_cpu_s} s"
+            else f"its decoder ended by signal {number}, with limits of {limits.max_memory_mib} MiB"
+            f" and {limits.max_cpu_s} s"
         )
         raise ExceedsLimits(
             f"the {self._medium} could not be decoded within its limits: {cause}",

@@ -1,4 +1,4 @@
-"""Formats: which reader takes a file, told by its first bytes. Names and types are not believed."""
+"""Selection of a reader by a file's first bytes. File names and declared types are not trusted."""
 
 from importlib.util import find_spec
 
@@ -33,7 +33,7 @@ def open_video(data: Bytes, limits: DecodingLimits) -> VideoFile:
 
 
 def open_audio(data: Bytes, descriptor: int, limits: DecodingLimits) -> AudioFile:
-    """Open a sound of which `data` is a mapping of the file `descriptor`."""
+    """Open a sound; `data` is a mapping of the file `descriptor`."""
     if sound_file.is_sound(data):
         return sound_file.SoundFile(descriptor, limits)
     container = find_container(data)

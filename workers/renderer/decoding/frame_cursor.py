@@ -1,8 +1,8 @@
-"""A decoder that moves forward in a video, and decodes as little as it can on the way.
+"""A decoder that moves forward in a video and decodes as few frames as possible.
 
-A wanted frame is decoded from the key frame before it, or from where the decoder stands if that is
-behind the key frame. In H.264, frames that no other frame refers to are left out; that saves a
-third of the time of usual files.
+A wanted frame is decoded from the key frame before it, or from the current position if that is
+after the key frame. In H.264, frames that no other frame refers to are skipped, which saves a third
+of the time for typical files.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from av.video.stream import VideoStream
 
 from workers.renderer.decoding import packets
 
-# The decoders of other codecs were not seen to decide this frame by frame.
+# With the decoders of other codecs, `skip_frame` has not been seen to work for single frames.
 SKIPPING_CODECS = frozenset({"h264"})
 
 
@@ -25,24 +25,25 @@ class FrameCursor:
         opened: InputContainer,
         stream: VideoStream,
         keys: Sequence[int],
-        wanted: frozenset[int] | None,
+        wanted_times: frozenset[int] | None,
     ) -> None:
         """Read a stream that has just been opened.
 
-        `keys` are the times of its key frames, ascending; without any, it is read in order. With
-        `wanted`, other frames may be left out.
+        `keys` are the times of its key frames, ascending; without key frames, the stream is read in
+        order. With `wanted_times`, other frames may be skipped.
         """
         self._opened = opened
         self._stream = stream
         self._keys = keys
-        self._wanted = wanted if stream.codec_context.name in SKIPPING_CODECS else None
+        is_skipping = stream.codec_context.name in SKIPPING_CODECS
+        self._wanted_times = wanted_times if is_skipping else None
         self._frames = self._decode()
         self._last: VideoFrame | None = None
 
     def find(self, time: int) -> VideoFrame | None:
         """Return the first frame that is not before `time`; None at the end of the video.
 
-        The times of all calls ascend.
+        The times of consecutive calls must be ascending.
         """
         number = bisect.bisect_right(self._keys, time)
         # Before the first frame, the decoder stands at the first key frame.
@@ -64,7 +65,7 @@ class FrameCursor:
     def _packets(self) -> "Iterator[Packet[VideoStream]]":
         context = self._stream.codec_context
         for packet in self._opened.demux(self._stream):
-            if self._wanted is not None:
-                is_wanted = packet.pts is None or packet.pts in self._wanted
+            if self._wanted_times is not None:
+                is_wanted = packet.pts is None or packet.pts in self._wanted_times
                 context.skip_frame = "DEFAULT" if is_wanted else "NONREF"
             yield packet

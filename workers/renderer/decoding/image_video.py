@@ -21,19 +21,19 @@ from workers.renderer.decoding.video_file import Pixels
 SEQUENCE_HEAD = b"data:video/jpeg;base64,"
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 MAX_ANIMATED_PIXELS = 2**29
-"""Limit on the pixels of all frames, because each is drawn over the one before it."""
+"""Limit on the pixels of all frames, because each frame is drawn over the previous frame."""
 
 Image.preinit()
 PRELOADED = (MpoImagePlugin, TiffImagePlugin, WebPImagePlugin)
 """Modules that Pillow would import at their first use, which the sandbox does not allow."""
 # Pillow warns about damage to a file, which counts as an error.
 warnings.filterwarnings("error", module=r"PIL\.")
-# The limits here are on the header's sizes, and name them.
+# The limits here check the header's sizes, and their errors name the sizes.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class JpegSequence:
-    """JPEG files in base64, with commas between them; the sender has chosen the frames."""
+    """JPEG files in base64, separated by commas. The sender has already chosen the frames."""
 
     def __init__(self, data: Bytes, limits: DecodingLimits) -> None:
         text = bytes(data[len(SEQUENCE_HEAD) :])
@@ -58,7 +58,7 @@ class JpegSequence:
 
     def _upright(self, index: int) -> Image.Image:
         """Return a frame. Raises Refusal."""
-        not_jpeg = Refusal("invalid", f"frame {index} of the video is no JPEG file in base64")
+        not_jpeg = Refusal("invalid", f"frame {index} of the video is not a JPEG file in base64")
         try:
             still = read_still_image(base64.b64decode(self._texts[index], validate=True))
             if still is None:

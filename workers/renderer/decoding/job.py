@@ -1,4 +1,4 @@
-"""One job in a decoder process: probe a file, report it, and read what the renderer asks for."""
+"""One job in a decoder process: probe a file, report the probe, and read the requested parts."""
 
 import itertools
 import mmap
@@ -31,7 +31,7 @@ _Samples = NDArray[np.float32]
 
 
 def run(job: Job, channel: socket.socket, source: int, target: int, parent: int) -> None:
-    """Do a job within the limits of the sandbox; `parent` is the process that has forked this."""
+    """Do a job within the limits of the sandbox; `parent` is the process that forked this one."""
     medium = MEDIA[job.kind]
     try:
         data = mmap.mmap(source, 0, access=mmap.ACCESS_READ)
@@ -79,7 +79,7 @@ def _serve_audio(
 
 
 def _write(channel: socket.socket, slots: memoryview, pieces: Iterable[Pixels | _Samples]) -> None:
-    """Write pieces to the slots in turn; one that the renderer has not read is not overwritten."""
+    """Write pieces to the slots in turn. A slot is only overwritten after the renderer read it."""
     slot_bytes = len(slots) // NUM_SLOTS
     for number, values in enumerate(pieces):
         if number >= NUM_SLOTS:
@@ -92,7 +92,7 @@ def _write(channel: socket.socket, slots: memoryview, pieces: Iterable[Pixels | 
 
 
 def _receive(channel: socket.socket) -> object:
-    """Return the next order. Without any, the renderer has ended or lost its interest."""
+    """Return the next order. Exits if the renderer has ended or closed the channel."""
     message = channel.recv(MAX_MESSAGE_BYTES)
     if not message:
         os._exit(0)

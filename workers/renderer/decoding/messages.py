@@ -1,7 +1,7 @@
 """Messages between the renderer, the spawner and a decoder process. Pure.
 
-A decoder works on a stranger's bytes, so the renderer decodes its replies as strictly as a client's
-requests, and believes no number in them. Pixels and samples are not in the messages: they are in
+A decoder works on untrusted bytes, so the renderer decodes its replies as strictly as a client's
+requests, and checks every number in them. Pixels and samples are not in the messages: they are in
 memory that both sides have mapped.
 """
 
@@ -12,20 +12,20 @@ import msgspec
 from msgspec import Meta, Struct
 
 MAX_MESSAGE_BYTES = 2**17
-"""A list of frames to read is the longest message."""
+"""Limit on the size of a message. The longest message is a list of frames to read."""
 NUM_SLOTS = 2
 """Pieces in memory: the renderer processes one while the next is decoded."""
 PIECE_SAMPLES = 2**18
-"""Most samples of a piece of sound."""
+"""Largest number of samples in a piece of sound."""
 
 Count = Annotated[int, Meta(ge=0, le=2**48)]
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 Kind = Literal["frames", "samples"]
-"""What is read: the frames of a video, or the samples of a sound."""
+"""Kind of a job: reading the frames of a video, or the samples of a sound."""
 MEDIA: Mapping[Kind, str] = {"frames": "video", "samples": "sound"}
-"""Words for errors."""
+"""Names of the media in error messages."""
 Fault = Literal["invalid", "exceeded", "too_large", "unsupported"]
-"""`exceeded` is a limit on the process."""
+"""`exceeded` means that a limit on the decoder process was exceeded."""
 
 
 class DecodingLimits(Struct, frozen=True):
@@ -48,9 +48,9 @@ class DecodingLimits(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Probe the file in the second descriptor; what is read goes to the third.
+    """Order to probe the file in the second descriptor.
 
-    The decoder answers on the first.
+    Results are written to the memory of the third descriptor, and replies to the first.
     """
 
     kind: Kind
@@ -58,17 +58,17 @@ class Job(Struct, frozen=True):
 
 
 class ReadFrames(Struct, frozen=True, tag="frames"):
-    """Read these frames, which ascend, as pieces of one frame each."""
+    """Order to read these frames, in ascending order, as pieces of one frame each."""
 
     indexes: Annotated[list[Count], Meta(min_length=1)]
 
 
 class ReadSamples(Struct, frozen=True, tag="samples"):
-    """Read samples: one channel, which is the mean of all, at this rate."""
+    """Order to read samples at this rate: one channel, which is the mean of all channels."""
 
     rate: int
     num_skipped: int = 0
-    """Pieces that another decoder has read before."""
+    """Number of pieces to skip, because an earlier decoder has read them."""
 
 
 class Proceed(Struct, frozen=True, tag="proceed"):
@@ -79,32 +79,32 @@ Order = ReadFrames | ReadSamples | Proceed
 
 
 class VideoProbe(Struct, frozen=True, tag="video_probe"):
-    """What a video's header and packets say, within the limits."""
+    """Properties of a video from its header and packets, within the limits."""
 
     width: Size
     height: Size
     num_frames: Size
-    """Frames, counted."""
+    """Number of frames, counted from the packets."""
     fps: Annotated[float, Meta(gt=0)] | None
-    """Average number of frames per second; None if nothing in the file says it."""
+    """Average number of frames per second; None if the file does not contain it."""
     format: str
-    """Container and codec, for people."""
+    """Readable names of container and codec."""
     is_sequence: bool = False
     """Whether the sender has chosen the frames."""
     has_sound: bool = False
-    """Whether there is a stream of sound, which may still be refused."""
+    """Whether there is a sound stream. It may still be refused."""
 
 
 class AudioProbe(Struct, frozen=True, tag="audio_probe"):
-    """What a sound's header says, within the limits."""
+    """Properties of a sound from its header, within the limits."""
 
     rate: Size
     """Samples per second of each channel."""
     num_channels: Size
     num_samples: Count
-    """Samples of each channel. Those that are read may be fewer."""
+    """Samples of each channel. Fewer may be read."""
     format: str
-    """Container and codec, for people."""
+    """Readable names of container and codec."""
 
 
 Probe = VideoProbe | AudioProbe

@@ -14,7 +14,7 @@ from workers.renderer.decoding.containers import Bytes, Container
 from workers.renderer.decoding.messages import MEDIA, AudioProbe, DecodingLimits
 from workers.renderer.decoding.refusal import Refusal
 
-# Pictures of a video are not decoded, and no stream may take the memory of one.
+# The frames of a video are not decoded; the limit keeps its stream from allocating a large frame.
 MAX_PIXELS = 2**25
 
 
@@ -69,7 +69,7 @@ class PacketAudio:
 
 
 def _count_samples(opened: InputContainer, stream: AudioStream, limits: DecodingLimits) -> int:
-    """Return the number of samples by the durations of the packets, within the limit."""
+    """Return the number of samples, computed from the durations of the packets."""
     rate = stream.codec_context.sample_rate
     duration = 0
     for packet in opened.demux(stream):

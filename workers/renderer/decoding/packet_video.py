@@ -1,7 +1,7 @@
 """Videos of containers and codecs: MP4, MOV, WebM, Matroska and AVI, by PyAV.
 
-The packets are counted and their times noted without decoding. Wanted frames are then decoded by a
-FrameCursor.
+Packets are counted and their times recorded without decoding. A FrameCursor then decodes the wanted
+frames.
 """
 
 import itertools
@@ -27,11 +27,11 @@ MAX_MISSING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Packets:
-    """The times of a stream's packets."""
+    """Times of a stream's packets."""
 
     num_frames: int
     times: list[int]
-    """Times of all frames, in the order in which they are shown; empty if some have none."""
+    """Times of all frames in display order; empty if some frames have no time."""
     keys: list[int]
     """Times of the key frames, ascending."""
 
@@ -81,7 +81,7 @@ class PacketVideo:
         )
 
     def _size_in_header(self) -> tuple[int, int]:
-        """Return a size that FFmpeg ignores otherwise, because it is over `max_pixels`."""
+        """Return a size over `max_pixels`, which FFmpeg ignores in a normal open."""
         opened = packets.open_container(self._data, self._container, skip_frame="all")
         context = opened.streams.video[0].codec_context
         return context.width, context.height
@@ -95,9 +95,9 @@ class PacketVideo:
         raise Refusal("invalid", video_file.DAMAGED)
 
     def _select_by_count(self, indexes: Sequence[int]) -> Iterator[tuple[VideoFrame | None, bool]]:
-        """Decode all frames up to the last of `indexes`, and yield those of `indexes`.
+        """Decode all frames up to the last index, and yield the frames at `indexes`.
 
-        A frame that cannot be decoded shifts those behind it, so that the last ones are missing.
+        A frame that cannot be decoded shifts the later frames, so that the last ones are missing.
         """
         opened, stream = self._open()
         waiting = list(reversed(indexes))
@@ -115,7 +115,7 @@ class PacketVideo:
             yield frame, is_enough
 
     def _select_by_time(self, indexes: Sequence[int]) -> Iterator[tuple[VideoFrame | None, bool]]:
-        """Yield each frame, or instead the next that can be decoded, None if there is none."""
+        """Yield each frame, or else the next frame that can be decoded; None if there is none."""
         times = [self._packets.times[index] for index in indexes]
         cursor = FrameCursor(*self._open(), self._packets.keys, frozenset(times))
         is_fast = True
@@ -140,12 +140,12 @@ class PacketVideo:
 
 
 def _read_table(stream: VideoStream, limits: DecodingLimits) -> _Packets:
-    """Return what an MP4's own table says, by which FFmpeg finds the packets; keys are left out.
+    """Return the packets from an MP4's index, which FFmpeg uses to find them, without key frames.
 
-    This takes a tenth of the time that reading the packets does.
+    Reading the index takes a tenth of the time of reading the packets.
     """
-    shown = (entry.timestamp for entry in stream.index_entries if not entry.is_discard)
-    times = list(itertools.islice(shown, limits.max_frames + 1))
+    timestamps = (entry.timestamp for entry in stream.index_entries if not entry.is_discard)
+    times = list(itertools.islice(timestamps, limits.max_frames + 1))
     return _Packets(len(times), times, [])
 
 
@@ -157,7 +157,7 @@ def _note_packets(
     num_frames = 0
     max_span = limits.max_video_s / (stream.time_base or 1)
     for packet in opened.demux(stream):
-        # The last packet is empty, and an edit list has frames decoded that are not shown.
+        # The last packet is empty. Packets are discarded if an edit list hides their frames.
         if packet.size == 0 or packet.is_discard:
             continue
         num_frames += 1
@@ -169,8 +169,8 @@ def _note_packets(
                 break
             if packet.is_keyframe:
                 keys.append(packet.pts)
-    # AVI has the order in which frames are decoded, and no times. Without frames that refer to
-    # later ones, that is the order in which they are shown.
+    # AVI has frames in decoding order, and no times. Without frames that refer to later frames,
+    # this is also the display order.
     is_reordered = container is containers.AVI and bool(stream.codec_context.has_b_frames)
     if is_reordered or len(set(times)) < num_frames:
         return _Packets(num_frames, [], [])
@@ -178,7 +178,7 @@ def _note_packets(
 
 
 def _check(packets: _Packets, stream: VideoStream, limits: DecodingLimits) -> None:
-    """Check the number of frames, and the longer of two durations: by the number, and by times."""
+    """Check the number of frames and the duration, which is computed from number and from times."""
     fps, time_base = stream.average_rate, stream.time_base
     video_file.check_count(packets.num_frames, limits)
     counted = packets.num_frames / fps if fps else Fraction(0)

@@ -1,8 +1,8 @@
-"""Packets of containers, by PyAV, and only of containers and codecs in a list.
+"""Packets of containers, by PyAV. Containers and codecs are restricted to lists.
 
-FFmpeg reads hundreds of formats, and most of its readers have seen few hostile files. Here the
-format is told by the first bytes and given to FFmpeg, which would otherwise try them all. Nothing
-that the bytes name is opened.
+FFmpeg reads hundreds of formats, and most of its readers are hardly tested with hostile files. Here
+the format is recognized by the first bytes and passed to FFmpeg, which would otherwise try all
+formats. References in a file to other files or URLs are not opened.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import av
 import av.error
-import av.subtitles.stream  # PyAV would import it where the sandbox lets it open no file.
+import av.subtitles.stream  # PyAV would import it later, inside the sandbox.
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 from av.packet import Packet
@@ -35,8 +35,8 @@ AnyStream = TypeVar("AnyStream", VideoStream, AudioStream)
 def open_container(data: Bytes, container: Container, **decoder: str) -> InputContainer:
     """Open a file. Raises FFmpegError.
 
-    FFmpeg decodes the first frames to learn what the header does not say, with the options of
-    `decoder`.
+    FFmpeg decodes the first frames, with the options of `decoder`, to get properties that are not
+    in the header.
     """
     options = {**_OPTIONS, "format_whitelist": container.name, **decoder}
     return av.open(MemoryFile(data), "r", container.name, options)
@@ -49,33 +49,31 @@ def select_stream(
     medium: str,
     max_pixels: int,
 ) -> AnyStream:
-    """Return the first stream, and let the container skip all others.
+    """Return the first stream, and make the container skip all others.
 
-    A picture that belongs to the file, such as the cover of an album, is no stream of frames.
+    An attached picture, such as the cover of an album, does not count as a video.
     """
-    found = None
     for stream in streams:
         if not stream.disposition & Disposition.attached_pic:
-            found = stream
             break
-    if found is None:
+    else:
         raise Refusal("invalid", f"the file has no {medium}")
-    context = found.codec_context
-    # `codec_whitelist` does not bind the decoder that PyAV opens.
+    context = stream.codec_context
+    # `codec_whitelist` does not apply to the decoder that PyAV opens.
     if context is None or context.name not in codecs:
         name = "an unknown codec" if context is None else f"the codec {context.name}"
         raise Refusal("unsupported", f"a {medium} of {name} is not accepted")
     for other in container.streams:
-        if other.index != found.index:
+        if other.index != stream.index:
             other.discard = Discard.all
     # Threads would not be counted by the limits, and the sandbox allows none.
     context.thread_count = 1
     context.options = {"max_pixels": str(max_pixels)}
-    return found
+    return stream
 
 
 def decode_packets(packets: "Iterable[Packet[AnyStream]]") -> Iterator[Any]:
-    """Yield the frames of packets, and leave out those that cannot be decoded."""
+    """Yield the frames of packets, and skip packets that cannot be decoded."""
     for packet in packets:
         try:
             yield from packet.decode()

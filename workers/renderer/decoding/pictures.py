@@ -1,4 +1,4 @@
-"""Single images in Pillow: upright, and RGB."""
+"""Conversion of single images in Pillow: upright orientation and RGB."""
 
 import numpy as np
 from PIL import Image
@@ -12,11 +12,11 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image upright, by its EXIF orientation."""
+"""Transposition that makes an image upright, by its EXIF orientation."""
 
 
 def to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the image as its orientation turns it, over white, with the upper 8 bits of grey."""
+    """Return the image turned upright, over white, with the upper 8 bits of 16-bit grey."""
     turn = _TURNS.get(orientation)
     return to_rgb(image if turn is None else image.transpose(turn))
 

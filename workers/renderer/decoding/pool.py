@@ -1,10 +1,10 @@
-"""The pool of decoders: at most so many processes, each of which decodes one file.
+"""Pool of decoders: a bounded number of processes, each of which decodes one file.
 
-A decoder that dies of its file, or exceeds its limits, is the file's fault: the file is refused,
-and refused at once for some time, so that a bomb that is sent a hundred times costs one process. If
-it was probed before, only the use is refused that was made of it: other frames may cost less. A
-decoder that somebody has killed is not blamed on it: it is replaced, and the work goes on behind
-the last piece.
+If a file crashes its decoder or exceeds its limits, it is refused. It is then refused at once for
+some time, so that a bomb that is sent a hundred times costs one process. If its probe succeeded,
+only the same use of the file is refused, because other frames may cost less. A decoder that was
+killed from outside is not the file's fault: it is replaced, and reading continues after the last
+piece.
 """
 
 import threading
@@ -18,27 +18,26 @@ from workers.renderer.decoding.messages import DecodingLimits, Job, Kind
 from workers.renderer.decoding.spawning import SPAWNER, Spawning
 
 REMEMBERED_S = 600.0
-"""How long a file is refused that a decoder has died of."""
+"""Time for which a file is refused after it has crashed a decoder or exceeded its limits."""
 MAX_REMEMBERED = 4096
 
 
 class DecoderPool:
-    """Thread-safe."""
+    """Opens files in decoder processes. Thread-safe."""
 
     def __init__(
         self, limits: DecodingLimits, max_decoders: int, module: str | None = None
     ) -> None:
-        """Decode in at most `max_decoders` processes; `module` replaces that of the spawner."""
+        """Decode in at most `max_decoders` processes; `module` replaces the spawner's module."""
         self._limits = limits
         self.spawning = Spawning(module or SPAWNER)
         self._free = threading.BoundedSemaphore(max_decoders)
         self._lock = threading.Lock()
         self._refused: OrderedDict[tuple[Kind, str, Hashable], tuple[float, str]] = OrderedDict()
-        """Until when a file is refused, and the message, by what is read, the file's hash and its
-        use; None for any use."""
+        """End of the refusal and its message, by kind, hash and use of a file; None for any use."""
 
     def start(self) -> None:
-        """Start what the first decoder would have to wait for."""
+        """Start the spawner, so that the first decoder does not have to wait for it."""
         self.spawning.start()
 
     def close(self) -> None:
@@ -48,9 +47,9 @@ class DecoderPool:
     def open(
         self, kind: Kind, data: bytes, source_hash: str, field: str, use: Hashable = ()
     ) -> Iterator[Decoding]:
-        """Decode a file; blocks until a decoder is free. Raises what the Decoding raises.
+        """Decode a file; blocks until a decoder is free. Raises the errors of Decoding.
 
-        `use` is what decides what will be read of the file.
+        `use` contains everything that determines which parts of the file are read.
         """
         with self._free, self.join(kind, data, source_hash, field, use) as decoding:
             yield decoding
@@ -61,8 +60,8 @@ class DecoderPool:
     ) -> Iterator[Decoding]:
         """Decode another part of a file while the caller has a decoder of it open.
 
-        No free decoder is waited for: callers that wait for each other's would do so forever. Of
-        the two, one works at a time. Raises what the Decoding raises.
+        This does not wait for a free decoder: two callers could wait for each other forever. Of the
+        caller's two decoders, one works at a time. Raises the errors of Decoding.
         """
         self._check(kind, source_hash, field, use)
         with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
@@ -74,7 +73,7 @@ class DecoderPool:
                 raise
 
     def _check(self, kind: Kind, source_hash: str, field: str, use: Hashable) -> None:
-        """Raise ExceedsLimits for a file that a decoder has died of recently."""
+        """Raise ExceedsLimits for a file that recently crashed a decoder or exceeded its limits."""
         for of_use in (use, None):
             with self._lock:
                 until_s, message = self._refused.get((kind, source_hash, of_use), (0.0, ""))

@@ -1,10 +1,10 @@
-"""The exception by which decoders refuse a file."""
+"""Exception of decoders for a refused file."""
 
 from workers.renderer.decoding.messages import Fault
 
 
 class Refusal(Exception):
-    """A file that is not decoded. The message is for the client and holds number and limit."""
+    """Raised for a file that is not decoded. The message is for the client."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)

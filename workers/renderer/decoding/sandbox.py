@@ -1,7 +1,7 @@
-"""What a decoder process may do: compute, within limits, and answer on the socket that it has.
+"""Sandbox of a decoder process: it may only compute, within limits, and answer on its socket.
 
-Linux alone has most of these means; what a kernel does not allow is left out, because the limits on
-time and memory hold by themselves.
+Most of these mechanisms exist only on Linux. A mechanism that the kernel does not allow is skipped,
+because the limits on time and memory do not depend on it.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def isolate() -> None:
-    """Take this process, and all that it forks, off the network; root becomes nobody."""
+    """Disconnect this process and its children from the network, and drop root's privileges."""
     is_root = os.geteuid() == 0
-    # Another user may do so only in a user namespace, if the machine allows these.
+    # Other users may do this only in a user namespace, if the machine allows these.
     user = 0 if is_root else _CLONE_NEWUSER
     _libc.unshare(user | _CLONE_NEWNET | _CLONE_NEWIPC)
     if is_root:
@@ -42,11 +42,11 @@ def isolate() -> None:
 
 
 def confine(limits: DecodingLimits, parent: int) -> None:
-    """Limit this process, which ends with its `parent`; it can open no file from now on."""
+    """Limit this process, end it with its `parent`, and keep it from opening files."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    # The renderer's other requests come first.
+    # The renderer's other requests have priority.
     os.nice(NICENESS)
     # Other processes of this user cannot read its memory.
     _libc.prctl(_PR_SET_DUMPABLE, 0)

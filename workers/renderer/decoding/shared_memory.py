@@ -1,7 +1,7 @@
-"""Memory files that the renderer shares with a decoder: a file's bytes, and what is decoded.
+"""Memory files that the renderer shares with a decoder: a file's bytes, and the decoded result.
 
-Seals keep the decoder from changing the first, and from changing the size of the second, which
-would end the renderer by a signal when it reads there.
+Seals keep the decoder from changing the file's bytes, and from changing the size of the result,
+which would kill the renderer by a signal when it reads there.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import os
 
 
 def make_source(data: bytes) -> int:
-    """Return a descriptor of memory that holds `data` and cannot be changed."""
+    """Return a descriptor of memory that contains `data` and cannot be changed."""
     descriptor = _make("pagemill-source")
     try:
         view = memoryview(data)
@@ -23,7 +23,7 @@ def make_source(data: bytes) -> int:
 
 
 def make_target(num_bytes: int) -> int:
-    """Return a descriptor of memory of this size, which is only used as far as it is written."""
+    """Return a descriptor of memory of this size. Pages are allocated when they are written."""
     descriptor = _make("pagemill-target")
     try:
         os.truncate(descriptor, num_bytes)

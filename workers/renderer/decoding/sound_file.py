@@ -13,7 +13,7 @@ from workers.renderer.decoding.messages import AudioProbe, DecodingLimits
 from workers.renderer.decoding.refusal import Refusal
 
 FORMATS = frozenset({"WAV", "WAVEX", "FLAC", "OGG", "MP3"})
-# libsndfile's number of samples for a header without one: FLAC that is sent while it is written.
+# libsndfile's number of samples for a header without one, as in FLAC that is streamed.
 NO_LEN = 2**63 - 1
 SUBTYPES = frozenset(
     {
@@ -58,7 +58,7 @@ class SoundFile:
         return _Stream(self._descriptor, closefd=False)
 
     def _count(self, limits: DecodingLimits) -> int:
-        """Return the number of samples by decoding them, as far as the limit."""
+        """Return the number of samples by decoding them. Raises Refusal at the limit."""
         num_samples = 0
         for block in self.blocks():
             num_samples += len(block)

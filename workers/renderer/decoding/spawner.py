@@ -1,8 +1,9 @@
 """The spawner: a process without threads and secrets that forks a decoder process for each file.
 
-It has imported the decoders, so that a decoder starts in a few milliseconds, and it holds no bytes
-of any file: what one file does to its decoder cannot reach another. The renderer starts it by
-`exec`, because a fork of the renderer would carry the memory of other requests into every decoder.
+It has imported the decoders, so that a decoder starts in a few milliseconds. It holds no bytes of
+any file, so that a file that takes over its decoder cannot reach other files. The renderer starts
+it by `exec`, because a fork of the renderer would copy the memory of other requests into every
+decoder.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class _Child:
 
 
 def main(descriptor: int) -> None:
-    """Fork decoders for the jobs that come on a socket, until it is closed."""
+    """Fork decoders for jobs from a socket, until the socket is closed."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
@@ -49,9 +50,9 @@ class _Spawner:
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
         self._ending: dict[int, _Child] = {}
-        """Running decoders by the descriptor that is readable at their end."""
+        """Running decoders by pidfd, which becomes readable when the decoder ends."""
         self._abandoned: dict[int, _Child] = {}
-        """The same by their channel, of which only the renderer's end is watched."""
+        """Running decoders by channel, which is watched for the close of the renderer's end."""
 
     def serve(self) -> None:
         while True:
@@ -59,7 +60,7 @@ class _Spawner:
                 if descriptor in self._ending:
                     self._reap(self._ending[descriptor])
                 elif descriptor in self._abandoned:
-                    # The renderer has closed its end, so nobody waits for this decoder.
+                    # The renderer has closed its end, so the decoder's result is not needed.
                     signal.pidfd_send_signal(self._abandoned[descriptor].pidfd, signal.SIGKILL)
                     self._poller.unregister(descriptor)
                 elif descriptor == self._control.fileno() and not self._start():
@@ -102,7 +103,7 @@ class _Spawner:
     def _decode(
         self, message: bytes, channel: socket.socket, source: int, target: int, parent: int
     ) -> NoReturn:
-        """Decode one file in a process of its own, which ends here."""
+        """Decode one file in the forked process, and exit."""
         code = 1
         try:
             self._control.close()

@@ -1,4 +1,4 @@
-"""The renderer's side of the spawner: starts it, again if it has ended, and gives it jobs."""
+"""The renderer's side of the spawner: starts it, restarts it if it has ended, and sends it jobs."""
 
 import contextlib
 import json
@@ -16,14 +16,14 @@ _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]);"
     " importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))"
 )
-# Nothing else of the environment is for a process that reads the bytes of strangers.
+# The only variables that a process gets that reads untrusted bytes.
 _ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH")
 # The spawner must have one thread when it forks.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Spawning:
-    """Thread-safe."""
+    """Starts decoders by the spawner. Thread-safe."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -34,7 +34,7 @@ class Spawning:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the spawner, if it was started."""
+        """Process id of the spawner; None if it was never started."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -46,9 +46,9 @@ class Spawning:
             self._start()
 
     def give(self, job: Job, source: int, target: int) -> socket.socket:
-        """Have a decoder started, and return the socket on which it answers.
+        """Start a decoder, and return the socket on which it answers.
 
-        Raises WorkerFailure when no spawner can be started.
+        Raises WorkerFailure when the spawner cannot be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -62,7 +62,7 @@ class Spawning:
                         socket.send_fds(self._start(), [message], descriptors)
             except OSError as error:
                 ours.close()
-                raise WorkerFailure("no process could be started that decodes media") from error
+                raise WorkerFailure("a process to decode media could not be started") from error
         return ours
 
     def close(self) -> None:
@@ -89,8 +89,9 @@ class Spawning:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment | _ONE_THREAD,
-                # Ctrl-C in a terminal is for the renderer, which drains before it ends. The session
-                # stays the same: the niceness of decoders would count within another one alone.
+                # Ctrl-C in a terminal must reach only the renderer, which drains before it ends.
+                # The session stays the same: in a new session, the niceness of decoders would only
+                # count relative to each other.
                 process_group=0,
             )
             undo.pop_all()

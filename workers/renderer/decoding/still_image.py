@@ -1,9 +1,9 @@
-"""The parts of a JPEG, PNG or WEBP file that make its pixels, without everything else. Pure.
+"""Copies of JPEG, PNG and WEBP files with only the parts that are needed for their pixels. Pure.
 
-Pillow reads metadata in Python, which holds the interpreter's lock: profiles of a megabyte each in
-a kilobyte, fill bytes one at a time, directories whose entries overlap. Nothing of it is needed but
-the orientation. So a file is copied without it, in a limited number of steps, and what is left
-costs by its pixels, its scans and its compressed bytes alone.
+Pillow reads metadata in Python and holds the GIL meanwhile: profiles that expand from a kilobyte to
+a megabyte, fill bytes one at a time, directories with overlapping entries. Only the orientation is
+needed. A file is therefore copied without metadata, in a limited number of steps. The cost of the
+copy depends only on its pixels, its scans and its compressed bytes.
 """
 
 import re
@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from workers.renderer.decoding.refusal import Refusal
 
 MAX_SEGMENTS = 4096
-"""Limit on the segments of a JPEG. One of 32 MiB in segments of 64 KiB has 512."""
+"""Limit on the segments of a JPEG. A file of 32 MiB in segments of 64 KiB has 512."""
 MAX_CHUNKS = 2**16
-"""Limit on the chunks of a PNG or WEBP. One of 32 MiB in chunks of 8 KiB has 4,096."""
+"""Limit on the chunks of a PNG or WEBP. A file of 32 MiB in chunks of 8 KiB has 4,096."""
 MAX_SCANS = 100
 """Limit on the scans of a JPEG. Encoders write about ten."""
 MAX_SCANNED_PIXELS = 2**30
-"""Limit on scans times pixels, because a decoder goes over all pixels in every scan, and a scan may
-be 31 bytes long. An image of 32 Mi pixels may have 32."""
+"""Limit on scans times pixels, because a decoder visits all pixels in every scan, and a scan may be
+31 bytes long. An image of 32 Mi pixels may have 32 scans."""
 MAX_FILL_BYTES = 4096
-"""Limit on the fill bytes of a scan. With every read a decoder begins again before a run of them,
-so a run takes quadratic time."""
+"""Limit on the fill bytes of a scan. At every read, a decoder starts again before a run of fill
+bytes, so a run takes quadratic time."""
 MAX_SLACK_BYTES = 2**16
-"""Bytes that the compressed pixels of a PNG may have beyond twice those of the pixels."""
+"""Limit on the compressed bytes of a PNG, in addition to twice the bytes of its pixels."""
 MAX_METADATA_BYTES = 2**16
-"""Bytes of a block of metadata in which the orientation is looked for; a JPEG's has no more."""
+"""Number of first bytes of a metadata block that are searched for the orientation. In a JPEG, a
+block is not longer."""
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
@@ -59,10 +60,10 @@ _HAS_ALPHA = 0x10
 @dataclass(frozen=True, slots=True)
 class StillImage:
     file: bytes
-    """A file of the same pixels and of nothing else."""
+    """Copy of the file with only the parts that are needed for its pixels."""
     num_scans: int
     orientation: int
-    """1 to 8, in the way of EXIF."""
+    """Orientation from 1 to 8, as in EXIF."""
 
     def check_scans(self, size: tuple[int, int]) -> None:
         """Raise Refusal if the scans of an image of this size take too long."""
@@ -76,10 +77,10 @@ class StillImage:
 
 
 def read_still_image(data: bytes) -> StillImage | None:
-    """Return the parts of a file that make its pixels; None for another format.
+    """Return a copy of a file without metadata; None for another format.
 
-    Raises Refusal for more parts than the limits allow, for an animation, and for some damage; a
-    decoder finds the rest of it.
+    Raises Refusal for more parts than the limits allow, for an animation, and for some damage.
+    Other damage is found by the decoder.
     """
     try:
         if data.startswith(b"\xff\xd8\xff"):
@@ -109,7 +110,7 @@ def _over(limit: int, of: str) -> Refusal:
 
 
 class _Jpeg:
-    """What has been read of a JPEG file."""
+    """Parts of a JPEG file that have been read."""
 
     def __init__(self) -> None:
         self.has_frame = False
@@ -118,7 +119,7 @@ class _Jpeg:
         self.parts = [b"\xff\xd8"]
 
     def is_kept(self, code: int, content: bytes) -> bool:
-        """Return whether a decoder needs the segment, after what it says has been noted."""
+        """Return whether a decoder needs the segment, and record its metadata."""
         if code in _FRAMES:
             if self.has_frame:
                 raise damaged()
@@ -132,7 +133,7 @@ class _Jpeg:
             elif content.startswith(_XMP_HEAD):
                 self.xmp = self.xmp or content
             return False
-        if code in (_APP0, _APP14):  # These say how colours are coded.
+        if code in (_APP0, _APP14):  # They contain the coding of colours.
             return content.startswith((b"JFIF\0", b"Adobe"))
         return code in _TABLES or code == _SOS
 
@@ -148,13 +149,13 @@ class _Jpeg:
 def _read_jpeg(data: bytes) -> StillImage:
     jpeg, end = _Jpeg(), 2
     for _ in range(MAX_SEGMENTS):
-        # What decoders skip before a marker is left out as well.
+        # Bytes that decoders skip before a marker are not copied.
         if (marker := _MARKER.search(data, end)) is None:
             break
         start, code = marker.start(), data[marker.start() + 1]
         end = start + 2
         if code == _EOI:
-            # Without it a decoder takes the file for incomplete.
+            # Without it, a decoder reports an incomplete file.
             jpeg.parts.append(b"\xff\xd9")
             break
         if code == _TEM or code in _RESTARTS:
@@ -166,8 +167,8 @@ def _read_jpeg(data: bytes) -> StillImage:
             raise damaged()
         if jpeg.is_kept(code, data[start + 4 : end]):
             if code == _SOS:
-                begin, found = end, _SCAN_END.search(data, end)
-                end = found.start() if found else len(data)
+                begin, match = end, _SCAN_END.search(data, end)
+                end = match.start() if match else len(data)
                 jpeg.check_scan(data[begin:end])
             jpeg.parts.append(data[start:end])
     else:
@@ -180,7 +181,7 @@ def _read_jpeg(data: bytes) -> StillImage:
 
 
 class _Png:
-    """What has been read of a PNG file."""
+    """Parts of a PNG file that have been read."""
 
     def __init__(self) -> None:
         self.head: dict[bytes, bytes] = {}
@@ -188,7 +189,7 @@ class _Png:
         self.pixels: list[bytes] = []
 
     def add(self, kind: bytes, content: bytes, whole: bytes) -> None:
-        """Take a chunk of another kind than IDAT. Raises Refusal."""
+        """Add a chunk of another kind than IDAT. Raises Refusal."""
         if kind == b"eXIf":
             self.exif = self.exif or content
         elif kind == b"iTXt" and content.startswith(_PNG_XMP_HEAD):
@@ -198,7 +199,7 @@ class _Png:
         elif kind in (b"IHDR", b"PLTE", b"tRNS"):
             if kind in self.head or (kind != b"IHDR" and not self.head):
                 raise damaged()
-            # With the length before it, and the checksum, which Pillow compares.
+            # The copy includes the length and the checksum, which Pillow verifies.
             self.head[kind] = whole
         elif kind == b"acTL" and int.from_bytes(content[:4], "big") > 1:
             raise _animated()
@@ -231,7 +232,7 @@ def _read_png(data: bytes) -> StillImage:
     packed = b"".join(png.pixels)
     png.check_pixels(len(packed))
     parts = [PNG_SIGNATURE, *png.head.values(), _PNG_CHUNK.pack(len(packed), b"IDAT"), packed]
-    # Pillow does not compare the checksum of pixels.
+    # Pillow does not verify the checksum of pixels.
     parts += [bytes(4), _PNG_CHUNK.pack(0, b"IEND"), bytes(4)]
     return StillImage(b"".join(parts), 1, _orientation(png.exif, png.xmp))
 
@@ -266,7 +267,7 @@ def _read_webp(data: bytes) -> StillImage:
         elif kind == b"XMP ":
             xmp = xmp or data[start : min(end, start + MAX_METADATA_BYTES)]
         elif kind == b"VP8X" and not parts:
-            # Its flags announce chunks, of which transparency alone is kept.
+            # Its flags announce other chunks. Only transparency is copied.
             flags = bytes([data[start] & _HAS_ALPHA])
             parts += data[start - 8 : start], flags, data[start + 1 : end]
         elif kind in (b"ALPH", b"VP8 ", b"VP8L") and not has_frame:
@@ -293,11 +294,11 @@ def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _orientation(exif: bytes, xmp: bytes) -> int:
-    """Return the orientation of the first of these that has one; 1 if there is none."""
+    """Return the orientation from EXIF or else from XMP; 1 if there is none."""
     if (number := _exif_orientation(exif.removeprefix(_EXIF_HEAD))) is not None:
         return number if 1 <= number <= 8 else 1
-    found = _XMP_ORIENTATION.search(xmp)
-    return int(found[1]) if found else 1
+    match = _XMP_ORIENTATION.search(xmp)
+    return int(match[1]) if match else 1
 
 
 def _exif_orientation(exif: bytes) -> int | None:

@@ -1,4 +1,4 @@
-"""The interface of readers of videos, and the limits that they share."""
+"""Interface of video readers, and their common limits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -17,18 +17,18 @@ Pixels = NDArray[np.uint8]
 
 
 class VideoFile(Protocol):
-    """A video whose header and packets are within the limits. Every error is a Refusal."""
+    """A video with a header and packets within the limits. Every error is a Refusal."""
 
     probe: VideoProbe
 
     def frames(self, indexes: Sequence[int]) -> Iterator[Pixels]:
-        """Yield the frames of these indexes, which ascend; others are decoded only on the way."""
+        """Yield the frames of these ascending indexes. Other frames are decoded only if needed."""
         ...
 
 
 def check_size(width: int, height: int, limits: DecodingLimits) -> None:
     if width < 1 or height < 1:
-        raise Refusal("invalid", f"a video of {width} x {height} pixels shows nothing")
+        raise Refusal("invalid", f"a video of {width} x {height} pixels is empty")
     if max(width, height) > limits.max_side:
         raise Refusal(
             "too_large",
@@ -43,7 +43,7 @@ def check_size(width: int, height: int, limits: DecodingLimits) -> None:
 
 
 def check_count(num_frames: int, limits: DecodingLimits) -> None:
-    """Check a count, which may have been ended as soon as it was over the limit."""
+    """Check a number of frames. Counting may have stopped at the first frame over the limit."""
     if num_frames > limits.max_frames:
         raise Refusal("too_large", f"a video of more than the limit of {limits.max_frames} frames")
     if num_frames < 1:
@@ -51,7 +51,7 @@ def check_count(num_frames: int, limits: DecodingLimits) -> None:
 
 
 def check_duration(duration_s: float, limits: DecodingLimits) -> None:
-    # A duration that is no number is over every limit.
+    # A duration that is NaN is over every limit.
     if not duration_s <= limits.max_video_s:
         raise Refusal(
             "too_large",

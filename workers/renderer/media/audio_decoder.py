@@ -20,7 +20,7 @@ def decode_audio(data: bytes, tools: MediaTools, field: str) -> Iterator[Decoded
 
 
 def probe_sound(decoding: Decoding, source_hash: str) -> DecodedAudio:
-    """Raises what `decode_audio` raises."""
-    found = decoding.probe_audio()
-    probe = AudioProbe(found.num_samples / found.rate, found.rate, found.num_channels)
+    """Return the sound of an open decoder. Raises the errors of `decode_audio`."""
+    header = decoding.probe_audio()
+    probe = AudioProbe(header.num_samples / header.rate, header.rate, header.num_channels)
     return DecodedAudio(probe, lambda plan: decoding.read_samples(plan.rate), source_hash)

@@ -26,13 +26,13 @@ from workers.renderer.media.video_decoder import decode_video
 from workers.renderer.threads import InThread, Result
 
 BATCH_NICENESS = 5
-"""Niceness of the threads that decode media for the batch lane. Beside others that want the whole
-processor they get a quarter of it: with much less, a large image would miss the ack wait."""
+"""Niceness of the threads that decode media for the batch lane. On a busy processor they get a
+quarter of the time: with much less, a large image would miss the ack wait."""
 
 MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
-"""Decodes one file, within limits; errors name the field that is the last argument.
+"""Function that decodes one file within limits. Errors name the field in the last argument.
 
-A video or a sound is only probed at first; the layout's plan says what its `read` decodes, while
+A video or a sound is only probed at first. Its `read` decodes the parts in the layout's plan, while
 the context is open. Blocks. Raises a RequestError: MediaTooLarge, UnsupportedContent or
 InvalidMedia.
 """
@@ -45,10 +45,10 @@ DECODERS: Mapping[Modality, MediaDecoder] = {
 
 
 class MediaDecoders:
-    """The decoders of a renderer, and the threads that wait for them.
+    """Decoders of a renderer, and the threads that wait for them.
 
-    Videos and sounds have threads of their own, so that images do not wait behind them. So does the
-    batch lane: Linux gives its threads the time that others leave, and lets no thread go back to a
+    Videos and sounds have separate threads, so that images do not wait for them. The batch lane has
+    separate threads with a lower priority, because Linux does not allow a thread to return to a
     higher priority.
     """
 
@@ -60,7 +60,7 @@ class MediaDecoders:
         self._tools = MediaTools(config, DecoderPool(_limits_of(config), config.decoders))
 
     def start(self) -> None:
-        """Start the process that decoders of videos and sounds are forked from."""
+        """Start the process that forks the decoders of videos and sounds."""
         self._tools.pool.start()
 
     def close(self) -> None:
@@ -76,10 +76,10 @@ class MediaDecoders:
         tenant: str = "",
         sampling: FrameSampling = DEFAULT_SAMPLING,
     ) -> AbstractContextManager[DecodedMedia]:
-        """Decode one file. Blocks, and raises what a MediaDecoder raises.
+        """Decode one file. Blocks, and raises the errors of a MediaDecoder.
 
-        A file that a tenant's sampling has ended a decoder with is refused to this tenant and
-        sampling alone.
+        If a file exceeds its limits with a tenant's sampling, it is refused only for this tenant
+        and this sampling.
         """
         tools = replace(self._tools, tenant=tenant, sampling=sampling)
         return DECODERS[modality](data, tools, field)
@@ -87,7 +87,7 @@ class MediaDecoders:
     async def run(
         self, modality: Modality, function: Callable[[], Result], lane: str = "interactive"
     ) -> Result:
-        """Run a function that decodes media of this modality in a thread."""
+        """Run a function that decodes media of this modality, in a thread."""
         if modality == IMAGE and lane != "batch":
             return await self._in_thread(function)
         threads = self._threads
@@ -97,7 +97,7 @@ class MediaDecoders:
 
 
 def _patient_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of threads that run while others of higher priority do not need the time."""
+    """Return a pool of threads with a lower priority."""
     return ThreadPoolExecutor(number, name, os.nice, (BATCH_NICENESS,))
 
 

@@ -1,8 +1,8 @@
-"""Fetcher: downloads media from other servers without giving them a path into our network.
+"""Fetcher: downloads media from other servers without exposing the internal network.
 
-A URL is parsed once, strictly, and the connection uses the parsed parts only. A host name is
-resolved once; all of its addresses must be allowed, and the connection is made to one of these
-addresses, not to the name. Each redirect is treated in the same way. One deadline covers the whole
+A URL is parsed once, strictly, and the connection uses only the parsed parts. A host name is
+resolved once. All of its addresses must be allowed, and the connection is made to one of these
+addresses, not to the name. Each redirect is checked in the same way. One deadline covers the whole
 fetch, from the first name to the last byte.
 """
 
@@ -25,9 +25,9 @@ from shared.tenants.fair_slots import FairSlots
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32
 MAX_FETCHES_OF_TENANT = 8
-"""Fetches at one time; further ones wait, and tenants take turns."""
+"""Limits on simultaneous fetches. Further fetches wait, and tenants take turns."""
 MAX_HELD = 1024
-"""Fetches that are in progress or wait."""
+"""Limit on fetches that are in progress or wait."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = [
@@ -43,7 +43,7 @@ _ACCEPTED = {
 
 
 def parse_url(url: str, field: str) -> Target:
-    """Raises InvalidMedia for a URL that two parsers could read in two ways."""
+    """Parse a URL. Raises InvalidMedia for a URL that two parsers could read differently."""
     target = parse_target(url)
     if target is None:
         raise InvalidMedia("the URL is not a plain http or https URL", field=field)
@@ -51,18 +51,18 @@ def parse_url(url: str, field: str) -> Target:
 
 
 class Fetcher:
-    """Belongs to one event loop."""
+    """Fetches media by HTTP. Belongs to one event loop."""
 
     def __init__(self, config: RendererConfig) -> None:
-        """Raises ValueError for a text in `media_networks` that is no network."""
+        """Raises ValueError for an invalid network in `media_networks`."""
         self._config = config
         networks = [ip_network(text) for text in config.media_networks]
         self._resolver = Resolver()
         self._pool = httpcore2.AsyncConnectionPool(
-            # A context reads a file of certificates; the pool would make one per connection.
+            # One context for all connections: creating one reads a file of certificates.
             ssl_context=httpcore2.default_ssl_context(),
             max_connections=MAX_FETCHES,
-            # On a reused connection, bytes behind an answer would answer the next request.
+            # On a reused connection, extra bytes after a response would answer the next request.
             max_keepalive_connections=0,
             network_backend=GuardedBackend(self._resolver, networks),
         )
@@ -72,7 +72,7 @@ class Fetcher:
     async def fetch(
         self, url: str, field: str, modality: Modality = IMAGE, tenant: str = ""
     ) -> bytes:
-        """Return the body of the answer, which is not longer than the limit of the modality.
+        """Return the body of the response, which is not longer than the limit of the modality.
 
         Raises MediaBlocked for a host or address that is not allowed, MediaTooLarge, InvalidMedia,
         or Overloaded.

@@ -1,8 +1,8 @@
 """Image decoder: from a file's bytes to an RGB raster.
 
-Every byte comes from an untrusted client. Pillow's own messages never reach a client, because they
-hold memory addresses, and no raster is allocated before the header's sizes are within the limits.
-All functions block; the worker calls them in its thread pool.
+Every byte comes from an untrusted client. Pillow's messages are not sent to clients, because they
+contain memory addresses, and no raster is allocated before the header's sizes are checked. All
+functions block; the worker calls them in its thread pool.
 """
 
 import base64
@@ -25,7 +25,8 @@ from workers.renderer.decoding.still_image import read_still_image
 from workers.renderer.media.tools import MediaTools
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-# Magic numbers name the format in an error; Pillow's own three readers decide what is read.
+# Formats that are named in errors, by magic number. Pillow's readers of `FORMATS` decide what is
+# accepted.
 _MAGIC = (
     (b"GIF8", "GIF"),
     (b"BM", "BMP"),
@@ -44,8 +45,8 @@ _MAGIC = (
     (b"\x1aE\xdf\xa3", "Matroska or WebM"),
 )
 
-# Pillow only warns about an image over its own pixel limit. Our limit is checked on the header's
-# sizes below, and our error names them.
+# Pillow only warns about an image over its pixel limit. The limit here is checked on the header's
+# sizes, and its error names them.
 Image.MAX_IMAGE_PIXELS = None
 # Filters cannot be set per call, because they belong to the process and not to the thread. Pillow
 # warns about damage to the file, such as a broken EXIF block, so a warning counts as an error.
@@ -66,8 +67,8 @@ def decode_data_url(
 ) -> bytes:
     """Return the bytes of `data:[<type>];base64,<base64>`; the declared type is ignored.
 
-    A sequence of JPEG files stays as it is, because only the URL tells the files apart. Raises
-    InvalidMedia, and MediaTooLarge before anything is decoded.
+    A sequence of JPEG files is returned undecoded, because only the commas in the URL separate the
+    files. Raises InvalidMedia, and MediaTooLarge before anything is decoded.
     """
     header, comma, payload = url.partition(",")
     if not comma or not header[:5].lower() == "data:" or not header.lower().endswith(";base64"):
@@ -78,7 +79,7 @@ def decode_data_url(
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidMedia("the data: URL's base64 is not valid", field=field) from None
+        raise InvalidMedia("the base64 of the data: URL is not valid", field=field) from None
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _name_format(data: bytes) -> str | None:
 def check_num_bytes(
     num_bytes: int, limits: RendererConfig, field: str, modality: Modality = IMAGE
 ) -> None:
-    """Raises InvalidMedia for an empty file, MediaTooLarge for one over the modality's limit."""
+    """Raise InvalidMedia for an empty file, MediaTooLarge for one over the modality's limit."""
     if not num_bytes:
         raise InvalidMedia(f"the {modality}'s file is empty", field=field)
     limit = limits.max_bytes[modality]
@@ -139,10 +140,10 @@ def check_num_bytes(
 
 
 def check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
-    """Raises InvalidMedia or MediaTooLarge for an image or a frame of this width and height."""
+    """Raise InvalidMedia or MediaTooLarge for an image or a frame of this width and height."""
     width, height = size
     if width < 1 or height < 1:
-        raise InvalidMedia(f"an image of {width} x {height} pixels shows nothing", field=field)
+        raise InvalidMedia(f"an image of {width} x {height} pixels is empty", field=field)
     if max(size) > limits.max_image_side:
         raise MediaTooLarge(
             f"an image of {width} x {height} is over the limit of {limits.max_image_side} pixels"

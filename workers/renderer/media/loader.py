@@ -1,8 +1,8 @@
-"""Media loader: reads the file behind a content part's URL, from the request or the internet.
+"""Media loader: reads the file at a content part's URL, from the request or the internet.
 
-Fetched bytes are cached by scope and URL, with room of its own for each modality, so that a video
-evicts no images. While one request fetches a URL, others that need it for the same scope and
-modality wait for that fetch.
+Fetched bytes are cached by scope and URL, with a separate cache for each modality, so that a video
+evicts no images. While one request fetches a URL, other requests with the same scope and modality
+wait for that fetch.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ def is_remote(url: str) -> bool:
 
 
 def is_stored(url: str) -> bool:
-    """Return whether a URL names a file in the broker's own store."""
+    """Return whether a URL names a file in the broker's store."""
     return url.startswith("media:")
 
 
 class MediaLoader:
-    """Belongs to one event loop."""
+    """Reads and caches media files. Belongs to one event loop."""
 
     def __init__(self, config: RendererConfig, in_thread: InThread) -> None:
-        """Raises ValueError for a network in the configuration that is none."""
+        """Raises ValueError for an invalid network in the configuration."""
         self._config = config
         self._in_thread = in_thread
         self._fetcher = Fetcher(config)
@@ -50,7 +50,7 @@ class MediaLoader:
         modality: Modality = IMAGE,
         tenant: str = "",
     ) -> bytes:
-        """Return the bytes behind `url`. Raises a RequestError that names `field`, or Overloaded.
+        """Return the file at `url`. Raises a RequestError that names `field`, or Overloaded.
 
         Without a scope of caches, the cache is neither used nor changed.
         """
@@ -63,15 +63,15 @@ class MediaLoader:
         if scope is None:
             return await self._fetcher.fetch(url, field, modality, tenant)
         key = (modality, scope, url)
-        if (found := self._fetched[modality].get(key)) is not None:
-            return found
+        if (cached := self._fetched[modality].get(key)) is not None:
+            return cached
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.create_task(self._fetch(key, field, tenant))
-            # Nobody is left to hear of a failure when all that waited were cancelled.
+            # Retrieves the exception, because all requests that waited may have been cancelled.
             flight.add_done_callback(lambda flight: flight.exception())
         try:
-            # It goes on for others, and for the cache, when this request is cancelled.
+            # When this request is cancelled, the fetch continues for others and for the cache.
             return await asyncio.shield(flight)
         except RequestError as error:
             # The error of another request's flight names that request's field.

@@ -1,14 +1,14 @@
 """Request media: the files of one request, byte for byte the same on every attempt.
 
 A URL may serve other bytes, or none, at the time of a retry. Fetched files are therefore stored by
-their content, and the request's pin records the content of each of its URLs. The pin is appended on
-the condition that there is none yet: of two workers with the same request, only one forwards it
-with the files that it has fetched.
+content hash, and the request's pin records the hash for each of its URLs. The pin is appended only
+if it does not exist yet: of two workers with the same request, only one forwards it with the files
+that it has fetched.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -31,29 +31,36 @@ _pin = msgspec.msgpack.Decoder(MediaPin)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The bytes of a media file."""
+    """Bytes of a media file."""
 
     data: bytes
     name: str | None = None
-    """Name for storing the file while the request is in flight; None for a file that is safe."""
+    """Name under which the file must be stored; None for a file that a retry can read again."""
 
 
-@dataclass(eq=False)
 class RequestMedia:
-    _bus: Bus
-    _loader: MediaLoader
-    _config: RendererConfig
-    _request_id: str
-    request_sequence: InitVar[int]
-    """Sequence of the request in its stream."""
-    _tenant: str = ""
-    _scope: str = ""
-    """Scope of the request's caches."""
-    model: InitVar[str] = ""
+    """Reads, stores and pins the media files of one request."""
 
-    def __post_init__(self, request_sequence: int, model: str) -> None:
-        self._subject = subjects.pin(self._request_id, request_sequence)
-        self._items = ItemRegistry(self._bus, self._scope, model, self._tenant)
+    def __init__(
+        self,
+        bus: Bus,
+        loader: MediaLoader,
+        config: RendererConfig,
+        request_id: str,
+        request_sequence: int,
+        tenant: str = "",
+        scope: str = "",
+        model: str = "",
+    ) -> None:
+        """`request_sequence` is the request's sequence in its stream, `scope` the caches' scope."""
+        self._bus = bus
+        self._loader = loader
+        self._config = config
+        self._request_id = request_id
+        self._tenant = tenant
+        self._scope = scope
+        self._subject = subjects.pin(request_id, request_sequence)
+        self._items = ItemRegistry(bus, scope, model, tenant)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Sequence of the pin in its subject; 0 if there is none."""
@@ -67,7 +74,7 @@ class RequestMedia:
             self._sequence = stored.sequence
 
     async def read(self, url: str, field: str, modality: Modality) -> Source:
-        """Return the file behind the URL of the next part.
+        """Return the file at the URL of the next part.
 
         Raises a RequestError that names `field`, or Unavailable.
         """
@@ -102,9 +109,9 @@ class RequestMedia:
             await media_store.store(self._bus, source.name, source.data, self._tenant)
 
     async def pin(self) -> None:
-        """Fix the files of all parts, which have been read and stored, for later attempts.
+        """Record the files of all parts, which have been read and stored, for later attempts.
 
-        Raises Fenced when another worker has pinned other files meanwhile, or Unavailable.
+        Raises Fenced if another worker has pinned other files in the meantime, or Unavailable.
         """
         if self._fetched == self._pinned:
             return
@@ -113,7 +120,7 @@ class RequestMedia:
             headers = tenant_header(self._tenant)
             await self._bus.append(self._subject, data, self._sequence, headers=headers)
         except Fenced:
-            # An append whose ack was lost is refused when it is repeated.
+            # The append may have succeeded, with a lost ack. Its repetition is then refused.
             stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject)
             if stored is None or stored.data != data:
                 raise
@@ -152,7 +159,7 @@ class RequestMedia:
 
 
 def _miss(field: str) -> MMCacheMiss:
-    return MMCacheMiss("no item of this hash is stored here: send its data", field=field)
+    return MMCacheMiss("no item with this hash is stored here: send its data", field=field)
 
 
 async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
@@ -165,5 +172,5 @@ async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: st
     except MediaTooLarge as error:
         raise MediaTooLarge(error.message, field=field) from None
     if data is None:
-        raise MediaNotFound("no file of this name is stored here", field=field)
+        raise MediaNotFound("no file with this name is stored here", field=field)
     return data

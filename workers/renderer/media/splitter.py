@@ -1,4 +1,4 @@
-"""Splitter: cuts a long recording where it is quietest, so that no word is cut. Pure."""
+"""Splitter: cuts a long recording at quiet moments, so that no word is cut. Pure."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from shared.models.mel_layout import SAMPLE_RATE
 
 MAX_PIECE_S = 28.0
-"""Longest piece; the models hear 30 seconds at once."""
+"""Longest piece; the models process 30 seconds at once."""
 SEARCHED_S = 2.0
-"""Time before the end of a longest piece in which the quietest moment is looked for."""
+"""Part of the longest piece, before its end, that is searched for the quietest moment."""
 MOMENT_S = 0.1
 
 Samples = NDArray[np.float32]

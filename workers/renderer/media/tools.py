@@ -1,4 +1,4 @@
-"""What decoders of media work with."""
+"""Settings and decoder pool that media decoders share."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -17,5 +17,5 @@ class MediaTools:
 
     @property
     def use(self) -> Hashable:
-        """What decides what is read of a file."""
+        """Everything that determines which parts of a file are read."""
         return self.tenant, self.sampling

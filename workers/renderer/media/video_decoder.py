@@ -1,8 +1,8 @@
 """Video decoder: from a file's bytes to frames of the planned size.
 
 A decoder process yields whole frames one at a time, in memory that it shares with the renderer.
-They are resized here, by the arithmetic that the model's family prescribes. Another process reads
-the sound, if that is wanted as well.
+They are resized here, with the arithmetic of the model's family. Another process reads the sound,
+if the request uses it.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ def decode_video(data: bytes, tools: MediaTools, field: str) -> Iterator[Decoded
         decoding = opened.enter_context(
             tools.pool.open("frames", data, source_hash, field, tools.use)
         )
-        found = decoding.probe_video()
-        fps = SEQUENCE_FPS if found.is_sequence else found.fps
-        probe = VideoProbe(found.num_frames, fps, found.width, found.height, found.is_sequence)
+        file = decoding.probe_video()
+        fps = SEQUENCE_FPS if file.is_sequence else file.fps
+        probe = VideoProbe(file.num_frames, fps, file.width, file.height, file.is_sequence)
 
         def read(plan: FramePlan) -> Iterator[Frame]:
             return (resize_frame(frame, plan) for frame in decoding.read_frames(plan.indexes))
 
         sound = None
-        if tools.sampling.use_audio and found.has_sound:
+        if tools.sampling.use_audio and file.has_sound:
             samples = tools.pool.join("samples", data, source_hash, field, tools.use)
             sound = probe_sound(opened.enter_context(samples), source_hash)
         yield DecodedVideo(probe, read, source_hash, sound)

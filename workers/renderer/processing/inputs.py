@@ -1,4 +1,4 @@
-"""Inputs: the modalities that a model reads, each with its layout and its limits."""
+"""Inputs: the modalities that a model accepts, each with its layout and its limits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modal
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One modality that the model reads."""
+    """One modality that the model accepts."""
 
     modality: Modality
     layout: MediaLayout
@@ -49,7 +49,7 @@ class Input:
         return isinstance(self.layout, PlannedLayout) and self.layout.sound is not None
 
     def hash(self, source_hash: str, tenant: str, sampling: FrameSampling) -> str:
-        """Return the mm_hash of what `process` makes of the file with this hash."""
+        """Return the mm_hash of the result of `process` for the file with this hash."""
         parts = [tenant, source_hash, self.layout.fingerprint]
         if self.modality == VIDEO:
             parts.append(to_json(self._bound(sampling)).decode())
@@ -60,10 +60,10 @@ class Input:
     def process(
         self, media: DecodedMedia, sampling: FrameSampling, max_tokens: int, field: str
     ) -> tuple[dict[str, TensorData], int, VideoFacts | None]:
-        """Return the fields, the number of embeddings and, of a video, what was sampled.
+        """Return the fields, the number of embeddings and, for a video, the sampled frames.
 
-        Raises a RequestError naming `field`: InvalidMedia, or ContextTooLong, before a video or a
-        sound is decoded, for one of more than `max_tokens`.
+        Raises a RequestError that names `field`: InvalidMedia, or ContextTooLong for a video or a
+        sound of more than `max_tokens`, before it is decoded.
         """
         layout = self.layout
         if isinstance(media, DecodedImage):
@@ -77,7 +77,7 @@ class Input:
     ) -> tuple[dict[str, TensorData], int]:
         """Return the metadata and the number of embeddings of `process`.
 
-        No frame of a video is decoded. Raises what `process` raises.
+        No frame of a video is decoded. Raises the errors of `process`.
         """
         layout = self.layout
         if isinstance(media, DecodedImage):
@@ -93,7 +93,7 @@ class Input:
         max_tokens: int,
         field: str,
     ) -> "tuple[list[_Part], VideoFacts | None]":
-        """Return what is read of the media and, of a video, what is sampled."""
+        """Return the planned parts of the media and, for a video, the sampled frames."""
         layout = self.layout
         assert isinstance(layout, PlannedLayout)
         sampling = self._bound(sampling)
@@ -117,7 +117,7 @@ class Input:
     def _sampled(
         self, probe: VideoProbe, plan: FramePlan, sampling: FrameSampling, field: str
     ) -> VideoFacts:
-        """Raises MediaTooLarge."""
+        """Return the sampled frames. Raises MediaTooLarge."""
         self._check_frames(plan, field)
         fps = (sampling.fps if probe.is_sequence else None) or probe.fps or ASSUMED_FPS
         return VideoFacts(
@@ -139,7 +139,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the modalities of an item: a video may have a sound."""
+    """Part of an item with one modality: a video may have a sound."""
 
     layout: PlannedLayout[Any, Any, Any]
     plan: Any

@@ -1,6 +1,6 @@
-"""Processor: messages and media in, token ids and tensors out, as the model's own processor would.
+"""Processor: converts messages and media to token ids and tensors, like the model's own processor.
 
-The layouts of the model's family know how its media become fields; see `shared.models`.
+The layouts of the model's family convert media to fields; see `shared.models`.
 """
 
 import json
@@ -39,14 +39,14 @@ from shared.protocol.multimodal import (
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Message, Prompt
 from shared.protocol.text_length import check_text_len
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.inputs import open_inputs
 from workers.renderer.processing.tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The token ids of a prompt, its items, and the tensors that the items index."""
+    """Token ids of a prompt, its items, and the tensors that the items index."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
@@ -55,11 +55,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """One image, or another medium, as the engine takes it."""
+    """One image, or another medium, in the form that the engine accepts."""
 
     mm_hash: str
     num_tokens: int
-    """Number of its embeddings."""
+    """Number of embeddings."""
     fields: dict[str, TensorData]
     modality: Modality = IMAGE
     placement: Placement | None = None
@@ -68,7 +68,7 @@ class ProcessedImage:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMedia:
-    """A medium whose tokens are known, and nothing else."""
+    """Number and placement of a medium's tokens, without its fields."""
 
     modality: Modality
     num_tokens: int
@@ -79,7 +79,7 @@ class Processor:
     """One model's tokenizer, chat template and media layouts. Thread-safe."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Load a folder in Hugging Face format; nothing is downloaded and no code from it is run.
+        """Load a folder in Hugging Face format. Nothing is downloaded, and no code of it is run.
 
         Raises ConfigError.
         """
@@ -88,7 +88,9 @@ class Processor:
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: no model can be read: {error}", field="path") from error
+            raise ConfigError(
+                f"{folder}: the model cannot be read: {error}", field="path"
+            ) from error
         tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
@@ -108,7 +110,7 @@ class Processor:
         return modality in self._inputs and self._inputs[modality].limit > 0
 
     def window_s(self, modality: Modality) -> float:
-        """Return how many seconds of a medium the model takes at once."""
+        """Return the number of seconds of a medium that the model processes at once."""
         layout = self._inputs[modality].layout
         return layout.window_s if isinstance(layout, PlannedLayout) else math.inf
 
@@ -129,19 +131,19 @@ class Processor:
 
     def check(self, messages: Sequence[Message]) -> None:
         """Check the media, before any is loaded. Raises UnsupportedContent or MediaTooLarge."""
-        parts = list(prompt.media_parts(messages))
+        parts = list(prompts.media_parts(messages))
         self._check_counts((part.modality, part.field) for part in parts)
         for part in parts:
             if part.sampling.use_audio and not self._inputs[part.modality].hears_videos:
                 raise UnsupportedContent(
-                    "this model does not hear the sound of videos (use_audio_in_video)",
+                    "this model does not use the sound of videos (use_audio_in_video)",
                     field=f"{part.field.removesuffix('url')}use_audio",
                 )
 
     def metadata(
         self, modality: Modality, fields: Mapping[str, TensorData]
     ) -> dict[str, TensorData]:
-        """Return those of an item's fields that the language model needs besides embeddings."""
+        """Return the fields of an item that the language model needs besides embeddings."""
         names = self._inputs[modality].layout.metadata
         return {name: fields[name] for name in names if name in fields}
 
@@ -152,9 +154,9 @@ class Processor:
         tenant: str,
         sampling: FrameSampling = DEFAULT_SAMPLING,
     ) -> str:
-        """Return the mm_hash of what `process` makes of the file with this hash.
+        """Return the mm_hash of the result of `process` for the file with this hash.
 
-        It differs between tenants, and so do the cache keys that are made from it.
+        It differs between tenants, and so do the cache keys that are derived from it.
         """
         return self._inputs[modality].hash(source_hash, tenant, sampling)
 
@@ -166,10 +168,10 @@ class Processor:
         sampling: FrameSampling = DEFAULT_SAMPLING,
         max_tokens: int | None = None,
     ) -> ProcessedImage:
-        """Return what the model takes of a medium.
+        """Return a medium in the form that the engine accepts.
 
-        Raises InvalidMedia for media that the model cannot take, and ContextTooLong, before a video
-        or a sound is decoded, for one that would have more than `max_tokens`.
+        Raises InvalidMedia for media that the model does not accept, and ContextTooLong for a video
+        or a sound of more than `max_tokens`, before it is decoded.
         """
         source = self._inputs[media.modality]
         limit = self.max_model_len if max_tokens is None else max_tokens
@@ -181,7 +183,7 @@ class Processor:
     def measure(
         self, media: DecodedMedia, field: str, sampling: FrameSampling = DEFAULT_SAMPLING
     ) -> MeasuredMedia:
-        """Return how many tokens `process` makes of a medium. Raises what `process` raises."""
+        """Return the tokens of a medium without its fields. Raises the errors of `process`."""
         source = self._inputs[media.modality]
         metadata, num_tokens = source.outline(media, sampling, self.max_model_len, field)
         placement = self.place(media.modality, metadata)
@@ -195,7 +197,7 @@ class Processor:
         return layout.place(metadata, lambda text: self._tokenizer.encode(text, False))
 
     def hash_item(self, modality: Modality, source_hash: str, tenant: str) -> str:
-        """Return the mm_hash of what `decode_item` makes of the bytes with this hash."""
+        """Return the mm_hash of the result of `decode_item` for the bytes with this hash."""
         return content_hash("item", tenant, source_hash, self._inputs[modality].layout.fingerprint)
 
     def decode_item(
@@ -208,23 +210,23 @@ class Processor:
         return ProcessedImage(mm_hash, num_tokens, fields, modality, placement)
 
     def encode_item(self, image: ProcessedImage) -> tuple[bytes, bytes | None]:
-        """Return the bytes of an item for another server, and those of its metadata, if any."""
+        """Return the bytes of an item for another server, and the bytes of its metadata, if any."""
         wire = self._inputs[image.modality].layout.to_wire(image.fields)
         metadata = vllm_kwargs.metadata_of(wire)
         encoded = vllm_kwargs.encode_item(metadata) if metadata else None
         return vllm_kwargs.encode_item(wire), encoded
 
-    def check_features(self, asked: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
+    def check_features(self, prompt: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
         """Return the placeholder ranges of items that other servers have processed.
 
         Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
         for ranges that do not hold placeholders.
         """
-        token_ids = asked.token_ids or []
+        token_ids = prompt.token_ids or []
         self.check_len(token_ids, "prompt_token_ids", embeds)
-        self._check_counts((feature.modality, "features") for feature in asked.features)
+        self._check_counts((feature.modality, "features") for feature in prompt.features)
         embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
-        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, embed_ids)
+        return prompts.check_ranges(token_ids, prompt.features, self._placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}
@@ -246,7 +248,7 @@ class Processor:
     def expand(
         self,
         token_ids: list[int],
-        media: Sequence[prompt.SizedMedia],
+        media: Sequence[prompts.SizedMedia],
         field: str = "messages",
         embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
@@ -259,27 +261,27 @@ class Processor:
         return token_ids, ranges
 
     def expand_unchecked(
-        self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
+        self, token_ids: list[int], media: Sequence[prompts.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        """Do what `expand` does, without a limit on the prompt's length."""
-        return prompt.expand(token_ids, media, self._placeholder_ids, field)
+        """Do the same as `expand`, without a limit on the prompt's length."""
+        return prompts.expand(token_ids, media, self._placeholder_ids, field)
 
-    def tokenize(self, asked: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, with one placeholder for each medium in messages.
 
-        Raises a RequestError: those of `check`, InvalidRequest for messages that the template
+        Raises a RequestError: the errors of `check`, InvalidRequest for messages that the template
         refuses, for control tokens in messages and for ids outside the vocabulary,
         UnsupportedContent, ContextTooLong.
         """
-        if asked.token_ids is not None:
-            self._check_ids(asked.token_ids, "prompt_token_ids")
-            return asked.token_ids
-        if asked.text is not None:
-            check_text_len(asked, self.max_model_len)
-            return self._tokenizer.encode(asked.text, asked.add_special_tokens is not False)
-        self.check(asked.messages)
-        check_text_len(asked, self.max_model_len)
-        return self._tokenizer.tokenize(asked)
+        if prompt.token_ids is not None:
+            self._check_ids(prompt.token_ids, "prompt_token_ids")
+            return prompt.token_ids
+        if prompt.text is not None:
+            check_text_len(prompt, self.max_model_len)
+            return self._tokenizer.encode(prompt.text, prompt.add_special_tokens is not False)
+        self.check(prompt.messages)
+        check_text_len(prompt, self.max_model_len)
+        return self._tokenizer.tokenize(prompt)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool
@@ -290,7 +292,7 @@ class Processor:
         return text, self._tokenizer.bytes_of(token_ids)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the tokenizer itself spells it."""
+        """Return the tokenizer's spelling of each token."""
         return self._tokenizer.spellings(token_ids)
 
     def check_len(self, token_ids: Sequence[int], field: str, embeds: bool = False) -> None:
@@ -328,12 +330,14 @@ def join(
 
 
 def _legacy_chat_template(folder: Path) -> str | None:
-    """Return the template of the model's processor, which older folders have in a file."""
+    """Return the chat template from the separate file of older folders, if there is one."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None
     try:
         template: str = json.loads(file.read_text())["chat_template"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file}: no chat template can be read: {error}", field="path") from error
+        raise ConfigError(
+            f"{file}: the chat template cannot be read: {error}", field="path"
+        ) from error
     return template

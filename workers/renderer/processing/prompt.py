@@ -1,6 +1,6 @@
-"""Prompts as messages for a chat template, and as token ids with room for media.
+"""Prompts as messages for a chat template, and as token ids with room for media. Pure.
 
-This module is pure: it sees neither a tokenizer nor an image.
+The module uses neither a tokenizer nor images.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ class MediaPart(NamedTuple):
 
     modality: Modality
     field: str
-    """Name of the request's field that holds the URL."""
+    """Name of the request's field with the URL."""
     url: str
     sampling: FrameSampling = DEFAULT_SAMPLING
-    """The frames that the request wants of a video."""
+    """Frames of a video that the request selects."""
 
 
 class SizedMedia(Protocol):
-    """A medium whose tokens are known."""
+    """A medium with a known number of tokens."""
 
     @property
     def modality(self) -> Modality: ...
@@ -58,18 +58,18 @@ def expand(
     placeholder_ids: Mapping[Modality, int],
     field: str = "messages",
 ) -> tuple[list[int], list[PlaceholderRange]]:
-    """Put the tokens of each medium in place of its placeholder; other tokens stay as they are.
+    """Replace the placeholder of each medium by the medium's tokens; other tokens do not change.
 
-    They are the placeholder `num_tokens` times if the medium has no placement of its own. Returns
-    the expanded ids and the range that each placeholder became. Raises InvalidRequest when the
-    placeholders are not those of the media, in their order. Takes time linear in its output.
+    A medium without a placement has `num_tokens` placeholders. Returns the expanded ids and the
+    range of each medium. Raises InvalidRequest if the placeholders in the prompt do not match the
+    media, in their order. The time is linear in the size of the output.
     """
-    known = frozenset(placeholder_ids.values())
-    positions = [i for i, token_id in enumerate(token_ids) if token_id in known]
+    all_ids = frozenset(placeholder_ids.values())
+    positions = [i for i, token_id in enumerate(token_ids) if token_id in all_ids]
     expected = [placeholder_ids[medium.modality] for medium in media]
     if [token_ids[i] for i in positions] != expected:
         raise InvalidRequest(
-            f"the prompt has {len(positions)} placeholders, which are not those of the request's"
+            f"the prompt has {len(positions)} placeholders, which do not match the request's"
             f" {len(media)} media",
             field=field,
         )
@@ -109,7 +109,7 @@ def _range_of(medium: SizedMedia, offset: int) -> PlaceholderRange:
 
 
 def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
-    """Return the field of each feature in a client's `features`, whose lists are by modality."""
+    """Return the field of each feature in a client's `features`, which has lists by modality."""
     counts: dict[Modality, int] = {}
     fields = []
     for feature in features:
@@ -127,10 +127,10 @@ def check_ranges(
 ) -> list[PlaceholderRange]:
     """Return the placeholder ranges of the features.
 
-    Other servers name the beginning and the end of a range; where the items of a modality may have
-    text, those tokens that embeddings replace are in `embed_ids`. Raises InvalidRequest unless each
-    range begins behind the one before it, ends within the prompt and holds placeholders of its
-    modality, and no other tokens where there is no text.
+    Other servers send the beginning and the end of a range. If the items of a modality may contain
+    text, `embed_ids` has the tokens that embeddings replace. Raises InvalidRequest unless each
+    range begins after the previous range, ends within the prompt and has placeholders of its
+    modality, and no other tokens if the modality has no text.
     """
     fields = feature_fields(features, "mm_placeholders")
     ranges = []
@@ -140,7 +140,7 @@ def check_ranges(
         placeholder_id = placeholder_ids[feature.modality]
         if start < free_from:
             raise InvalidRequest(
-                f"[{start}, {stop}) begins before {free_from}, where the item before it ends",
+                f"[{start}, {stop}) begins before {free_from}, the end of the previous item",
                 field=field,
             )
         if stop > len(token_ids):
@@ -165,15 +165,15 @@ def check_ranges(
 # -- messages -------------------------------------------------------------------------------------
 
 
-def field_of(asked: Prompt) -> str:
-    """Return the field that an error about the whole prompt names."""
-    if asked.token_ids is not None:
+def field_of(prompt: Prompt) -> str:
+    """Return the field for errors about the whole prompt."""
+    if prompt.token_ids is not None:
         return "prompt_token_ids"
-    return "messages" if asked.text is None else "prompt"
+    return "messages" if prompt.text is None else "prompt"
 
 
 def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
-    """Yield every media part, in the order in which the template writes them."""
+    """Yield all media parts in the order of the templated prompt."""
     for i, message in enumerate(messages):
         if message.content is None or isinstance(message.content, str):
             continue
@@ -194,11 +194,10 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return messages in the shape that chat templates expect.
 
-    `text` is applied to every text, `value` to the client's other values. A plain string stays one
-    if the template takes `strings`; otherwise it becomes a part. A list of parts stays one if the
-    template takes `parts`, as those of multimodal models do; otherwise its texts are joined by
-    newlines, as vLLM does, because the templates of text models concatenate the content as a
-    string.
+    `text` is applied to every text, `value` to the client's other values. A plain string becomes a
+    part unless the template accepts `strings`. The texts of a list of parts are joined by newlines
+    unless the template accepts `parts`, as the templates of multimodal models do. vLLM joins them
+    too, because the templates of text models concatenate the content as a string.
     """
     return [
         {"role": message.role, "content": _template_content(message, parts, strings, text)}
@@ -212,13 +211,13 @@ def template_tools(tools: Sequence[Tool], value: Transform = same) -> list[dict[
     shaped = []
     for tool in tools:
         function = msgspec.structs.asdict(tool.function)
-        given = {name: value(it) for name, it in function.items() if it is not None}
-        shaped.append({"type": tool.type, "function": given})
+        fields = {name: value(it) for name, it in function.items() if it is not None}
+        shaped.append({"type": tool.type, "function": fields})
     return shaped or None
 
 
 def parse_arguments(call: ToolCall) -> Any:
-    """Return a call's arguments as templates expect them: an object, or text that is not one."""
+    """Return a call's arguments as templates expect them: an object, or text if it is not one."""
     text = call.function.arguments
     if not text.strip():
         return {}
@@ -270,8 +269,8 @@ def _calls_and_names(message: Message, value: Transform) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     for name in ("tool_call_id", "name"):
-        if (given := getattr(message, name)) is not None:
-            fields[name] = value(given)
+        if (text := getattr(message, name)) is not None:
+            fields[name] = value(text)
     return fields
 
 

@@ -1,8 +1,8 @@
-"""Token byte decoder: the bytes that each single token stands for.
+"""Token byte decoder: converts single tokens to bytes.
 
-A tokenizer's own decoding is for whole texts only. Two kinds of tokenizers are known by their
-decoder. GPT-2's byte level spells every byte as a printable character of its own. SentencePiece has
-pieces of text with a mark in the place of blanks, and spells bytes outside its pieces as `<0x0A>`.
+A tokenizer decodes only whole texts. Two kinds of tokenizers are recognized by their decoder.
+GPT-2's byte level maps every byte to a printable character. SentencePiece has pieces of text with a
+mark in place of spaces, and spells bytes outside its pieces as `<0x0A>`.
 """
 
 import json
@@ -46,7 +46,7 @@ def _names_byte_level(decoder: Any) -> bool:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's map: printable bytes are Latin-1 characters, others follow from U+0100 on."""
+    """Return GPT-2's map: printable bytes are Latin-1 characters, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

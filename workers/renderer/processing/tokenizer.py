@@ -10,10 +10,10 @@ import jinja2
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.models.family import ToolFormat
 from shared.protocol.requests import FunctionDefinition, Message, Prompt, Tool
-from workers.renderer.processing import prompt
+from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.token_bytes import TokenByteDecoder
 
-# Marks in a chat template, and the format of tool calls that each stands for.
+# Marks in a chat template, and the format of tool calls that each mark indicates.
 _FORMAT_MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -21,7 +21,7 @@ _FORMAT_MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("ipython", "llama3_json"),
 )
 HERMES_SIGNS = ("<tool_call>", "</tool_call>")
-# Names and keywords, which templates compare with their own.
+# Names and keywords that templates may compare with constants.
 _WORD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _PROBE = "probe_of_tools"
 # A template can do anything with a client's values, such as add a number to a text.
@@ -42,8 +42,8 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any, placeholder_ids: Collection[int]) -> None:
         """Wrap transformers' `tokenizer`.
 
-        `placeholder_ids` are the tokens that stand for media. The chat template of a model with any
-        takes messages as lists of parts.
+        `placeholder_ids` are the placeholder tokens of media. The chat template of a model with
+        placeholders accepts messages as lists of parts.
         """
         self._tokenizer = tokenizer
         self._takes_parts = bool(placeholder_ids)
@@ -64,10 +64,10 @@ class PromptTokenizer:
         """Whether the chat template writes tools."""
 
     def find_tool_format(self, default: ToolFormat | None = None) -> ToolFormat | None:
-        """Return the format in which the model writes its calls; None if it takes no tools.
+        """Return the format of the model's tool calls; None if it does not support tools.
 
-        The marks in the chat template decide, because models are tuned to other formats than those
-        of their family; `default` is for a template without marks.
+        The marks in the chat template decide, because models may be tuned to other formats than
+        their family; `default` is for a template without marks.
         """
         if not self.takes_tools:
             return None
@@ -76,34 +76,34 @@ class PromptTokenizer:
         return next((name for mark, name in _FORMAT_MARKS if mark in text), default)
 
     def signs(self) -> list[int | None]:
-        """Return the token of each sign around hermes' calls; None for one of several tokens."""
+        """Return the token of each sign around Hermes calls; None for a sign of several tokens."""
         sign_ids = (self.encode(sign, False) for sign in HERMES_SIGNS)
         return [ids[0] if len(ids) == 1 else None for ids in sign_ids]
 
-    def tokenize(self, asked: Prompt) -> list[int]:
-        """Return the token ids of the templated messages; no user's text becomes a control token.
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of the templated messages. Text never becomes a control token.
 
-        A user who types `<|image_pad|>` or `<|im_start|>system` would bind images to other places
-        or speak in another role. Such text is refused rather than encoded as plain characters: that
-        would need the text to be tokenized apart from the template's, and so differently from how
-        the model saw it in training. The test is on tokens, not on strings, because only the
-        tokenizer knows what its normaliser turns into a control token, and only the template what
-        it joins: with every text replaced by a letter, the control tokens must be the same. Tools'
-        results and descriptions are text like any other.
+        With the text `<|image_pad|>` or `<|im_start|>system`, a user could bind images to other
+        positions or take another role. Such text is refused and not encoded as plain characters,
+        because text that is tokenized separately from the template differs from the model's
+        training data. The check compares tokens, not strings: with every text replaced by a letter,
+        the control tokens must be the same. This covers control tokens that result from the
+        tokenizer's normalisation, and texts that the template joins. Results and descriptions of
+        tools are checked like any other text.
 
-        Raises InvalidRequest for that and for messages that the template refuses, and
-        UnsupportedContent for tools that it does not know.
+        Raises InvalidRequest for control tokens and for messages that the template refuses, and
+        UnsupportedContent for tools if the template does not support them.
         """
-        self._check(asked)
-        neutral = self._apply_template(asked, _neutralize, self._neutralize_value)
-        special = asked.add_special_tokens
+        self._check(prompt)
+        neutral = self._apply_template(prompt, _neutralize, self._neutralize_value)
+        special = prompt.add_special_tokens
         if special is None:
             special = self._adds_special_tokens(neutral)
-        token_ids = self.encode(self._apply_template(asked, str, prompt.same), special)
+        token_ids = self.encode(self._apply_template(prompt, str, prompts.same), special)
         control = [token_id for token_id in token_ids if token_id in self._control_ids]
         harmless = self.encode(neutral, special)
         if control != [token_id for token_id in harmless if token_id in self._control_ids]:
-            raise self._control_token_error(asked)
+            raise self._control_token_error(prompt)
         return token_ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -116,25 +116,26 @@ class PromptTokenizer:
         return text
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the tokenizer itself spells it; empty for an unknown id."""
+        """Return the tokenizer's spelling of each token; empty for an unknown id."""
         return [self._encoder.id_to_token(token_id) or "" for token_id in token_ids]
 
     def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for."""
+        """Return the bytes of each token."""
         return [self._byte_decoder.bytes_of(token_id) for token_id in token_ids]
 
-    def _check(self, asked: Prompt) -> None:
-        for name in asked.template_kwargs:
+    def _check(self, prompt: Prompt) -> None:
+        for name in prompt.template_kwargs:
             if name in self._reserved:
                 raise InvalidRequest(
-                    f"{name} is no variable of the chat template", field=f"template_kwargs.{name}"
+                    f"{name} is not a variable of the chat template",
+                    field=f"template_kwargs.{name}",
                 )
         if self.takes_tools:
             return
-        complaint = "this model's chat template knows no tools"
-        if asked.tools:
+        complaint = "this model's chat template does not support tools"
+        if prompt.tools:
             raise UnsupportedContent(complaint, field="tools")
-        for i, message in enumerate(asked.messages):
+        for i, message in enumerate(prompt.messages):
             if message.tool_calls:
                 raise UnsupportedContent(complaint, field=f"messages[{i}].tool_calls")
             if message.role == "tool":
@@ -143,14 +144,14 @@ class PromptTokenizer:
     def _adds_special_tokens(self, text: str) -> bool:
         """Return whether the tokenizer adds its special tokens, such as a BOS, to templated text.
 
-        This follows transformers: a tokenizer that applies its template never adds them, a model's
-        processor does unless the template has written a BOS. LLaVA's template has not.
+        This follows transformers: a tokenizer that applies its template never adds them, and a
+        model's processor adds them unless the template has written a BOS, unlike LLaVA's template.
         """
         bos: str | None = self._tokenizer.bos_token
         return self._takes_parts and not (bos and text.startswith(bos))
 
-    def _control_token_error(self, asked: Prompt) -> InvalidRequest:
-        for field, text in prompt.strings_by_field(asked):
+    def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
+        for field, text in prompts.strings_by_field(prompt):
             for token_id in self.encode(text, False):
                 if token_id in self._control_ids:
                     token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -160,23 +161,23 @@ class PromptTokenizer:
         return InvalidRequest("the texts join into a control token", field="messages")
 
     def _apply_template(
-        self, asked: Prompt, text: Callable[[str], str], value: prompt.Transform
+        self, prompt: Prompt, text: Callable[[str], str], value: prompts.Transform
     ) -> str:
         """Apply the template, with `text` on every text and `value` on the other values."""
-        conversation = prompt.template_messages(
-            asked.messages,
+        conversation = prompts.template_messages(
+            prompt.messages,
             parts=self._takes_parts,
             strings=self._takes_strings,
             text=text,
             value=value,
         )
-        kwargs = {name: value(given) for name, given in asked.template_kwargs.items()}
+        kwargs = {name: value(kwarg) for name, kwarg in prompt.template_kwargs.items()}
         if not kwargs.get("continue_final_message"):
             kwargs.setdefault("add_generation_prompt", True)
         try:
             templated: str = self._tokenizer.apply_chat_template(
                 conversation,
-                tools=prompt.template_tools(asked.tools, value),
+                tools=prompts.template_tools(prompt.tools, value),
                 tokenize=False,
                 **kwargs,
             )
@@ -187,16 +188,16 @@ class PromptTokenizer:
         return templated
 
     def _writes_tools(self) -> bool:
-        """Apply the template to a tool, because a template may name tools and not write them."""
+        """Return whether the templated text contains a tool: a template may ignore its tools."""
         tool = Tool(FunctionDefinition(_PROBE, "", {"type": "object", "properties": {}}))
-        asked = Prompt([Message("user", "x")], tools=[tool])
+        prompt = Prompt([Message("user", "x")], tools=[tool])
         try:
-            return _PROBE in self._apply_template(asked, str, prompt.same)
+            return _PROBE in self._apply_template(prompt, str, prompts.same)
         except InvalidRequest:
             return False
 
     def _neutralize_value(self, value: Any) -> Any:
-        """Neutralize JSON of the same shape; words that templates compare stay as they are."""
+        """Return JSON of the same shape without control tokens. Harmless words do not change."""
         if isinstance(value, str):
             return value if self._is_harmless(value) else _neutralize(value)
         if isinstance(value, list):
@@ -215,12 +216,12 @@ class PromptTokenizer:
 
 
 def _neutralize(text: str) -> str:
-    """Return a text without control tokens, blank where `text` is, because templates test that."""
+    """Return a text without control tokens. It is blank if `text` is, because templates test it."""
     return "x" if text.strip() else text
 
 
 def _reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Return the arguments of transformers' own function, among them the template itself."""
+    """Return the argument names of transformers' function, including the template itself."""
     names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     names |= {"self", "messages", "tools"}
     return frozenset(names - {"add_generation_prompt", "continue_final_message", "documents"})
@@ -228,12 +229,12 @@ def _reserved_names(tokenizer: Any) -> frozenset[str]:
 
 def _writes_strings(tokenizer: Any) -> bool:
     """Return whether the chat template writes texts outside lists of parts; LLaVA's drops them."""
-    prompts = set()
+    texts = set()
     for text in ("a", "b"):
         try:
-            prompts.add(
+            texts.add(
                 tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
             )
         except _TEMPLATE_ERRORS:
             return False
-    return len(prompts) == 2
+    return len(texts) == 2

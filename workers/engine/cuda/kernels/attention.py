@@ -144,7 +144,7 @@ def _attend(
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
-    # Row r is query r // GROUP of the tile, and head r % GROUP of those that share the KV head.
+    # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
     position = first_position + r // GROUP
@@ -251,10 +251,10 @@ def _attend_keys(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:  # tanh, written with exp2
             scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
-        seen = n[None, :] <= position[:, None]
+        is_visible = n[None, :] <= position[:, None]
         if WINDOW:
-            seen &= n[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+            is_visible &= n[None, :] > position[:, None] - WINDOW
+        scores = tl.where(is_visible, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row may have seen no key yet, and -inf - -inf is NaN.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)

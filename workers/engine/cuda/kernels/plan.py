@@ -52,7 +52,7 @@ class BlockTables:
         self._array = np.zeros((0, 0), dtype=np.int32)
 
     def gather(self, tables: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-        """Return the tables as [num_seqs, width]; entries behind a table's end are undefined."""
+        """Return the tables as [num_seqs, width]; entries after a table's end are undefined."""
         self._make_room(len(tables), max(width, *(len(table) for table in tables)))
         for i, table in enumerate(tables):
             if table != self._lists[i]:
@@ -80,7 +80,7 @@ def plan_for_kernels(
     device: torch.device,
     tables: BlockTables | None = None,
 ) -> KernelPlan:
-    """Return the plan of a batch; the arguments are those of `step_plan.plan_step`.
+    """Return the plan of a batch; for the first three arguments see `step_plan.plan_step`.
 
     `tables` caches the block tables of earlier steps.
     """
@@ -110,7 +110,7 @@ def count_splits(num_decodes: int, num_kv_heads: int) -> int:
     """Return the number of programs per decode and KV head: enough to fill the chip.
 
     The lengths are ignored, although short contexts leave some programs idle: a graph is captured
-    for all lengths, and each number of splits is a kernel of its own.
+    for all lengths, and each number of splits is a separate kernel.
     """
     num_programs = TARGET_PROGRAMS // max(1, num_decodes * num_kv_heads)
     return 1 << (min(max(num_programs, 1), MAX_SPLITS).bit_length() - 1)

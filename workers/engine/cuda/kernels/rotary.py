@@ -43,7 +43,7 @@ def tabulate_rotary(module: Any, max_positions: int, num_axes: int, like: Tensor
     half = cos.shape[-1] // 2
     axes = torch.zeros(half, dtype=torch.int32, device=like.device)
     for axis in range(1, num_axes):
-        # Only this axis is at position 1: the pairs whose sine is not 0 rotate by it.
+        # Only this axis is at position 1: the pairs with a nonzero sine rotate by it.
         probe = torch.zeros(num_axes, 1, 1, dtype=torch.int64, device=like.device)
         probe[axis] = 1
         axes[module(like, probe)[1][0, 0, :half] != 0] = axis
