@@ -194,4 +194,4 @@ def simulate(run: RecordedRun, scaled: Scaled) -> Figures:
         start_timeout_s=scaled.start_timeout_s,
     )
     policy = OwnPolicy(settings, cold_start_s(run), LOOK_S)
-    return Simulation(requests, SharedQueue(), 0, s.seed, policy, cost).run()
+    return Simulation(requests, SharedQueue(), 0, policy, cost).run()
