@@ -65,6 +65,9 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
 
+    def note_longest(self, name: str, value: float) -> None:
+        self.figures[name] = max(value, self.figures.get(name, 0.0))
+
 
 class Deployment:
     """Owns all processes; cells inject the faults."""
@@ -262,8 +265,11 @@ class Deployment:
     def slot(self, role: str, number: int = 0) -> Slot:
         return next(s for s in self.pool.slots if (s.role, s.number) == (role, number))
 
+    def slots_of(self, role: str) -> list[Slot]:
+        return [slot for slot in self.pool.slots if slot.role == role]
+
     def pick(self, role: str) -> Slot:
-        return self.rng.choice([slot for slot in self.pool.slots if slot.role == role])
+        return self.rng.choice(self.slots_of(role))
 
     def signal(self, slot: Slot, kind: str, number: signal.Signals) -> None:
         self.journal.write(Fault(now(), kind, slot.role, slot.number, slot.pid))
@@ -318,7 +324,7 @@ class Deployment:
             return
         if isinstance(first, Failure):
             self.note(f"I9 {name}: a new request ended with {first.error.code}")
-        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        self.outcome.note_longest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first record of a new request")
         if self.gateways.urls:
@@ -330,7 +336,7 @@ class Deployment:
         except TimeoutError:
             self.note(f"I9 {name}: no gateway answered a new request")
             return
-        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        self.outcome.note_longest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 

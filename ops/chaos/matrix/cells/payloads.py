@@ -6,21 +6,23 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from ops.chaos import fake_model
-from ops.chaos.alterations import environment, slow_reader
+from ops.chaos.alterations import environment, no_local_socket, no_sockets, slow_reader
 from ops.chaos.history import WorkerEvent, now, read_events
+from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     altered,
     count_answers,
     new_id,
-    slots_of,
+    stopped,
     wait_for_load,
 )
 from ops.chaos.matrix.cells.processes import sigkill
-from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import IMAGES, MODEL
 from shared import client
 from shared.blobs import protocol
@@ -52,33 +54,34 @@ NUM_LARGE_IMAGES = 5
 MIB = 2**20
 
 
-@contextlib.contextmanager
-def stopped(deployment: Deployment, role: str) -> Iterator[None]:
-    slots = slots_of(deployment, role)
-    pids = [slot.pid for slot in slots]
-    for slot in slots:
-        deployment.signal(slot, "stop", signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            deployment.pool.resume(pid)
+_cell = partial(cell, on="payloads")
 
 
-def killed_while_read(role: str) -> Disturb:
+@_cell(
+    "shared memory: writer killed",
+    "kill -9 of renderers while engines read for 0.5 s, three times",
+    "5 s",
+    load_s=12,
+    role="renderer",
+)
+@_cell(
+    "shared memory: reader killed",
+    "kill -9 of engines while they read for 0.5 s, three times",
+    "5 s",
+    load_s=12,
+    role="engine",
+)
+async def killed_while_read(deployment: Deployment, role: str) -> None:
     """Kill owners or readers of payloads, each of which engines read for half a second."""
-
-    async def disturb(deployment: Deployment) -> None:
-        async with altered(deployment, slots_of(deployment, "engine"), *environment(slow_reader)):
-            await sigkill(role)(deployment)
-
-    return disturb
+    async with altered(deployment, deployment.slots_of("engine"), *environment(slow_reader)):
+        await sigkill(deployment, role)
 
 
+@_cell("shared memory: writer truncates", "truncate of /proc/PID/fd/N, as root", "refused")
 async def owner_truncates(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     tried = 0
-    for slot in slots_of(deployment, "renderer"):
+    for slot in deployment.slots_of("renderer"):
         for link in _arenas(slot.pid):
             tried += 1
             try:
@@ -90,6 +93,11 @@ async def owner_truncates(deployment: Deployment) -> None:
     await deployment.probe("after_truncating", WORKER_S)
 
 
+@_cell(
+    "shared memory: /dev/shm full",
+    "renderers in a mount namespace with a full tmpfs there",
+    "5 s",
+)
 async def no_shm(deployment: Deployment) -> None:
     """Give renderers a full /dev/shm, which arenas do not need."""
     script = (
@@ -97,7 +105,7 @@ async def no_shm(deployment: Deployment) -> None:
         ' exec "$@"'
     )
     async with altered(
-        deployment, slots_of(deployment, "renderer"), "unshare", "--mount", "sh", "-c", script, "sh"
+        deployment, deployment.slots_of("renderer"), "unshare", "--mount", "sh", "-c", script, "sh"
     ):
         began = now()
         await deployment.probe("shm_full", WORKER_S)
@@ -106,6 +114,7 @@ async def no_shm(deployment: Deployment) -> None:
             deployment.note("no payload was read")
 
 
+@_cell("shared memory: stale generation", "the key of a request that has ended", "lost")
 async def stale_reference(deployment: Deployment) -> None:
     """Check that a reference is valid until its request has ended, and not later."""
     async with deployment.bus("stale") as bus, _reader(bus) as blobs:
@@ -121,6 +130,7 @@ async def stale_reference(deployment: Deployment) -> None:
             await _must_be_lost(deployment, blobs, ref, "of a request that has ended")
 
 
+@_cell("shared memory: forged handle", "random keys", "lost")
 async def forged_reference(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("forged") as bus, _reader(bus) as blobs:
@@ -136,6 +146,12 @@ async def forged_reference(deployment: Deployment) -> None:
     await deployment.probe("after_forging", WORKER_S)
 
 
+@_cell(
+    "shared memory: owner frozen",
+    "kill -STOP of a renderer whose payloads are unread",
+    f"{FROZEN_S:.0f} s",
+    load_s=4,
+)
 async def owner_frozen(deployment: Deployment) -> None:
     """Freeze an owner of unread payloads: another renderer must render them again."""
     await wait_for_load(deployment)
@@ -161,12 +177,15 @@ async def owner_frozen(deployment: Deployment) -> None:
     await deployment.probe("after_frozen", WORKER_S)
 
 
+@_cell(
+    "shared memory: arena full",
+    "12 MiB for four requests of 10 MiB, engines stopped for 4 s",
+    "no error",
+)
 async def arena_full(deployment: Deployment) -> None:
     """Send requests of 10 MiB, of which the arena holds one, while engines are stopped."""
     async with (
-        altered(
-            deployment, slots_of(deployment, "renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"
-        ),
+        altered(deployment, deployment.slots_of("renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
         deployment.bus("full") as bus,
     ):
         with stopped(deployment, "engine"):
@@ -176,21 +195,33 @@ async def arena_full(deployment: Deployment) -> None:
         await deployment.probe("after_full", WORKER_S)
 
 
-def without_transports(alteration: Callable[[], None], left: str) -> Disturb:
+@_cell(
+    "shared memory: no local socket",
+    "engines cannot connect to it",
+    "by TCP",
+    alteration=no_local_socket,
+    left="TcpTransport",
+)
+@_cell(
+    "shared memory: no socket at all",
+    "nor by TCP",
+    "by the broker",
+    alteration=no_sockets,
+    left="BusTransport",
+)
+async def without_transports(
+    deployment: Deployment, alteration: Callable[[], None], left: str
+) -> None:
     """Let engines connect to no owner by some transports; they must use the one that is left."""
-
-    async def disturb(deployment: Deployment) -> None:
-        async with altered(deployment, slots_of(deployment, "engine"), *environment(alteration)):
-            began = now()
-            async with deployment.bus("transports") as bus:
-                count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
-            await asyncio.sleep(2.0)
-            deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
-            if not num:
-                deployment.note(f"nothing was read by {left}")
-            await deployment.probe("beside_transports", WORKER_S)
-
-    return disturb
+    async with altered(deployment, deployment.slots_of("engine"), *environment(alteration)):
+        began = now()
+        async with deployment.bus("transports") as bus:
+            count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
+        await asyncio.sleep(2.0)
+        deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
+        if not num:
+            deployment.note(f"nothing was read by {left}")
+        await deployment.probe("beside_transports", WORKER_S)
 
 
 # -- building blocks --------------------------------------------------------------------------
@@ -266,7 +297,7 @@ async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what
 
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
-    pids = {slot.pid for slot in deployment.pool.slots if slot.role == "renderer"}
+    pids = {slot.pid for slot in deployment.slots_of("renderer")}
     return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
 
 
