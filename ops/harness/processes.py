@@ -24,7 +24,7 @@ class Command:
 
     arguments: tuple[str, ...]
     tree: Path = ROOT
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
 
 def worker_command(
