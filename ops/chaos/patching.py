@@ -45,6 +45,19 @@ def wrap(owner: type, name: str) -> Callable[[Callable[..., Awaitable[Any]]], No
     return decorate
 
 
+def skip(owner: Any, name: str) -> None:
+    """Have calls of `owner.name`, which returns nothing, do nothing."""
+
+    def nothing(*args: Any, **named: Any) -> None:
+        pass
+
+    async def nothing_later(*args: Any, **named: Any) -> None:
+        pass
+
+    is_later = inspect.iscoroutinefunction(getattr(owner, name))
+    replace_attribute(owner, name, nothing_later if is_later else nothing)
+
+
 def check_signature(original: Any, replacement: Callable[..., Any]) -> None:
     """Raise TypeError where `replacement` does not take the arguments of `original`."""
     name = getattr(original, "__qualname__", repr(original))

@@ -1,18 +1,14 @@
 """Bugs in the life of large payloads: who may read them, and when their memory is free again."""
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, skip
 
 
 @bug("engine", "images", "I7")
 def payload_not_released() -> None:
     from shared.blobs.store import Blobs
-    from shared.protocol.multimodal import BlobRef
 
-    async def skipped(self: Blobs, ref: BlobRef) -> None:
-        pass
-
-    replace_attribute(Blobs, "release", skipped)
+    skip(Blobs, "release")
 
 
 @bug("engine", "images", "I7")
@@ -20,10 +16,7 @@ def reader_pin_leaks() -> None:
     """A reader never reports to the owner that it has finished with a payload."""
     from shared.blobs.transports import SharedMemoryTransport
 
-    def skipped(self: SharedMemoryTransport, *_: object) -> None:
-        pass
-
-    replace_attribute(SharedMemoryTransport, "_finish_reading", skipped)
+    skip(SharedMemoryTransport, "_finish_reading")
 
 
 @bug("engine", "dying with unread payloads", "I1", "I10")
@@ -41,28 +34,21 @@ def lost_payload_fails_request() -> None:
 def dead_owner_stays_mapped() -> None:
     from shared.blobs.store import Blobs
 
-    async def never(self: Blobs) -> None:
-        pass
-
-    replace_attribute(Blobs, "_sweep", never)
+    skip(Blobs, "_sweep")
 
 
 @bug("renderer", "frozen renderers", "I7")
 def outputs_not_discarded() -> None:
-    from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    async def skipped(self: Stage, job: Job) -> None:
-        pass
-
-    replace_attribute(Stage, "discard_outputs", skipped)
+    skip(Stage, "discard_outputs")
 
 
 @bug("renderer", "small arena", "I3", "I10")
 def pinned_slot_is_reused() -> None:
     from shared.blobs.slot_allocator import SlotPool
 
-    replace_attribute(SlotPool, "_pin", lambda self, name, holder: None)
+    skip(SlotPool, "_pin")
 
 
 @bug("renderer", "small arena", "I10")

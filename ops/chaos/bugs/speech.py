@@ -5,26 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
-
-
-@bug("code2wav", "frozen vocoders", "I2", "I4", "I16")
-def second_writer_of_output() -> None:
-    from shared.bus.bus import Bus
-
-    async def append(
-        self: Bus,
-        subject: str,
-        data: bytes,
-        last_sequence: int,
-        ttl_s: float | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> int:
-        ack = await self._publish(subject, data, headers or {})
-        assert ack is not None
-        return ack.seq
-
-    replace_attribute(Bus, "append", append)
+from ops.chaos.patching import replace_attribute, skip
 
 
 @bug("code2wav", "speeches", "I3")
@@ -106,13 +87,9 @@ def frame_lost_on_resume() -> None:
 
 @bug("talker", "speeches", "I1", "I10", "I16")
 def end_of_codes_lost() -> None:
-    from shared.protocol.records import OutputSummary
     from shared.state.token_log import LogWriter
 
-    async def lost(self: LogWriter, summary: OutputSummary) -> None:
-        pass
-
-    replace_attribute(LogWriter, "end", lost)
+    skip(LogWriter, "end")
 
 
 @bug("any", "speeches", "I1", "I10", "I16")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, skip
 
 
 @bug("renderer", "dying before publishing", "I1", "I10")
@@ -25,10 +25,7 @@ def lost_tasks_not_made_again() -> None:
     """The queue of requests is kept, in which requests are put off until their deadlines."""
     from shared.bus.queues import Queues
 
-    async def keep(*_: object) -> None:
-        pass
-
-    replace_attribute(Queues, "_reset_if_fed_another", keep)
+    skip(Queues, "_reset_if_fed_another")
 
 
 @bug("coordinator", "calm", "I1", "I10")
@@ -57,10 +54,7 @@ def message_id_not_unique() -> None:
 def dead_letter_dropped() -> None:
     from shared.stage import dead_letter
 
-    async def dropped(*_: object) -> None:
-        pass
-
-    replace_attribute(dead_letter, "write", dropped)
+    skip(dead_letter, "write")
 
 
 @bug("any", "killers", "I1", "I10", "I11")

@@ -6,17 +6,10 @@ from ops.chaos.bugs.registry import bug
 from ops.chaos.patching import replace_attribute
 
 
-@bug("engine", "stops", "I2", "I4")
-def no_fencing() -> None:
-    _append_unfenced()
-
-
-@bug("coordinator", "deadlines", "I2")
-def unfenced_deadline() -> None:
-    _append_unfenced()
-
-
-def _append_unfenced() -> None:
+@bug("engine", "stops", "I2", "I4", name="no_fencing")
+@bug("coordinator", "deadlines", "I2", name="unfenced_deadline")
+@bug("code2wav", "frozen vocoders", "I2", "I4", "I16", name="second_writer_of_output")
+def append_without_fence() -> None:
     from shared.bus.bus import Bus
 
     async def append(
