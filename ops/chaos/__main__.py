@@ -29,7 +29,8 @@ from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.processes.preloading import fork_preloaders
 from ops.chaos.runs import QUICK, RUNS
-from ops.chaos.scenario import read_run, run_scenario
+from ops.chaos.scenario import run_scenario
+from ops.chaos.watched_deployment import read_run
 from shared.telemetry import logs
 
 MAX_SHOWN = 20

@@ -21,23 +21,23 @@ from ops.chaos.matrix.cells.common import (
 )
 from ops.chaos.matrix.cells.memory import starve, why_no_memory_limit
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.servers import SingleServer
 from ops.chaos.plan import Mix
 from ops.chaos.processes import network
+from ops.chaos.processes.brokers import OneBroker
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 
-def _servers(deployment: Deployment) -> SingleServer:
-    assert isinstance(deployment.servers, SingleServer)
-    return deployment.servers
+def _broker(deployment: Deployment) -> OneBroker:
+    assert isinstance(deployment.brokers, OneBroker)
+    return deployment.brokers
 
 
 async def _broker_back(deployment: Deployment, old: int) -> None:
     # The restart happens in another process, of which asyncio gets no event.
-    while _servers(deployment).pid() == old or deployment.servers.pick_victim(0) is None:  # noqa: ASYNC110
+    while _broker(deployment).pid() == old or deployment.brokers.pick_victim() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
@@ -46,7 +46,7 @@ async def _broker_back(deployment: Deployment, old: int) -> None:
 async def broker_killed(deployment: Deployment, times: int, every_s: float) -> None:
     for turn in range(times):
         await asyncio.sleep(every_s * deployment.rng.uniform(0.8, 1.2))
-        pid = _servers(deployment).pid()
+        pid = _broker(deployment).pid()
         deployment.pool.send_signal("kill", "broker", signal.SIGKILL, 0)
         if turn == times - 1:
             await _broker_back(deployment, pid)
@@ -56,7 +56,7 @@ async def broker_killed(deployment: Deployment, times: int, every_s: float) -> N
 @cell("broker: SIGTERM", "kill -TERM", "3 s")
 async def broker_terminated(deployment: Deployment) -> None:
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     deployment.pool.send_signal("drain", "broker", signal.SIGTERM, 0)
     await _broker_back(deployment, pid)
     await deployment.probe("after_broker", BROKER_S)
@@ -65,7 +65,7 @@ async def broker_terminated(deployment: Deployment) -> None:
 @cell("broker: SIGSTOP 30 s", "kill -STOP", "3 s", load_s=20)
 async def broker_stopped(deployment: Deployment, lasts_s: float = 30.0) -> None:
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     with deployment.outage("stop"):
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -78,7 +78,7 @@ async def broker_stopped(deployment: Deployment, lasts_s: float = 30.0) -> None:
 @cell("broker: OOM", "memory cgroup", "3 s", needs=why_no_memory_limit)
 async def broker_out_of_memory(deployment: Deployment) -> None:
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     deployment.journal.write(Fault(now(), "kill", "broker", 0, pid))
     await asyncio.to_thread(starve, pid)
     await _broker_back(deployment, pid)
@@ -104,9 +104,9 @@ async def broker_lossy(deployment: Deployment) -> None:
 async def disk_full(deployment: Deployment) -> None:
     """Fill the disk for six seconds; then free it and restart the server."""
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     with deployment.outage("enospc"):
-        ballast = await asyncio.to_thread(fill, _servers(deployment).disk)
+        ballast = await asyncio.to_thread(fill, _broker(deployment).disk)
         refused = await _refusal(deployment)
         await asyncio.sleep(6.0)
         await asyncio.to_thread(ballast.unlink)

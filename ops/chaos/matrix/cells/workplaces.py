@@ -9,8 +9,8 @@ from ops.chaos.history import now
 from ops.chaos.matrix.cell import cannot_run, cell
 from ops.chaos.matrix.cells.common import WORKER_S, altered, fill, new_id, one_of_each
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.servers import mount_disk, unmount
 from ops.chaos.plan import ROOT
+from ops.chaos.processes.brokers import mount_disk, unmount
 from shared.bus.bus import Bus
 from shared.protocol.records import Failure
 from shared.protocol.sampling import SamplingParams
