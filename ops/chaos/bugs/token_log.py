@@ -3,12 +3,14 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
+from ops.chaos.bugs.scenarios import AGENTS
 from ops.chaos.patching import replace_attribute
 
 
 @bug("engine", "stops", "I2", "I4", name="no_fencing")
 @bug("coordinator", "deadlines", "I2", name="unfenced_deadline")
 @bug("code2wav", "frozen vocoders", "I2", "I4", "I16", name="second_writer_of_output")
+@bug("agent", AGENTS, "A3", name="step_without_fence")
 def append_without_fence() -> None:
     from shared.bus.bus import Bus
 

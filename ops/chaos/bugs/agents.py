@@ -1,24 +1,14 @@
-"""Bugs of agents, each planted in the process of an agent; the checks must find every one."""
+"""Bugs of agents, each planted in the process of an agent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from ops.chaos.bugs.registry import bug
+from ops.chaos.bugs.scenarios import AGENTS
 from ops.chaos.patching import replace_attribute
 
-Plant = Callable[[], None]
-BUGS: dict[str, tuple[Plant, str]] = {}
-"""What plants each bug, and the check that finds it."""
 
-
-def _bug(check: str) -> Callable[[Plant], Plant]:
-    def declare(plant: Plant) -> Plant:
-        BUGS[plant.__name__] = plant, check
-        return plant
-
-    return declare
-
-
-@_bug("A2")
+@bug("agent", AGENTS, "A2")
 def journal_after_call() -> None:
     from workers.agent.mcp_client import Mark
     from workers.agent.mcp_session import McpSession
@@ -38,7 +28,7 @@ def journal_after_call() -> None:
     replace_attribute(McpSession, "call", late)
 
 
-@_bug("A2")
+@bug("agent", AGENTS, "A2")
 def repeat_what_is_unknown() -> None:
     from shared.responses.calls import ServerCall
     from workers.agent.tools import ToolRunner
@@ -49,26 +39,7 @@ def repeat_what_is_unknown() -> None:
     replace_attribute(ToolRunner, "_may_repeat", always)
 
 
-@_bug("A3")
-def step_without_fence() -> None:
-    from shared.bus.bus import Bus
-
-    async def append(
-        self: Bus,
-        subject: str,
-        data: bytes,
-        last_sequence: int,
-        ttl_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> int:
-        ack = await self._publish(subject, data, dict(headers or {}))
-        assert ack is not None
-        return ack.seq
-
-    replace_attribute(Bus, "append", append)
-
-
-@_bug("A1")
+@bug("agent", AGENTS, "A1")
 def acknowledged_before_the_end() -> None:
     from shared.bus.consumer import Delivery
     from workers.agent.worker import Agent
