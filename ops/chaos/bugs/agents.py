@@ -5,7 +5,7 @@ from typing import Any
 
 from ops.chaos.bugs.registry import bug
 from ops.chaos.bugs.scenarios import AGENTS
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("agent", AGENTS, "A2")
@@ -13,19 +13,21 @@ def journal_after_call() -> None:
     from workers.agent.mcp_client import Mark
     from workers.agent.mcp_session import McpSession
 
-    call = McpSession.call
-
+    @wrap(McpSession, "call")
     async def late(
-        self: McpSession, name: str, arguments: Mapping[str, Any], key: str | None, mark: Mark
-    ) -> dict[str, Any]:
+        call: Any,
+        self: McpSession,
+        name: str,
+        arguments: Mapping[str, Any],
+        key: str | None,
+        mark: Mark,
+    ) -> Any:
         async def nothing() -> None:
             pass
 
         result = await call(self, name, arguments, key, nothing)
         await mark()
         return result
-
-    replace_attribute(McpSession, "call", late)
 
 
 @bug("agent", AGENTS, "A2")
@@ -44,10 +46,7 @@ def acknowledged_before_the_end() -> None:
     from shared.bus.consumer import Delivery
     from workers.agent.worker import Agent
 
-    handle = Agent._handle
-
-    async def early(self: Agent, delivery: Delivery) -> None:
+    @wrap(Agent, "_handle")
+    async def early(handle: Any, self: Agent, delivery: Delivery) -> None:
         await delivery.ack()
         await handle(self, delivery)
-
-    replace_attribute(Agent, "_handle", early)

@@ -1,7 +1,9 @@
 """Bugs in the life of large payloads: who may read them, and when their memory is free again."""
 
+from typing import Any
+
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute, skip
+from ops.chaos.patching import replace_attribute, skip, wrap
 
 
 @bug("engine", "images", "I7")
@@ -59,19 +61,16 @@ def full_arena_is_an_error() -> None:
     from shared.blobs.store import Blobs
     from shared.codec.envelope import TensorData
     from shared.errors import MediaTooLarge
-    from shared.protocol.multimodal import BlobRef
 
-    put = mm_items.put_item
-
+    @wrap(mm_items, "put_item")
     def or_fail(
+        put: Any,
         blobs: Blobs,
         mm_hash: str,
         num_tokens: int,
         fields: Mapping[str, TensorData],
         ttl_s: float,
-    ) -> BlobRef:
+    ) -> Any:
         if (ref := put(blobs, mm_hash, num_tokens, fields, ttl_s)) is None:
             raise MediaTooLarge("there is no room for this image")
         return ref
-
-    replace_attribute(mm_items, "put_item", or_fail)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute, skip
+from ops.chaos.patching import replace_attribute, skip, wrap
 
 
 @bug("renderer", "dying before publishing", "I1", "I10")
@@ -11,13 +11,10 @@ def ack_before_publish() -> None:
     from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    forward = Stage.forward
-
-    async def hasty(self: Stage, job: Job, *args: Any, detour: bool = False) -> None:
+    @wrap(Stage, "forward")
+    async def hasty(forward: Any, self: Stage, job: Job, *args: Any, detour: bool = False) -> None:
         await job.delivery.ack()
         await forward(self, job, *args, detour=detour)
-
-    replace_attribute(Stage, "forward", hasty)
 
 
 @bug("coordinator", "broker deaths", "I1", "I10")
@@ -33,21 +30,19 @@ def message_id_not_unique() -> None:
     from shared.bus.bus import Bus
     from shared.protocol.versions import OLDEST_VERSION
 
-    publish = Bus.publish
-
+    @wrap(Bus, "publish")
     async def shortened(
+        publish: Any,
         self: Bus,
         subject: str,
         data: bytes,
         msg_id: str,
         tenant: str = "",
         version: int = OLDEST_VERSION,
-    ) -> bool:
+    ) -> Any:
         request_id, colon, rest = msg_id.partition(":")
         short = f"{request_id[:-1]}{colon}{rest[-8:]}"
         return await publish(self, subject, data, short, tenant, version)
-
-    replace_attribute(Bus, "publish", shortened)
 
 
 @bug("any", "raisers", "I5", "I11")

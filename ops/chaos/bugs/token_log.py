@@ -4,7 +4,7 @@ from typing import Any
 
 from ops.chaos.bugs.registry import bug
 from ops.chaos.bugs.scenarios import AGENTS
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("engine", "stops", "I2", "I4", name="no_fencing")
@@ -34,15 +34,12 @@ def final_record_twice() -> None:
     from shared.protocol.records import OutputSummary
     from shared.state.token_log import LogWriter
 
-    finish = LogWriter.finish
-
+    @wrap(LogWriter, "finish")
     async def twice(
-        self: LogWriter, summary: OutputSummary, outputs: dict[str, OutputSummary]
+        finish: Any, self: LogWriter, summary: OutputSummary, outputs: dict[str, OutputSummary]
     ) -> None:
         await finish(self, summary, outputs)
         await finish(self, summary, outputs)
-
-    replace_attribute(LogWriter, "finish", twice)
 
 
 @bug("engine", "dying before the end", "I1")
@@ -50,10 +47,7 @@ def ack_before_final_record() -> None:
     from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    end_output = Stage.end_output
-
-    async def early(self: Stage, job: Job, *args: Any) -> None:
+    @wrap(Stage, "end_output")
+    async def early(end_output: Any, self: Stage, job: Job, *args: Any) -> None:
         await self.finish(job)
         await end_output(self, job, *args)
-
-    replace_attribute(Stage, "end_output", early)
