@@ -9,8 +9,7 @@ from typing import TypeVar
 import httpx
 from msgspec.structs import replace
 
-from ops.chaos.clients.http_clients import RETRY_PAUSE_S
-from ops.chaos.clients.http_exchange import PATH, authorization
+from ops.chaos.clients.http_exchange import PATH, RETRY_PAUSE_S, authorization
 from ops.chaos.history import now
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.processes.pool import Slot
