@@ -251,16 +251,16 @@ class Pool:
         """Read from the workers' journals when they announce themselves, without any broker."""
         while True:
             for slot in self.slots:
-                if slot.is_alive and not slot.is_up and self._has_announced(slot):
+                if (
+                    slot.is_alive
+                    and not slot.is_up
+                    and has_announced(self._journal_of(slot.role, slot.pid))
+                ):
                     slot.ready = True
                     self.journal.write(
                         Ready(now(), slot.role, slot.number, slot.pid, now() - slot.began)
                     )
             await asyncio.sleep(WATCH_S)
-
-    def _has_announced(self, slot: Slot) -> bool:
-        events = read_events(self._journal_of(slot.role, slot.pid))
-        return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
     def _journal_of(self, role: str, pid: int) -> Path:
         return self.folder / "workers" / f"{role}-{pid}.jsonl"
@@ -307,6 +307,12 @@ class Pool:
             task.cancel()
         await asyncio.gather(*runs, *self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.brokers.stop)
+
+
+def has_announced(journal: Path) -> bool:
+    """Return whether the worker that writes this journal is ready."""
+    events = read_events(journal)
+    return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
