@@ -46,7 +46,7 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
 
-    def note_longest(self, name: str, value: float) -> None:
+    def note_largest(self, name: str, value: float) -> None:
         self.figures[name] = max(value, self.figures.get(name, 0.0))
 
 
@@ -192,7 +192,7 @@ class Deployment(WatchedDeployment):
             return
         if isinstance(first, Failure):
             self.note(f"I9 {name}: a new request ended with {first.error.code}")
-        self.outcome.note_longest(name, took_s)
+        self.outcome.note_largest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first record of a new request")
         if self.gateways.urls:
@@ -204,7 +204,7 @@ class Deployment(WatchedDeployment):
         except TimeoutError:
             self.note(f"I9 {name}: no gateway answered a new request")
             return
-        self.outcome.note_longest(name, took_s)
+        self.outcome.note_largest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 

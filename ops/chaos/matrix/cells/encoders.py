@@ -14,7 +14,14 @@ import soundfile
 from PIL import Image
 
 from ops.chaos.matrix.cell import cell
-from ops.chaos.matrix.cells.common import WORKER_S, count_answers, new_id, stopped, wait_for_load
+from ops.chaos.matrix.cells.common import (
+    WORKER_S,
+    collect,
+    count_answers,
+    new_id,
+    stopped,
+    wait_for_load,
+)
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from shared import client
@@ -52,10 +59,10 @@ async def all_away(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("away") as bus:
         with stopped(deployment, "encoder"):
-            asked = _send_new_images(bus)
+            tasks = _send_new_images(bus)
             await deployment.probe("beside_away", WORKER_S)
             await asyncio.sleep(AWAY_S)
-        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "shown", await asyncio.gather(*tasks, return_exceptions=True))
     await deployment.probe("after_away", WORKER_S)
 
 
@@ -70,11 +77,11 @@ async def embedding_lost(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("lost") as bus:
         with stopped(deployment, "engine"):
-            asked = _send_new_images(bus)
+            tasks = _send_new_images(bus)
             await _until_encoded(bus)
             for slot in deployment.slots_of("encoder"):
                 deployment.signal(slot, "kill", signal.SIGKILL)
-        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "shown", await asyncio.gather(*tasks, return_exceptions=True))
     await deployment.probe("after_lost", WORKER_S)
 
 
@@ -97,7 +104,7 @@ def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
 async def _ask(bus: Bus, number: int) -> list[LogRecord]:
     message = Message("user", [_new_part(number), TextPart("What is it?")])
     request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
-    return [record async for record in client.ask(bus, request, new_id(f"shown-{number}"))]
+    return await collect(client.ask(bus, request, new_id(f"shown-{number}")))
 
 
 def _new_part(number: int) -> ContentPart:

@@ -137,7 +137,7 @@ async def healed_after_the_deadline(deployment: Deployment) -> None:
     sampling = SamplingParams(max_tokens=1500, ignore_eos=True)
     async with deployment.bus("late") as bus:
         ids = [new_id(f"silent-{n}") for n in range(6)]
-        asked = [
+        tasks = [
             asyncio.create_task(timed(deployment.ask(bus, id, sampling, timeout_s=3.0)))
             for id in ids
         ]
@@ -145,7 +145,7 @@ async def healed_after_the_deadline(deployment: Deployment) -> None:
         with deployment.outage("engines-silent"):
             for proxy in engines:
                 await proxy.blackhole()
-            ends = await asyncio.gather(*asked)
+            ends = await asyncio.gather(*tasks)
             await asyncio.sleep(2.0)
             before = [await read_log(bus, id) for id in ids]
             for proxy in engines:

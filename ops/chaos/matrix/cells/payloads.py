@@ -16,6 +16,7 @@ from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     altered,
+    collect,
     count_answers,
     new_id,
     stopped,
@@ -119,11 +120,11 @@ async def stale_reference(deployment: Deployment) -> None:
     """Check that a reference is valid until its request has ended, and not later."""
     async with deployment.bus("stale") as bus, _reader(bus) as blobs:
         with stopped(deployment, "engine"):
-            (asked,) = _send_large(bus, 1)
-            refs = await _references(deployment, bus, asked.get_name())
+            (task,) = _send_large(bus, 1)
+            refs = await _references(deployment, bus, task.get_name())
             for ref in refs:
                 (await blobs.get(ref)).close()
-        count_answers(deployment, "stale", [await asked])
+        count_answers(deployment, "stale", [await task])
         # Payloads are released after the final record.
         await asyncio.sleep(1.0)
         for ref in refs:
@@ -158,14 +159,14 @@ async def owner_frozen(deployment: Deployment) -> None:
     owner = deployment.slot("renderer", 0)
     async with deployment.bus("frozen") as bus:
         with stopped(deployment, "engine"):
-            asked = _send_large(bus, FROZEN_REQUESTS)
-            for task in asked:
+            tasks = _send_large(bus, FROZEN_REQUESTS)
+            for task in tasks:
                 await _references(deployment, bus, task.get_name())
             deployment.signal(owner, "stop", signal.SIGSTOP)
         pid, began = owner.pid, now()
         try:
             answers = await asyncio.wait_for(
-                asyncio.gather(*asked, return_exceptions=True), 2 * FROZEN_S
+                asyncio.gather(*tasks, return_exceptions=True), 2 * FROZEN_S
             )
             took_s = now() - began
         finally:
@@ -189,9 +190,9 @@ async def arena_full(deployment: Deployment) -> None:
         deployment.bus("full") as bus,
     ):
         with stopped(deployment, "engine"):
-            asked = _send_large(bus, 4, NUM_LARGE_IMAGES)
+            tasks = _send_large(bus, 4, NUM_LARGE_IMAGES)
             await asyncio.sleep(4.0)
-        count_answers(deployment, "large", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "large", await asyncio.gather(*tasks, return_exceptions=True))
         await deployment.probe("after_full", WORKER_S)
 
 
@@ -243,7 +244,7 @@ def _send_large(
     bus: Bus, requests: int, num_images: int = 1
 ) -> "list[asyncio.Task[list[LogRecord]]]":
     """Send requests with large images; the tasks have the request ids as names."""
-    asked = []
+    tasks = []
     for number in range(requests):
         parts: list[ContentPart] = [
             ImagePart(ImageURL(url)) for url in _large_images()[:num_images]
@@ -251,12 +252,8 @@ def _send_large(
         message = Message("user", [*parts, TextPart("?")])
         request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
         id = new_id(f"large-{number}")
-        asked.append(asyncio.create_task(_all(bus, request, id), name=id))
-    return asked
-
-
-async def _all(bus: Bus, request: GenerateRequest, id: str) -> list[LogRecord]:
-    return [record async for record in client.ask(bus, request, id)]
+        tasks.append(asyncio.create_task(collect(client.ask(bus, request, id)), name=id))
+    return tasks
 
 
 async def _references(deployment: Deployment, bus: Bus, request_id: str) -> list[BlobRef]:

@@ -36,13 +36,13 @@ async def harm_engines(deployment: Deployment, seed: int, code: str, count: int 
     """Send requests that harm their engine: each ends with a dead letter and harms no other."""
     await wait_for_load(deployment)
     async with deployment.bus("poison") as bus:
-        asked = []
+        tasks = []
         for number in range(count):
             id = new_id(f"poison-{number}")
             sampling = SamplingParams(max_tokens=8, seed=seed, temperature=1.0)
-            asked.append((id, asyncio.create_task(timed(deployment.ask(bus, id, sampling)))))
+            tasks.append((id, asyncio.create_task(timed(deployment.ask(bus, id, sampling)))))
             await asyncio.sleep(0.5)
-        for id, answer in asked:
+        for id, answer in tasks:
             await _check_poison(deployment, id, code, answer)
     await deployment.pool.wait_ready()
     await deployment.probe("after_poison", WORKER_S)
@@ -62,7 +62,7 @@ async def _check_poison(
         return
     end = records[-1]
     found = end.error.code if isinstance(end, Failure) else "finish"
-    deployment.outcome.note_longest("poison_s", took_s)
+    deployment.outcome.note_largest("poison_s", took_s)
     if found != code:
         deployment.note(f"I11: {id} ended with {found} instead of {code}")
     harmed = [
@@ -71,7 +71,7 @@ async def _check_poison(
         for event in read_events(file)
         if isinstance(event, WorkerEvent) and event.what == "harm" and event.id == id
     ]
-    deployment.outcome.note_longest("harmed", len(harmed))
+    deployment.outcome.note_largest("harmed", len(harmed))
     if code == "poison" and len(harmed) > deployment.settings.max_deaths:
         deployment.note(f"I11: {id} killed {len(harmed)} workers")
     if not await _has_letter(deployment, id):
@@ -93,13 +93,13 @@ async def raises_in_render(deployment: Deployment) -> None:
         altered(deployment, slots, *environment(raising_renderer)),
         deployment.bus("poison") as bus,
     ):
-        asked = []
+        tasks = []
         for number in range(2):
             id = new_id(f"poison-{number}")
             answer = deployment.ask(bus, id, SamplingParams(max_tokens=8), RAISING_TEXT)
-            asked.append((id, asyncio.create_task(timed(answer))))
-        for id, answer_ in asked:
-            await _check_poison(deployment, id, "worker_failure", answer_)
+            tasks.append((id, asyncio.create_task(timed(answer))))
+        for id, answering in tasks:
+            await _check_poison(deployment, id, "worker_failure", answering)
 
 
 @cell("poison: hangs the step", "for ever, in every engine", "its deadline", on="poison", load_s=8)

@@ -95,7 +95,7 @@ async def _deadline_is_kept(deployment: Deployment, bus: Bus, number: int) -> No
     code = end.error.code if isinstance(end, Failure) else "finish"
     if code != "deadline_exceeded" or not 0.85 < took_s < 3.0:
         deployment.note(f"I1: a deadline of 1 s ended with {code} after {took_s:.2f} s")
-    deployment.outcome.note_longest("deadline_s", took_s)
+    deployment.outcome.note_largest("deadline_s", took_s)
 
 
 # These compare the current time with the modification times of files.
