@@ -209,8 +209,8 @@ class WatchedDeployment:
         logs = key_by_plan_id(planned, requests)
         logs = {id: log for id, log in logs.items() if self.is_own(id)}
         records = plan_ids(planned, await store.gateway_records())
-        # Heartbeats of dead workers stay for some seconds. They are read before the wait, after
-        # which all payloads have expired, and attempts to release those of the dead are over.
+        # Heartbeats of dead workers stay for some seconds. Heartbeats are read before the wait, at
+        # the end of which all payloads have expired and no worker tries to release one.
         pids = {slot.pid for slot in self.pool.slots}
         beats = [beat for beat in await store.beats() if beat.pid in pids]
         await asyncio.sleep(sum(RELEASE_PAUSES_S) + REPLY_TIMEOUT_S)

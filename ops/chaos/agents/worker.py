@@ -1,4 +1,4 @@
-"""An agent or a gateway that reports what it does, with a planted bug or its death at a time.
+"""An agent or a gateway with a report of its work, a planted bug, or a planned death.
 
     python -m ops.chaos.agents.worker ROLE CONFIG URL REPORT BUG PARTS
 

@@ -36,7 +36,7 @@ class OneBroker:
     """A single nats-server."""
 
     def __init__(self, store_dir: Path, keyring: Keyring | None = None, disk_mib: int = 0) -> None:
-        """With a keyring, whoever connects needs one of its keys.
+        """With a keyring, every client needs one of its keys.
 
         With `disk_mib` the store is on a file system of that size.
         """
