@@ -172,10 +172,9 @@ chaos-scale: .venv/dev  ## 500 requests at once to engines at zero, under kills;
 chaos-omni: .venv/dev  ## 2,000 requests, half spoken, a tenth images, under kills of every stage; 10 minutes
 	$(BIN)/python -m ops.chaos run omni
 
-chaos-agents: .venv/dev  ## agents killed and stopped 500 times under a counting tool, and planted bugs; an hour
-	$(BIN)/python -m ops.chaos.agents --bugs
-	$(BIN)/python -m ops.chaos.agents --restarts
-	$(BIN)/python -m ops.chaos.agents --kills 500
+chaos-agents: .venv/dev  ## agents killed and stopped 500 times under a counting tool; an hour
+	$(BIN)/python -m ops.chaos agents --restarts
+	$(BIN)/python -m ops.chaos agents --kills 500
 
 chaos: .venv/dev  ## the long runs of docs/contribute/reliability.md; an hour
 	$(BIN)/python -m ops.chaos run kills

@@ -28,7 +28,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ops.bench.peers.machine import peak_bytes
+from ops.harness.machine import peak_bytes
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
 from workers.engine.loader import LoadedModel, load

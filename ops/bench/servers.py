@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
 from rich.console import Console
 
 from ops.bench.peers.roster import ROSTER, environment
+from workers.settings import DEMO_MODEL
 
 Ready = Callable[[], bool]
 
@@ -78,6 +80,17 @@ def vllm(
     with _process(command, folder, folder / "vllm.log", variables) as process:
         _wait(process, folder / "vllm.log", lambda: _answers(f"{url}/health"))
         yield url
+
+
+def bench_tree(model: Path, max_model_len: int) -> dict[str, Any]:
+    """Return a configuration of a model in bfloat16, with room for 32 sequences.
+
+    The demo model is in float32.
+    """
+    dtype = "float32" if model == DEMO_MODEL else "bfloat16"
+    engine = {"threads": os.cpu_count(), "kv_cache_mib": 1024, "max_num_seqs": 32}
+    served = {"path": str(model), "dtype": dtype, "max_model_len": max_model_len}
+    return {"models": {MODEL: served}, "engine": engine}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 python -m ops.chaos quick            the runs of CI
 python -m ops.chaos run kills        one of the runs of docs/contribute/reliability.md
 python -m ops.chaos bugs             every planted bug must be caught
+python -m ops.chaos agents           agents killed and stopped while they call a tool
 python -m ops.chaos check FOLDER     check a recorded run again
 python -m ops.chaos.matrix           the fault matrix
 """
@@ -24,15 +25,18 @@ from rich.console import Console
 
 from ops.chaos.bugs.catalog import settings_of
 from ops.chaos.bugs.registry import BUGS
-from ops.chaos.bugs.scenarios import SCENARIOS
+from ops.chaos.bugs.scenarios import AGENTS, SCENARIOS
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.processes.preloading import fork_preloaders
 from ops.chaos.runs import QUICK, RUNS
-from ops.chaos.scenario import read_run, run_scenario
+from ops.chaos.scenario import run_scenario
+from ops.chaos.watched_deployment import read_run
 from shared.telemetry import logs
 
 MAX_SHOWN = 20
+FAULTS_FOR_BUGS = 8
+"""Faults that hit agents with a planted bug, unless it is found before."""
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
@@ -94,7 +98,7 @@ def bugs(*names: str) -> int:
     """
     chosen = names or tuple(BUGS)
     scenarios = dict.fromkeys(BUGS[name].scenario for name in chosen)
-    unclean = [name for name in scenarios if not in_fork(_run, name, SCENARIOS[name])]
+    unclean = [name for name in scenarios if not in_fork(_run_without_bug, name)]
     missed = []
     for name in chosen:
         found = in_fork(_plant, name)
@@ -107,8 +111,19 @@ def bugs(*names: str) -> int:
     return 1 if missed or unclean else 0
 
 
+def _run_without_bug(scenario: str) -> bool:
+    """Return whether a scenario is clean."""
+    if scenario == AGENTS:
+        return agents(kills=FAULTS_FOR_BUGS) == 0
+    return _run(scenario, SCENARIOS[scenario])
+
+
 def _plant(name: str) -> Counter[str]:
     """Run a bug's scenario with the bug; count the violations of each invariant."""
+    if BUGS[name].scenario == AGENTS:
+        from ops.chaos.agents.kills import run_agents
+
+        return run_agents(FAULTS_FOR_BUGS, bug=name).invariants
     settings = settings_of(name)
     verdict, _ = uvloop.run(run_scenario(settings, preloaders=fork_preloaders(settings)))
     return Counter(violation.invariant for violation in verdict.violations)
@@ -131,6 +146,36 @@ def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> 
         raise ChildProcessError(f"a scenario has ended its process with status {status}")
     value: Value = receiver.recv()
     return value
+
+
+@app.command
+def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool = False) -> int:
+    """Kill and stop agents while they call a tool that counts, and check every response.
+
+    Parameters
+    ----------
+    kills
+        Faults that have to hit an agent at work.
+    at_once
+        Responses in flight.
+    restarts
+        Kill gateways in place of agents, and restart all while calls wait for approval.
+    """
+    # Not at the top: the tool server has threads, and other runs fork.
+    from ops.chaos.agents.kills import run_agents
+    from ops.chaos.agents.restarts import run_restarts
+
+    if restarts:
+        violations = run_restarts()
+        summary = f"{len(violations)} violations"
+    else:
+        began = time.monotonic()
+        verdict = run_agents(kills, at_once, seed)
+        violations, summary = verdict.violations, f"{verdict}; {time.monotonic() - began:.0f} s"
+    for text in violations[:MAX_SHOWN]:
+        console.print(text, markup=False)
+    console.print(summary, markup=False)
+    return bool(violations)
 
 
 @app.command(name="check")

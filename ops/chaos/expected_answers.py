@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
-from shared.config.schema import Config
+from shared.config.schema import Config, ModelConfig
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
 from shared.protocol.names import split_id
@@ -36,6 +36,8 @@ CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
 # Requests in flight at once. Answers must not depend on this number, as every run shows.
 AT_ONCE = 64
 NUM_BLOCKS = 4096
+
+T = TypeVar("T")
 
 
 class ExpectedChoice(Struct):
@@ -57,9 +59,46 @@ class Expected(Struct):
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
     """Return the expected answers by request id, cached where the engine is a real one."""
     model = config.models[next(iter(config.models))]
-    file = CACHE / f"{_digest(settings, planned, Path(model.path), model.dtype)}.msgpack"
+    files = sorted(Path(model.path).iterdir())
+    for package in ("workers/engine", "shared/models"):
+        files += sorted((ROOT / package).rglob("*.py"))
+    return cached(
+        settings,
+        [settings.renderer, model.dtype, planned],
+        files,
+        dict[str, Expected],
+        lambda: _compute(settings, config, model, planned),
+    )
+
+
+def cached(
+    settings: Settings,
+    inputs: object,
+    files: Iterable[Path],
+    kind: type[T],
+    compute: Callable[[], T],
+) -> T:
+    """Return the result of `compute`, from a file where it takes minutes.
+
+    The file is named by a digest of all inputs and of the content of `files`.
+    """
+    if settings.engine != "demo":
+        return compute()
+    digest = hashlib.sha256(msgspec.json.encode(inputs))
+    for path in files:
+        digest.update(path.read_bytes())
+    file = CACHE / f"{digest.hexdigest()[:24]}.msgpack"
     if file.exists():
-        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
+        return msgspec.msgpack.decode(file.read_bytes(), type=kind)
+    result = compute()
+    CACHE.mkdir(exist_ok=True)
+    file.write_bytes(msgspec.msgpack.encode(result))
+    return result
+
+
+def _compute(
+    settings: Settings, config: Config, model: ModelConfig, planned: Sequence[Planned]
+) -> dict[str, Expected]:
     render: Any
     if settings.renderer == "fake":
         render = functools.partial(fake_model.render, fake_model.FakeProcessor(model))
@@ -87,11 +126,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     written = [one for one in planned if one.request.given_text is None and not one.paints]
     requests = (_rendered(one, render, config, settings.engine) for one in written)
     by_bus_id = run_alone(core, requests)
-    found = {one.id: by_bus_id.get(one.bus_id, Expected(0, [])) for one in planned}
-    if settings.engine == "demo":
-        CACHE.mkdir(exist_ok=True)
-        file.write_bytes(msgspec.msgpack.encode(found))
-    return found
+    return {one.id: by_bus_id.get(one.bus_id, Expected(0, [])) for one in planned}
 
 
 def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
@@ -180,16 +215,3 @@ def _open_decoders() -> Any:
     decoders = MediaDecoders(RendererConfig(), in_thread)
     atexit.register(decoders.close)
     return decoders
-
-
-def _digest(settings: Settings, planned: Sequence[Planned], folder: Path, dtype: str) -> str:
-    digest = hashlib.sha256()
-    digest.update(settings.engine.encode() + settings.renderer.encode() + dtype.encode())
-    digest.update(msgspec.json.encode(planned))
-    if settings.engine == "demo":
-        for file in sorted(folder.iterdir()):
-            digest.update(file.read_bytes())
-        for package in ("workers/engine", "shared/models"):
-            for file in sorted((ROOT / package).rglob("*.py")):
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:24]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from ops.chaos.expected_answers import CACHE
+from ops.chaos.expected_answers import cached
 from ops.chaos.fake_painter import FakePainter
 from ops.chaos.plan import PAINTER, ROOT, Planned, Settings
-from shared.config.schema import Config
+from shared.config.schema import Config, ModelConfig
 from shared.protocol.images import PaintParams, parse_size, resolve_image
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
@@ -28,9 +28,21 @@ def expect_images(
     name, model = next(iter(config.models.items()))
     stage = pipelines_of(config)[name].stage(PAINTER)
     assert stage is not None
-    file = CACHE / f"{_digest(settings, painted, stage)}.msgpack"
-    if settings.engine == "demo" and file.exists():
-        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, list[str]])
+    assert stage.path is not None
+    files = sorted((ROOT / "workers" / "generator").rglob("*.py"))
+    files += sorted(path for path in Path(stage.path).iterdir() if path.is_file())
+    return cached(
+        settings,
+        [painted, stage],
+        files,
+        dict[str, list[str]],
+        lambda: _paint_all(settings, model, stage, painted),
+    )
+
+
+def _paint_all(
+    settings: Settings, model: ModelConfig, stage: StageSpec, painted: Sequence[Planned]
+) -> dict[str, list[str]]:
     painter: ImageModel = FakePainter()
     if settings.engine == "demo":
         from workers.generator.painter_model import load_painter
@@ -48,9 +60,6 @@ def expect_images(
         params = resolve_image(request.image, stage.sampling_defaults, stage.sizes)
         alone = msgspec.structs.replace(params, n=1)
         found[one.id] = [paint(request.prompt or "", alone, n) for n in range(params.n)]
-    if settings.engine == "demo":
-        CACHE.mkdir(exist_ok=True)
-        file.write_bytes(msgspec.msgpack.encode(found))
     return found
 
 
@@ -63,13 +72,3 @@ def _painted(painter: ImageModel, prompt: str, params: PaintParams, number: int)
         times = time_of(step, params.steps), time_of(step + 1, params.steps)
         latents = painter.step([Step(latents, *texts, params.guidance, *times)])[0].latents
     return to_png(painter.pixels(latents))
-
-
-def _digest(settings: Settings, painted: Sequence[Planned], stage: StageSpec) -> str:
-    digest = hashlib.sha256()
-    digest.update(msgspec.json.encode([settings.engine, painted, stage]))
-    files = sorted((ROOT / "workers" / "generator").rglob("*.py"))
-    assert stage.path is not None
-    for file in [*files, *sorted(path for path in Path(stage.path).iterdir() if path.is_file())]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:24]

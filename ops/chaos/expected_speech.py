@@ -1,18 +1,16 @@
 """The speeches that the requests of a plan must yield: their codes by a talker that nothing
 disturbs, and their sound in one piece."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ops.chaos import fake_model
-from ops.chaos.expected_answers import AT_ONCE, CACHE, NUM_BLOCKS, Expected, run_alone
+from ops.chaos.expected_answers import AT_ONCE, NUM_BLOCKS, Expected, cached, run_alone
 from ops.chaos.plan import ROOT, TALKER, VOCODER, Planned, Settings
 from shared.config.schema import Config, ModelConfig
 from shared.protocol.pipeline import StageSpec
@@ -59,21 +57,24 @@ def _speak(settings: Settings, config: Config, texts: list[str]) -> dict[str, Ex
     talker, generator = pipeline.stage(TALKER), pipeline.stage(VOCODER)
     assert talker is not None
     assert generator is not None
-    assert generator.path is not None
-    assert generator.chunks is not None
-    file = CACHE / f"{_digest(settings, texts, talker)}.msgpack"
-    if settings.engine == "demo" and file.exists():
-        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, ExpectedSpeech])
-    vocoder = load_vocoder(Path(generator.path), generator.chunks, VOCODER)
-    core, output = _build_talker(settings, config, model, talker)
-    found = {
-        text: ExpectedSpeech(codes, _sound_of(vocoder, codes))
-        for text, codes in _codes_of(core, output, texts).items()
-    }
-    if settings.engine == "demo":
-        CACHE.mkdir(exist_ok=True)
-        file.write_bytes(msgspec.msgpack.encode(found))
-    return found
+    path, chunks = generator.path, generator.chunks
+    assert path is not None
+    assert chunks is not None
+    assert talker.path is not None
+    folder = Path(talker.path)
+    files = [*sorted(folder.iterdir()), folder.parent / TABLE_FILE]
+    for package in ("engine", "generator"):
+        files += sorted((ROOT / "workers" / package).rglob("*.py"))
+
+    def compute() -> dict[str, ExpectedSpeech]:
+        vocoder = load_vocoder(Path(path), chunks, VOCODER)
+        core, output = _build_talker(settings, config, model, talker)
+        return {
+            text: ExpectedSpeech(codes, _sound_of(vocoder, codes))
+            for text, codes in _codes_of(core, output, texts).items()
+        }
+
+    return cached(settings, [texts, talker], files, dict[str, ExpectedSpeech], compute)
 
 
 def _build_talker(
@@ -117,16 +118,3 @@ def _sound_of(vocoder: Vocoder, codes: list[int]) -> bytes:
     frames = np.array(codes, np.int32)[:, None]
     window = Window(0, 0, len(frames), len(frames))
     return vocoder.synthesize([cut(vocoder, frames, window)])[0].astype("<i2").tobytes()
-
-
-def _digest(settings: Settings, texts: list[str], stage: StageSpec) -> str:
-    digest = hashlib.sha256()
-    digest.update(msgspec.json.encode([settings.engine, texts, stage]))
-    folders = (ROOT / "workers" / "engine", ROOT / "workers" / "generator")
-    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    assert stage.path is not None
-    folder = Path(stage.path)
-    files += [*sorted(folder.iterdir()), folder.parent / TABLE_FILE]
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:24]

@@ -7,7 +7,7 @@ function or a changed signature is an error here, and not a replacement without 
 import functools
 import inspect
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,22 +27,42 @@ def replace_attribute(owner: Any, name: str, replacement: Callable[..., Any]) ->
     setattr(owner, name, replacement)
 
 
-def wrap(owner: type, name: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
-    """Have calls of the coroutine method `owner.name` go to the decorated function.
+def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Have calls of `owner.name` go to the decorated function.
 
-    Its first argument is the original method; the arguments of the call follow.
+    Its first argument is the original function; the arguments of the call follow.
     """
     original = getattr(owner, name)
 
-    def decorate(wrapper: Callable[..., Awaitable[Any]]) -> None:
-        @functools.wraps(original)
-        async def call(*args: Any, **named: Any) -> Any:
-            return await wrapper(original, *args, **named)
+    def decorate(wrapper: Callable[..., Any]) -> None:
+        bound = functools.partial(wrapper, original)
+        check_signature(original, bound)
 
-        check_signature(original, functools.partial(wrapper, original))
-        replace_attribute(owner, name, call)
+        @functools.wraps(original)
+        def call(*args: Any, **named: Any) -> Any:
+            return bound(*args, **named)
+
+        @functools.wraps(original)
+        async def call_later(*args: Any, **named: Any) -> Any:
+            return await bound(*args, **named)
+
+        is_later = inspect.iscoroutinefunction(original)
+        replace_attribute(owner, name, call_later if is_later else call)
 
     return decorate
+
+
+def skip(owner: Any, name: str) -> None:
+    """Have calls of `owner.name`, which returns nothing, do nothing."""
+
+    def nothing(*args: Any, **named: Any) -> None:
+        pass
+
+    async def nothing_later(*args: Any, **named: Any) -> None:
+        pass
+
+    is_later = inspect.iscoroutinefunction(getattr(owner, name))
+    replace_attribute(owner, name, nothing_later if is_later else nothing)
 
 
 def check_signature(original: Any, replacement: Callable[..., Any]) -> None:

@@ -1,5 +1,6 @@
 """The product's configuration for a run, and the bounds that its checks apply."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,9 +33,12 @@ FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engi
 VOCODER_RSS_MIB = 256.0
 
 
-def write_config(settings: Settings, folder: Path) -> Path:
-    """Write the product's configuration for a run; return its path."""
-    delivery = {
+def write_config(settings: Settings, folder: Path, delivery: Mapping[str, int] = {}) -> Path:
+    """Write the product's configuration for a run; return its path.
+
+    `delivery` changes the section of this name.
+    """
+    limits = {
         "ack_wait_s": settings.ack_wait_s,
         "drain_s": settings.drain_s,
         "max_deliver": settings.max_deliver,
@@ -58,7 +62,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
             "replicas": 3 if settings.brokers >= 3 else 1,
             "keys": str(keys_folder(folder)) if settings.tenants else None,
         },
-        "delivery": delivery,
+        "delivery": limits | dict(delivery),
         "blobs": {
             "inline_kib": settings.inline_kib,
             "arena_mib": settings.arena_mib,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
+from ops.chaos.agents.scripted_model import MODEL
 from ops.chaos.agents.system import AgentSystem
 from shared.protocol.requests import GenerateRequest
 
@@ -54,11 +54,8 @@ def install(folder: Path) -> tuple[Path, Path]:
 async def talk(folder: Path, server_url: str, python: Path) -> str:
     """Return what the example prints."""
     system = AgentSystem(folder, {"mcp_hosts": ["127.0.0.1"]})
-    system.broker.start()
-    model = ScriptedModel(system.broker.url, script)
-    try:
+    async with system.running(script):
         await system.start()
-        model.start()
         names = {
             "OPENAI_BASE_URL": f"{system.url}/v1",
             "OPENAI_API_KEY": "none",
@@ -73,10 +70,6 @@ async def talk(folder: Path, server_url: str, python: Path) -> str:
         )
         told, _ = await example.communicate()
         return told.decode()
-    finally:
-        system.kill()
-        model.stop()
-        system.broker.stop()
 
 
 def main() -> int:

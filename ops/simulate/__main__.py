@@ -1,7 +1,6 @@
 """Run the simulator.
 
-`report` prints the tables of the documentation, `big` a run of full size. `fit` measures a run of
-the demo model, fits the simulator to one half of it, and compares it with the other half.
+`report` prints the tables of the documentation, `big` a run with 10,000 engines.
 """
 
 import argparse
@@ -9,8 +8,7 @@ import resource
 import sys
 import time
 
-from ops.simulate.cells import cell_tables, scaled_table
-from ops.simulate.kv_aware import KVAware
+from ops.simulate.cells import Cells, cell_tables, scaled_table
 from ops.simulate.loads import bursty_chat
 from ops.simulate.report import (
     MAX_ENGINES,
@@ -21,18 +19,16 @@ from ops.simulate.report import (
 )
 from ops.simulate.simulation import Simulation, quantile
 
-BIG_ENGINES, BIG_REQUESTS, BIG_ROUTERS = 10_000, 1_000_000, 64
+BIG_ENGINES, BIG_REQUESTS, BIG_CELLS = 10_000, 1_000_000, 64
 BIG_RATE = 9.0
 CELL_ENGINES = 64
-FIT_REQUESTS, FIT_RATE = 800, 6.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.simulate", description=__doc__)
-    parser.add_argument("run", choices=("report", "big", "fit"))
+    parser.add_argument("run", choices=("report", "big"))
     parser.add_argument("--engines", type=int)
     parser.add_argument("--requests", type=int)
-    parser.add_argument("--rate", type=float, default=FIT_RATE, help="requests a second of `fit`")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.run == "report":
@@ -44,28 +40,21 @@ def main() -> None:
             say(line)
         for line in scaled_table(SCALED_REQUESTS, MAX_ENGINES, SCALED_RATE, options.seed):
             say(line)
-    elif options.run == "fit":
-        # It needs the product's own packages, which the simulator itself does without.
-        from ops.simulate.fit.run import report
-
-        for line in report(options.requests or FIT_REQUESTS, options.rate, options.seed):
-            say(line)
     else:
         run_big(options.engines or BIG_ENGINES, options.requests or BIG_REQUESTS, options.seed)
 
 
 def run_big(num_engines: int, num_requests: int, seed: int) -> None:
-    """Run KV-aware routers with stealing, and tell what the run itself has cost."""
+    """Run 64 cells, and print the processor time and memory of the run itself."""
     began_s = time.process_time()
     requests = bursty_chat(num_requests, BIG_RATE * num_engines, seed)
-    router = KVAware(BIG_ROUTERS, 1.0, steals=True)
-    figures = Simulation(requests, router, num_engines, seed).run()
+    figures = Simulation(requests, Cells(BIG_CELLS), num_engines).run()
     cpu_s = time.process_time() - began_s
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     ttft = [quantile(figures.ttft_s, part) for part in (0.5, 0.99)]
     say(f"{num_engines} engines, {num_requests} requests in {requests[-1].arrived_s:.0f} s")
     say(f"TTFT p50 {ttft[0]:.3f} s, p99 {ttft[1]:.3f} s; from cache {figures.hit_rate:.1%}")
-    say(f"stolen {figures.num_stolen / num_requests:.1%}; CPU {cpu_s:.0f} s, {peak_mib} MiB")
+    say(f"CPU {cpu_s:.0f} s, {peak_mib} MiB")
 
 
 def say(line: str) -> None:

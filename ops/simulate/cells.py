@@ -1,12 +1,12 @@
 """Cells: a model's engines in groups that know nothing of each other, with a stream each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ops.simulate.autoscaling import OwnPolicy
 from ops.simulate.engine import Engine, Request
 from ops.simulate.loads import LOADS, bursty_chat
-from ops.simulate.routers import Push, SharedQueue, slot_of
-from ops.simulate.simulation import Figures, Router, Simulation, quantile
+from ops.simulate.routers import SharedQueue, slot_of
+from ops.simulate.simulation import Figures, Simulation, quantile
 from shared.scaling.pools import PoolSettings
 
 NUM_CELLS = (1, 2, 4, 8, 16)
@@ -23,20 +23,23 @@ def cell_of(request: Request, num_cells: int) -> int:
     return slot_of(request, num_cells, BLOCK_TOKENS * (1 << half.bit_length() - 1))
 
 
-class Cells(Push):
-    """A router for each cell, see `cell_of`.
+class Cells:
+    """A shared queue for each cell, see `cell_of`.
 
     Engines belong to cells in turns. No engine helps another cell, not even an idle one.
     """
 
-    def __init__(self, num_cells: int, make: Callable[[], Router] = SharedQueue) -> None:
-        self._cells = [make() for _ in range(num_cells)]
+    def __init__(self, num_cells: int) -> None:
+        self._cells = [SharedQueue() for _ in range(num_cells)]
 
     def route(self, simulation: Simulation, request: Request) -> None:
         self._cells[cell_of(request, len(self._cells))].route(simulation, request)
 
     def ask(self, simulation: Simulation, engine: Engine) -> None:
         self._cells[engine.number % len(self._cells)].ask(simulation, engine)
+
+    def change(self, simulation: Simulation) -> None:
+        """Keep the queues of all cells."""
 
     def num_waiting(self) -> int:
         return sum(cell.num_waiting() for cell in self._cells)
@@ -50,7 +53,7 @@ def run_cells(num_cells: int, load: str, num_engines: int, num_requests: int, se
     """Run a number of cells, each with a shared queue, under one load."""
     make, rate = LOADS[load]
     requests = make(num_requests, rate * num_engines, seed)
-    return Simulation(requests, Cells(num_cells), num_engines, seed).run()
+    return Simulation(requests, Cells(num_cells), num_engines).run()
 
 
 def run_scaled_cells(num_cells: int, requests: list[Request], max_engines: int) -> list[Figures]:
@@ -59,7 +62,7 @@ def run_scaled_cells(num_cells: int, requests: list[Request], max_engines: int) 
     for request in requests:
         parts[cell_of(request, num_cells)].append(request)
     settings = PoolSettings(max=max_engines // num_cells)
-    return [Simulation(part, SharedQueue(), 0, 1, OwnPolicy(settings)).run() for part in parts]
+    return [Simulation(part, SharedQueue(), 0, OwnPolicy(settings)).run() for part in parts]
 
 
 def scaled_table(num_requests: int, max_engines: int, rate: float, seed: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ what its requests cost and not what their tokens cost.
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.bus.priorities import load_of
@@ -75,7 +75,6 @@ class Engine:
         "finish",
         "first",
         "is_draining",
-        "news",
         "num_begun",
         "num_decoding",
         "num_hit_tokens",
@@ -93,10 +92,8 @@ class Engine:
         "waiting",
     )
 
-    def __init__(
-        self, number: int, since_s: float, cost: Cost, news: Callable[[Key, bool], None] | None
-    ) -> None:
-        self.number, self.since_s, self.cost, self.news = number, since_s, cost, news
+    def __init__(self, number: int, since_s: float, cost: Cost) -> None:
+        self.number, self.since_s, self.cost = number, since_s, cost
         self.is_draining = False
         self.waiting: deque[Request] = deque()
         self.queued = 0
@@ -241,12 +238,8 @@ class Engine:
             if key not in self.cache:
                 self.cache[key] = tokens - before
                 self.cached += tokens - before
-                if self.news:
-                    self.news(key, True)
             before = tokens
         room = max(0, self.cost.kv_tokens - self.context)
         while self.cached > room and self.cache:
-            key, size = self.cache.popitem(last=False)
+            _, size = self.cache.popitem(last=False)
             self.cached -= size
-            if self.news:
-                self.news(key, False)

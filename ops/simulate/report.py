@@ -6,9 +6,8 @@ from pathlib import Path
 from ops.simulate.autoscaling import Keda, OwnPolicy
 from ops.simulate.cells import GAP_S
 from ops.simulate.chart import line_chart
-from ops.simulate.kv_aware import KVAware
 from ops.simulate.loads import LOADS, bursty_chat
-from ops.simulate.routers import RoundRobin, SharedQueue, Slots
+from ops.simulate.routers import SharedQueue, Slots
 from ops.simulate.simulation import Figures, Router, Scaler, Simulation, quantile
 from shared.scaling.pools import PoolSettings
 
@@ -16,15 +15,10 @@ CHART = Path(__file__).parents[2] / "docs" / "scaling.svg"
 SLOTS_PER_ENGINE = 4
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
-    "round robin": lambda engines: RoundRobin(),
     "shared queue, in turns": lambda engines: SharedQueue(),
-    "shared queue, least loaded first": lambda engines: SharedQueue(by_load=True),
     "slots": lambda engines: Slots(SLOTS_PER_ENGINE * engines),
-    "KV-aware push": lambda engines: KVAware(8, 1.0),
-    "KV-aware with stealing": lambda engines: KVAware(8, 1.0, steals=True),
 }
-"""Routers by name; each is made for a number of engines. KV-aware ones are eight, with figures of
-load that are up to a second old."""
+"""Routers by name; each is made for a number of engines."""
 
 SCALERS: dict[str, Callable[[PoolSettings], Scaler]] = {"own policy": OwnPolicy, "KEDA": Keda}
 MAX_ENGINES = 32
@@ -36,14 +30,14 @@ def run_router(router: str, load: str, num_engines: int, num_requests: int, seed
     """Run one router under one load, with engines that are there from the beginning."""
     make, rate = LOADS[load]
     requests = make(num_requests, rate * num_engines, seed)
-    return Simulation(requests, ROUTERS[router](num_engines), num_engines, seed).run()
+    return Simulation(requests, ROUTERS[router](num_engines), num_engines).run()
 
 
 def run_scaler(scaler: str, num_requests: int, max_engines: int, seed: int) -> Figures:
     """Run a pool from zero, with a silence in the middle of the load."""
     requests = bursty_chat(num_requests, SCALED_RATE * max_engines, seed, GAP_S)
     settings = PoolSettings(max=max_engines)
-    return Simulation(requests, SharedQueue(), 0, seed, SCALERS[scaler](settings)).run()
+    return Simulation(requests, SharedQueue(), 0, SCALERS[scaler](settings)).run()
 
 
 def routing_tables(num_engines: int, num_requests: int, seed: int) -> Iterator[str]:

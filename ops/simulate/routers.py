@@ -1,82 +1,37 @@
-"""Routers that know nothing of caches: in turns, a shared queue, slots."""
+"""Routers from which engines pull: a shared queue, and a queue for each slot."""
 
 import hashlib
 from collections import deque
 
-from ops.simulate.engine import Engine, Key, Request
+from ops.simulate.engine import Engine, Request
 from ops.simulate.simulation import Simulation
 from shared.bus.priorities import NUM_PRIORITIES, priority_of
 from shared.stage.slots import BEGINNING_TOKENS, owners_of
 
 
-class Push:
-    """Base of the routers that choose an engine at once; keeps no request, needs no event."""
-
-    needs_news = False
-    tick_s = 0.0
-
-    def ask(self, simulation: Simulation, engine: Engine) -> None:
-        pass
-
-    def idle(self, simulation: Simulation, engine: Engine) -> None:
-        pass
-
-    def tick(self, simulation: Simulation) -> None:
-        pass
-
-    def hear(self, at_s: float, key: Key, engine: Engine, is_stored: bool) -> None:
-        pass
-
-    def change(self, simulation: Simulation) -> None:
-        pass
-
-    def num_waiting(self) -> int:
-        return 0
-
-    def oldest_s(self) -> float | None:
-        return None
-
-
-class RoundRobin(Push):
-    """Engines get requests in turns, whatever they hold."""
+class SharedQueue:
+    """One queue, as the broker keeps it: the pulls of engines are served in turns."""
 
     def __init__(self) -> None:
-        self._turn = 0
-
-    def route(self, simulation: Simulation, request: Request) -> None:
-        self._turn += 1
-        simulation.give(simulation.live[self._turn % len(simulation.live)], request)
-
-
-class SharedQueue(Push):
-    """One queue, as the broker keeps it: the pulls of engines are served in turns or by load."""
-
-    def __init__(self, by_load: bool = False) -> None:
-        self._by_load = by_load
         self._queue: deque[Request] = deque()
-        self._pulls: list[deque[Engine]] = [deque() for _ in range(NUM_PRIORITIES)]
-        self._asking: set[int] = set()
+        self._pulls: dict[Engine, None] = {}
 
     def route(self, simulation: Simulation, request: Request) -> None:
         self._queue.append(request)
         self._serve(simulation)
 
     def ask(self, simulation: Simulation, engine: Engine) -> None:
-        if engine.number not in self._asking and engine.has_room():
-            level = (
-                min(NUM_PRIORITIES - 1, int(NUM_PRIORITIES * engine.load)) if self._by_load else 0
-            )
-            self._asking.add(engine.number)
-            self._pulls[level].append(engine)
+        if engine not in self._pulls and engine.has_room():
+            self._pulls[engine] = None
             self._serve(simulation)
 
+    def change(self, simulation: Simulation) -> None:
+        """Keep the pulls, of which draining engines get nothing."""
+
     def _serve(self, simulation: Simulation) -> None:
-        while self._queue:
-            pulls = next((pulls for pulls in self._pulls if pulls), None)
-            if pulls is None:
-                return
-            engine = pulls.popleft()
-            self._asking.discard(engine.number)
+        while self._queue and self._pulls:
+            engine = next(iter(self._pulls))
+            del self._pulls[engine]
             if not engine.is_draining and engine.has_room():
                 simulation.give(engine, self._queue.popleft())
                 self.ask(simulation, engine)
@@ -88,7 +43,7 @@ class SharedQueue(Push):
         return self._queue[0].arrived_s if self._queue else None
 
 
-class Slots(Push):
+class Slots:
     """A queue for each slot, from which all engines pull by their priorities, as in the product."""
 
     def __init__(self, num_slots: int) -> None:

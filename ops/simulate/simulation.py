@@ -1,13 +1,11 @@
-"""The event loop: arrivals, steps of engines, ticks of routers and of the autoscaler."""
+"""The event loop: arrivals, steps of engines, looks of the autoscaler."""
 
 import heapq
-import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ops.simulate.engine import Cost, Engine, Key, Request
+from ops.simulate.engine import Cost, Engine, Request
 
 
 @dataclass(slots=True)
@@ -39,25 +37,11 @@ def quantile(values: list[float], part: float) -> float:
 class Router(Protocol):
     """Decides which engine serves a request."""
 
-    needs_news: bool
-    """Whether it is told of changes of caches."""
-    tick_s: float
-    """How often `tick` is called; 0 for never."""
-
     def route(self, simulation: "Simulation", request: Request) -> None:
         """Give the request to an engine, or keep it until one asks."""
 
     def ask(self, simulation: "Simulation", engine: Engine) -> None:
         """Give a waiting request to an engine that may have room."""
-
-    def idle(self, simulation: "Simulation", engine: Engine) -> None:
-        """Give an engine without prefills what waits for another one."""
-
-    def tick(self, simulation: "Simulation") -> None:
-        """Renew what lasts for `tick_s`."""
-
-    def hear(self, at_s: float, key: Key, engine: Engine, is_stored: bool) -> None:
-        """Note that an engine has cached a beginning or dropped it."""
 
     def change(self, simulation: "Simulation") -> None:
         """Follow a change of the engines."""
@@ -79,7 +63,7 @@ class Scaler(Protocol):
 
 
 Event = tuple[float, int, Engine | None, int]
-ARRIVAL, START, TICK, LOOK = 0, -1, -2, -3
+START, LOOK = -1, -2
 """In place of the version of an engine's plan."""
 
 
@@ -91,13 +75,11 @@ class Simulation:
         requests: list[Request],
         router: Router,
         num_engines: int,
-        seed: int,
         scaler: Scaler | None = None,
         cost: Cost | None = None,
     ) -> None:
         self.requests, self.router, self.scaler = requests, router, scaler
         self.cost = cost or Cost()
-        self.random = random.Random(seed)
         self.now_s = 0.0
         self.figures = Figures()
         self.engines: list[Engine] = []
@@ -108,8 +90,8 @@ class Simulation:
         """Engines that are not ready, and when they were asked for."""
         self.held: deque[Request] = deque()
         """Requests for a pool without engines."""
-        self.busy: dict[Engine, None] = {}
-        """Engines with a queue of their own, the longest busy first."""
+        self.busy: set[Engine] = set()
+        """Engines that have planned a step while requests were waiting in them."""
         # The first fifth warms the caches.
         self.counted_from_s = 0.0 if scaler else requests[len(requests) // 5].arrived_s
         self.max_todo = 2.0 * self.cost.step_tokens
@@ -122,8 +104,6 @@ class Simulation:
         index, num_requests, events = 0, len(self.requests), self._events
         if self.scaler:
             self._push(0.0, None, LOOK)
-        if self.router.tick_s:
-            self._push(0.0, None, TICK)
         while self.figures.num_ended < num_requests or (self.scaler and self.engines):
             if index < num_requests and (
                 not events or self.requests[index].arrived_s <= events[0][0]
@@ -134,17 +114,13 @@ class Simulation:
                 continue
             self.now_s, _, engine, kind = heapq.heappop(events)
             if engine is None:
-                self._tick(kind)
+                self._look()
             elif kind == START:
                 self._join(engine)
             elif kind == engine.version:
                 self._settle(engine)
         self.figures.engine_s += sum(self.now_s - engine.since_s for engine in self.engines)
         return self.figures
-
-    def counts(self, request: Request) -> bool:
-        """Return whether the figures have the times of a request."""
-        return request.arrived_s >= self.counted_from_s
 
     # -- what routers do ------------------------------------------------------------------------
 
@@ -161,11 +137,6 @@ class Simulation:
             self._plan(engine)
         elif engine.steps_ahead > 1 and (end_s := engine.cut(self.now_s)) is not None:
             self._wake(engine, end_s)
-
-    def begin(self, engine: Engine, request: Request) -> None:
-        """Begin a stolen request at once, in a step that is being planned."""
-        self.figures.num_stolen += 1
-        engine.begin(request)
 
     # -- what scalers do ------------------------------------------------------------------------
 
@@ -204,23 +175,15 @@ class Simulation:
         engine.version += 1
         self._push(at_s, engine, engine.version)
 
-    def _tick(self, kind: int) -> None:
-        if kind == LOOK:
-            assert self.scaler
-            self.scaler.look(self)
-            self._push(self.now_s + self.scaler.period_s, None, LOOK)
-        else:
-            self.router.tick(self)
-            self._push(self.now_s + self.router.tick_s, None, TICK)
+    def _look(self) -> None:
+        assert self.scaler
+        self.scaler.look(self)
+        self._push(self.now_s + self.scaler.period_s, None, LOOK)
 
     def _new_engine(self) -> Engine:
         self._num_made += 1
         self.figures.num_started += 1
-        news: Callable[[Key, bool], None] | None = None
-        engine = Engine(self._num_made, self.now_s, self.cost, news)
-        if self.router.needs_news:
-            engine.news = lambda key, stored: self.router.hear(self.now_s, key, engine, stored)
-        return engine
+        return Engine(self._num_made, self.now_s, self.cost)
 
     def _join(self, engine: Engine) -> None:
         self.starting.pop(engine, None)
@@ -240,13 +203,13 @@ class Simulation:
         figures = self.figures
         first, last = engine.settle()
         for request in first:
-            if self.counts(request):
+            if request.arrived_s >= self.counted_from_s:
                 figures.ttft_s.append(self.now_s - request.arrived_s)
                 figures.num_prompt_tokens += request.prompt
                 figures.num_hit_tokens += request.hit
         for request in last:
             figures.num_ended += 1
-            if self.counts(request):
+            if request.arrived_s >= self.counted_from_s:
                 figures.answer_s.append(self.now_s - request.arrived_s)
         engine.steps_ahead = 1  # what comes now is planned with the rest
         if not engine.is_draining:
@@ -258,10 +221,8 @@ class Simulation:
     def _plan(self, engine: Engine) -> None:
         engine.admit(self.max_todo)
         if engine.waiting:
-            self.busy[engine] = None
+            self.busy.add(engine)
         else:
-            self.busy.pop(engine, None)
-            if not engine.prefills and not engine.is_draining:
-                self.router.idle(self, engine)
+            self.busy.discard(engine)
         if (end_s := engine.plan(self.now_s)) is not None:
             self._wake(engine, end_s)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.bench.peers import machine, records, report
+from ops.bench.peers import records, report
 from ops.bench.peers.floors import Limits, Shape, Work, decode, floor_s, prefill
 from ops.bench.peers.measure import Plan, measure_model
 from ops.bench.peers.process import PeerFailed, PeerProcess
@@ -13,6 +13,7 @@ from ops.bench.peers.records import Machine, Repetition, Row
 from ops.bench.peers.roster import ROSTER
 from ops.bench.peers.stopwatch import Stopwatch
 from ops.bench.peers.workloads import WORKLOADS, Maker, Workload
+from ops.harness import machine
 from tests import preloaded
 from workers.settings import DEMO_MODEL
 

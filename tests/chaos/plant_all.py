@@ -42,7 +42,7 @@ def main(role: str) -> int:
     # The actuator has imported what it needs; a worker is prepared in the same manner: its modules
     # are imported and its calls observed.
     if role != ACTUATOR:
-        crash = CrashPoints([], "", lambda point: None)
+        crash = CrashPoints({}, "", lambda point: None)
         of_product = cast(Role, STAGE_ROLES.get(role, role))
         prepare(of_product, journal, crash, of_product in FAKE_ROLES, 0.0)
     plants = {name: bug.plant for name, bug in BUGS.items() if bug.role in (role, "any")}

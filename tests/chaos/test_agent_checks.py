@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 
 from ops.chaos.agents.checks import AgentRun, violations
-from ops.chaos.agents.process import held_in
+from ops.chaos.agents.worker import held_in
 from shared.protocol.requests import FunctionCall
 from shared.protocol.steps import Answered, Asked, Ended, Listed, Result, Sending, Step
 from tests.agent.logs import ADD, BEGUN, BOOK, ID, USAGE, logs

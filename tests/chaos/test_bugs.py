@@ -15,7 +15,7 @@ import pytest
 
 from ops.chaos.bugs import catalog  # noqa: F401  # It registers the bugs.
 from ops.chaos.bugs.registry import BUGS
-from ops.chaos.bugs.scenarios import SCENARIOS
+from ops.chaos.bugs.scenarios import AGENTS, SCENARIOS
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = (pytest.param("final_record_twice", marks=pytest.mark.long), "no_fencing")
@@ -35,7 +35,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 def test_every_bug_has_a_scenario_and_an_invariant() -> None:
     assert len(BUGS) >= 12
     for bug in BUGS.values():
-        assert bug.scenario in SCENARIOS
+        assert bug.scenario in {*SCENARIOS, AGENTS}
         assert bug.invariants
 
 

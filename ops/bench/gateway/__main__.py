@@ -28,15 +28,15 @@ import uvloop
 from rich.console import Console
 
 from ops.bench.gateway import report
-from ops.bench.gateway.cluster import local_gateway
 from ops.bench.gateway.report import Burst
 from ops.bench.gateway.transports import OverHttp, OverNats, Prepared, Transport
-from ops.bench.peers import machine
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
-from ops.bench.servers import vllm, vllm_binary
+from ops.bench.servers import bench_tree, vllm, vllm_binary
+from ops.harness import machine
+from ops.harness.deployment import deployment
 from shared.telemetry import logs
-from workers import settings
+from workers.settings import DEMO_MODEL
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _measure(work: Work, peers: Path, folder: Path, console: Console) -> None:
     found = peers / "models" / work.model
-    model = found if found.is_dir() else settings.DEMO_MODEL
+    model = found if found.is_dir() else DEMO_MODEL
     binary = vllm_binary(peers)
     with _maybe(binary, folder, model) as theirs:
         singles, bursts = uvloop.run(_compare(work, model, folder, theirs))
@@ -113,14 +113,9 @@ async def _compare(
     work: Work, model: Path, folder: Path, theirs: str | None
 ) -> tuple[Singles, Bursts]:
     requests = _Requests(work, model, folder)
-    async with local_gateway(model, folder, MAX_MODEL_LEN) as (cluster, bus):
-        assert cluster.gateway_url is not None
-        pids = {role: cluster.pids(role)[0] for role in ("gateway", "engine")}
-        pids["broker"] = int((folder / "nats" / "nats-server.pid").read_text())
-        transports: dict[str, Transport] = {
-            "nats": OverNats(bus),
-            "gateway": OverHttp(cluster.gateway_url),
-        }
+    async with deployment(bench_tree(model, MAX_MODEL_LEN)) as site, site.bus() as bus:
+        pids = {name: site.processes()[name] for name in ("gateway", "engine", "broker")}
+        transports: dict[str, Transport] = {"nats": OverNats(bus), "gateway": OverHttp(site.http)}
         if theirs is not None:
             transports["vllm"] = OverHttp(theirs)
         # The first request of each shape compiles, connects and fills caches.
@@ -165,11 +160,11 @@ async def _bursts(
 
 
 async def _burst(transport: Transport, requests: list[Prepared], pids: dict[str, int]) -> Burst:
-    used_s = {name: machine.used_s(pid) for name, pid in pids.items()}
+    used_s = machine.processor_s(pids)
     client_s, began_s = time.process_time(), time.perf_counter()
     times = await asyncio.gather(*(transport(asked) for asked in requests))
     took_s = time.perf_counter() - began_s
-    cpu_s = {name: machine.used_s(pid) - used_s[name] for name, pid in pids.items()}
+    cpu_s = {name: s - used_s[name] for name, s in machine.processor_s(pids).items()}
     cpu_s["client"] = time.process_time() - client_s
     num_tokens = sum(asked.request.max_tokens for asked in requests)
     return Burst([each.first_s for each in times], num_tokens, took_s, cpu_s)

@@ -29,16 +29,16 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench.gateway.cluster import local_gateway
 from ops.bench.gateway.transports import OverHttp, Times, Transport
 from ops.bench.heldout import workloads
 from ops.bench.heldout.plain_loop import PlainLoop
 from ops.bench.heldout.workloads import Arrival
-from ops.bench.peers import machine
 from ops.bench.peers.workloads import Maker
-from ops.bench.servers import vllm, vllm_binary
+from ops.bench.servers import bench_tree, vllm, vllm_binary
+from ops.harness import machine
+from ops.harness.deployment import deployment
 from shared.telemetry import logs
-from workers import settings
+from workers.settings import DEMO_MODEL
 
 TEXT_MODEL, SEEING_MODEL = "smollm2-135m", "mid-qwen2vl"
 LONG_PROMPTS = {TEXT_MODEL: 4096, SEEING_MODEL: 16_000}
@@ -63,7 +63,7 @@ def main() -> None:
     if not console.is_terminal:
         console.width = 120
     found = given.peers.absolute() / "models" / given.model
-    model = found if found.is_dir() else settings.DEMO_MODEL
+    model = found if found.is_dir() else DEMO_MODEL
     console.print(f"{machine.cpu_model()}, {date.today().isoformat()}, {model.name}")
     binary = vllm_binary(given.peers.absolute())
     with (
@@ -112,13 +112,12 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
     long_prompt = _long_prompt(model)
     max_model_len = min(long_prompt + SPARE_TOKENS, text["max_position_embeddings"])
     figures: dict[str, Figures] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    async with local_gateway(model, folder, max_model_len) as (cluster, _):
-        assert cluster.gateway_url is not None
-        servers: dict[str, Transport] = {OURS: OverHttp(cluster.gateway_url)}
+    async with deployment(bench_tree(model, max_model_len)) as site:
+        servers: dict[str, Transport] = {OURS: OverHttp(site.http)}
         if url is not None:
             servers["vllm"] = OverHttp(url)
         else:
-            servers["transformers"] = PlainLoop(str(model), model == settings.DEMO_MODEL)
+            servers["transformers"] = PlainLoop(str(model), model == DEMO_MODEL)
         for number in range(rounds + 1):
             for name in [*servers] if number % 2 else [*servers][::-1]:
                 # The same requests for both; others in each round, so that no cache is warm.

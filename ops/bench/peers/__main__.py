@@ -24,11 +24,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.bench.peers import machine, records, report
+from ops.bench.peers import records, report
 from ops.bench.peers.measure import Plan, limits, measure_model
 from ops.bench.peers.protocol import Setup
 from ops.bench.peers.roster import OURS, ROSTER
 from ops.bench.peers.workloads import WORKLOADS
+from ops.harness import machine
 
 MODELS = ("smollm2-135m", "mid-qwen2vl")
 FILE_WIDTH = 150

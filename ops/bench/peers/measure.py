@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from ops.bench.peers import machine
 from ops.bench.peers.floors import Limits, Shape, Work
 from ops.bench.peers.process import Measured, PeerFailed, PeerProcess
 from ops.bench.peers.protocol import Request, Setup
 from ops.bench.peers.records import Repetition, Row
 from ops.bench.peers.roster import Spec
 from ops.bench.peers.workloads import Workload
+from ops.harness import machine
 
 NUM_COMPARED, NUM_COMPARED_TOKENS = 2, 8
 # Requests of a warm-up, for a peer that compiles nothing.

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.bench.peers import machine, protocol
+from ops.bench.peers import protocol
 from ops.bench.peers.protocol import Request, Result, Setup
 from ops.bench.peers.roster import Spec, environment
+from ops.harness import machine
+from workers.supervisor.process_usage import usage_of
 
 # A start compiles, and the machine may be busy.
 PATIENCE_S = 900.0
@@ -56,10 +58,10 @@ class PeerProcess:
     def run(self, requests: list[Request]) -> Measured:
         """Run requests. Raises PeerFailed."""
         pid = self._process.pid
-        began_s, busy_s, own_s = time.perf_counter(), machine.busy_s(), machine.used_s(pid)
+        began_s, busy_s, own_s = time.perf_counter(), machine.busy_s(), usage_of(pid).cpu_s
         result = protocol.read_result(self._ask(protocol.write(requests)))
         took_s = time.perf_counter() - began_s
-        others_s = (machine.busy_s() - busy_s) - (machine.used_s(pid) - own_s)
+        others_s = (machine.busy_s() - busy_s) - (usage_of(pid).cpu_s - own_s)
         share = max(0.0, others_s) / (took_s * (os.cpu_count() or 1))
         return Measured(result, share)
 

@@ -13,9 +13,9 @@ from typing import Any
 from msgspec import Struct
 
 from ops.chaos.agents.checks import AgentRun, violations
-from ops.chaos.agents.dying_gateway import STEP, TASK, TURN
 from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
 from ops.chaos.agents.system import AgentSystem
+from ops.chaos.agents.worker import STEP, TASK, TURN
 from shared.bus.bus import Bus
 from shared.bus.connection import BROKER_DEADLINE_S
 from shared.protocol import subjects
@@ -60,19 +60,10 @@ class Beginnings:
 
     async def run(self) -> list[str]:
         """Return all violations."""
-        self._system.broker.start()
-        self._model = ScriptedModel(self._system.broker.url, script)
-        await self._system.start()
-        self._model.start()
-        bus = await Bus.connect(self._system.broker.url, "chaos")
-        try:
+        async with self._system.running(script) as self._model, self._system.bus() as bus:
+            await self._system.start()
             found = await self._kill_and_check(bus, NAMED, are_named=True)
             return found + await self._kill_and_check(bus, UNNAMED, are_named=False)
-        finally:
-            await bus.close()
-            self._model.stop()
-            self._system.kill()
-            self._system.broker.stop()
 
     async def _kill_and_check(
         self, bus: Bus, beginnings: Sequence[set[str]], *, are_named: bool
@@ -84,12 +75,13 @@ class Beginnings:
 
     async def _kill_behind(self, parts: set[str], *, is_named: bool) -> _Beginning:
         headers = {"idempotency-key": secrets.token_hex(8)} if is_named else {}
-        report = await self._system.start_dying_gateway(parts)
+        await self._system.kill("gateway")
+        report = await self._system.start_watched("gateway", "gateway", dies_after=parts)
         async with self._system.http() as http:
-            asked = asyncio.create_task(http.post(PATH, json=BODY, headers=headers))
+            request = asyncio.create_task(http.post(PATH, json=BODY, headers=headers))
             async with asyncio.timeout(DEATH_S):
-                await asyncio.to_thread(self._system.processes["gateway"].wait)
-            await asyncio.gather(asked, return_exceptions=True)
+                await self._system.processes.running["gateway"].wait()
+            await asyncio.gather(request, return_exceptions=True)
         return _Beginning(parts, report.read_text(), headers)
 
     async def _violations(self, bus: Bus, one: _Beginning) -> list[str]:

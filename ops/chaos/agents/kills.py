@@ -2,25 +2,29 @@
 
 import asyncio
 import json
+import os
 import random
-from collections.abc import Awaitable, Callable
+import signal
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 from msgspec import Struct
 
 from ops.chaos.agents.checks import AgentRun, violations
-from ops.chaos.agents.process import AgentProcess
-from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
+from ops.chaos.agents.scripted_model import MODEL
+from ops.chaos.agents.system import AgentSystem
 from ops.chaos.agents.tool_server import MAX_PAUSE_S, CountingServer
+from ops.chaos.agents.worker import held_in, taken_in
+from ops.chaos.bugs.registry import BUGS
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
-from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import MessageItem
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import Begun, ResponseTask, Result, Sending, ServerUse, decode_step
 from shared.state.step_log import StepLog
+from workers.roles import AGENT
 
 TURNS = 2
 CALLS = 2
@@ -62,6 +66,11 @@ class Verdict(Struct):
     num_repeated: int = 0
     violations: list[str] = []
 
+    @property
+    def invariants(self) -> Counter[str]:
+        """Number of violations of each invariant."""
+        return Counter(text.partition(" ")[0] for text in self.violations)
+
     def __str__(self) -> str:
         return (
             f"{self.num_faults} faults hit agents at work, which held {self.num_held} of"
@@ -72,63 +81,45 @@ class Verdict(Struct):
 
 
 class AgentScenario:
-    """A broker, a scripted model, a counting tool, and two agents that die and stand still."""
+    """A scripted model, a counting tool, and two agents that die and stand still."""
 
     def __init__(self, folder: Path, bug: str, seed: int) -> None:
-        self._folder, self._bug = folder, bug
+        self._bug = bug
         self._rng = random.Random(seed)
-        self._broker = EmbeddedServer(folder / "nats")
         self._tool = CountingServer(random.Random(seed))
-        self._agents: list[AgentProcess] = []
+        server = {"url": self._tool.start(), "require_approval": "never"}
+        servers = {PLAIN: server, REPEATABLE: server | {"idempotency": "header"}}
+        self._system = AgentSystem(folder, {"servers": servers}, ACK_WAIT_S)
+        self._agents: dict[str, Path] = {}
+        """Reports of the agents that run."""
         self._num_started = 0
         self._num_rounds = 0
         self._verdict = Verdict()
 
-    async def run(self, faults: int, at_once: int, expected: str = "") -> Verdict:
-        """Let so many faults hit, or fewer once a violation begins with the `expected` text."""
-        self._broker.start()
-        server = {"url": self._tool.start(), "require_approval": "never"}
-        servers = {PLAIN: server, REPEATABLE: server | {"idempotency": "header"}}
-        tree = {
-            "models": {MODEL: {"path": str(self._folder)}},
-            "nats": {"unchecked": True},
-            "delivery": {"ack_wait_s": ACK_WAIT_S, "drain_s": 1.0},
-            "agent": {"servers": servers, "mcp_networks": ["127.0.0.0/8"]},
-        }
-        (self._folder / "pagemill.yaml").write_text(json.dumps(tree))
-        bus = await Bus.connect(self._broker.url, "chaos")
-        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
-        model = ScriptedModel(self._broker.url, script)
-        model.start()
-        self._agents = [self._start_agent() for _ in range(2)]
-        try:
+    async def run(self, faults: int, at_once: int) -> Verdict:
+        """Run until this many faults have hit, or until the planted bug is found."""
+        invariants = BUGS[self._bug].invariants if self._bug else ()
+        async with self._system.running(script), self._system.bus() as bus:
+            await asyncio.gather(self._start_agent(), self._start_agent())
             while self._verdict.num_faults < faults:
                 await self._round(bus, at_once)
-                if expected and any(v.startswith(expected) for v in self._verdict.violations):
+                if self._verdict.invariants.keys() & invariants:
                     break
-        finally:
-            for agent in self._agents:
-                agent.kill()
-            model.stop()
-            await bus.close()
-            self._broker.stop()
         return self._verdict
 
-    def _start_agent(self) -> AgentProcess:
+    async def _start_agent(self) -> None:
         self._num_started += 1
-        report = self._folder / f"agent-{self._num_started}"
-        config = self._folder / "pagemill.yaml"
-        return AgentProcess(config, self._broker.url, self._bug, report)
+        name = f"agent-{self._num_started}"
+        self._agents[name] = await self._system.start_watched(name, AGENT, bug=self._bug)
 
     async def _round(self, bus: Bus, at_once: int) -> None:
         """Begin responses, let one fault happen, and check them when they have ended.
 
         A fault that comes when no agent holds a response any more has tested nothing.
         """
-        await self._until_ready(bus)
         logs = [await self._begin(bus, i) for i in range(at_once)]
         self._num_rounds += 1
-        await self._until_taken(logs)
+        await self._until_taken({log.response_id for log in logs})
         await asyncio.sleep(self._rng.uniform(0, 2.5 * MAX_PAUSE_S))
         held = await self._strike()
         self._verdict.num_held += len(held)
@@ -141,35 +132,31 @@ class AgentScenario:
         for log in logs:
             await self._check(bus, log)
 
-    async def _until_ready(self, bus: Bus) -> None:
-        """Wait for both agents: one that is still starting holds nothing."""
-        pids = {agent.pid for agent in self._agents}
+    async def _until_taken(self, names: set[str]) -> None:
+        async with asyncio.timeout(START_S):
+            # Other processes write what this reads.
+            while not any(taken_in(r.read_text()) & names for r in self._agents.values()):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
 
-        async def are_ready() -> bool:
-            return pids <= {beat.pid for beat in await bus.heartbeats.read()}
-
-        await _until(are_ready)
-
-    async def _until_taken(self, logs: list[StepLog]) -> None:
-        names = {log.response_id for log in logs}
-
-        async def is_one_taken() -> bool:
-            return any(agent.taken & names for agent in self._agents)
-
-        await _until(is_one_taken)
+    def _held_by(self, name: str) -> set[str]:
+        return held_in(self._agents[name].read_text())
 
     async def _strike(self) -> set[str]:
         """Kill or stop an agent, and return the responses that it held."""
-        victim = self._rng.choice([agent for agent in self._agents if agent.held] or self._agents)
+        holding = [name for name in self._agents if self._held_by(name)]
+        victim = self._rng.choice(holding or [*self._agents])
         if self._num_rounds % 4:
-            victim.kill()
-            self._agents[self._agents.index(victim)] = self._start_agent()
-            return victim.held
+            await self._system.kill(victim)
+            held = self._held_by(victim)
+            del self._agents[victim]
+            await self._start_agent()
+            return held
         # A worker that stands still is taken for dead, and wakes up again.
-        victim.stop()
-        held = victim.held
+        pid = self._system.processes.running[victim].pid
+        _stop(pid)
+        held = self._held_by(victim)
         await asyncio.sleep(2.5 * ACK_WAIT_S)
-        victim.wake()
+        os.kill(pid, signal.SIGCONT)
         return held
 
     async def _begin(self, bus: Bus, i: int) -> StepLog:
@@ -210,13 +197,10 @@ class AgentScenario:
         verdict.violations += violations(run)
 
 
-async def _until(is_met: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until a condition of other processes is met. Raises TimeoutError."""
-    async with asyncio.timeout(START_S):
-        while True:
-            if await is_met():
-                return
-            await asyncio.sleep(POLL_S)
+def _stop(pid: int) -> None:
+    """Have a process stand still, and return when it does."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 async def _await_ends(logs: list[StepLog]) -> None:
@@ -234,3 +218,9 @@ async def _await_ends(logs: list[StepLog]) -> None:
 async def _read_to_end(log: StepLog) -> None:
     async for _ in log.follow():
         pass
+
+
+def run_agents(faults: int, at_once: int = 8, seed: int = 1, bug: str = "") -> Verdict:
+    """Run the scenario, with a planted bug if one is named."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-agents-") as folder:
+        return asyncio.run(AgentScenario(Path(folder), bug, seed).run(faults, at_once))

@@ -6,13 +6,16 @@ G2  what waits for approval is called once after the restart, and not before
 
 import asyncio
 import json
+import random
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from ops.chaos.agents.scripted_model import MODEL, ScriptedModel
+from ops.chaos.agents.beginnings import Beginnings
+from ops.chaos.agents.scripted_model import MODEL
 from ops.chaos.agents.system import AgentSystem
 from ops.chaos.agents.tool_server import CountingServer
 from shared.protocol.requests import GenerateRequest
@@ -45,19 +48,10 @@ class Restarts:
 
     async def run(self) -> list[str]:
         """Return all violations."""
-        self._system.broker.start()
-        model = ScriptedModel(self._system.broker.url, script)
-        await self._system.start()
-        model.start()
-        try:
+        async with self._system.running(script):
+            await self._system.start()
             found = await self._kill_gateways()
-            self._system.kill()
-            model.stop()
-            # A scripted model has no drain, so it is away while a response waits.
-            return found + await self._restart_all()
-        finally:
-            self._system.kill()
-            self._system.broker.stop()
+        return found + await self._restart_all()
 
     # -- G1 ---------------------------------------------------------------------------------------
 
@@ -92,7 +86,7 @@ class Restarts:
                 seen.append(event)
                 if len(seen) == count:
                     if event["type"] != "response.completed":
-                        self._system.kill("gateway")
+                        await self._system.kill("gateway")
                     break
         return seen
 
@@ -105,37 +99,35 @@ class Restarts:
 
     async def _restart_all(self) -> list[str]:
         found: list[str] = []
-        model = ScriptedModel(self._system.broker.url, script)
-        model.start()
-        await self._system.start()
         tool = {"type": "mcp", "server_label": SERVER}
-        async with self._system.http() as http:
-            body = {"model": MODEL, "input": "Book.", "tools": [tool]}
-            asked = (await http.post(PATH, json=body)).json()
-        requests = [item for item in asked["output"] if item["type"] == "mcp_approval_request"]
-        model.stop()
-        self._system.kill()
-        self._system.broker.kill()
-        if len(requests) != 2 or any(self._tool.made[f"{asked['id']}/{n}"] for n in range(2)):
+        async with self._system.running(script) as model:
+            await self._system.start()
+            async with self._system.http() as http:
+                body = {"model": MODEL, "input": "Book.", "tools": [tool]}
+                waiting = (await http.post(PATH, json=body)).json()
+            # A scripted model has no drain, so it ends before the broker does.
+            model.stop()
+            await self._system.kill()
+            self._system.broker.kill()
+        approvals = [item for item in waiting["output"] if item["type"] == "mcp_approval_request"]
+        calls = [f"{waiting['id']}/{number}" for number in range(2)]
+        if len(approvals) != 2 or any(self._tool.made[call] for call in calls):
             found.append("G2 two calls should wait, and none be made")
-        self._system.broker.start()
-        model = ScriptedModel(self._system.broker.url, script)
-        model.start()
-        await self._system.start()
-        given = [
-            {"type": "mcp_approval_response", "approval_request_id": one["id"], "approve": True}
-            for one in requests
+        decisions = [
+            {"type": "mcp_approval_response", "approval_request_id": item["id"], "approve": True}
+            for item in approvals
         ]
-        body = {"model": MODEL, "input": given, "tools": [tool]}
-        body |= {"previous_response_id": asked["id"]}
-        async with self._system.http() as http:
-            # The same decision from several clients at the same time.
-            named = [{"idempotency-key": f"decision-{n}"} for n in range(4)]
-            sent = [http.post(PATH, json=body, headers=headers) for headers in named]
-            answers = await asyncio.gather(*sent)
-        model.stop()
+        body = {"model": MODEL, "input": decisions, "tools": [tool]}
+        body |= {"previous_response_id": waiting["id"]}
+        async with self._system.running(script):
+            await self._system.start()
+            async with self._system.http() as http:
+                # The same decision from several clients at the same time.
+                named = [{"idempotency-key": f"decision-{n}"} for n in range(4)]
+                sent = [http.post(PATH, json=body, headers=headers) for headers in named]
+                answers = await asyncio.gather(*sent)
         statuses = sorted(answer.status_code for answer in answers)
-        made = [self._tool.made[f"{asked['id']}/{number}"] for number in range(2)]
+        made = [self._tool.made[call] for call in calls]
         if made != [1, 1]:
             found.append(f"G2 the calls were made {made} times")
         if statuses[:1] != [200] or statuses.count(200) > 1:
@@ -147,3 +139,12 @@ async def _events_of(got: httpx.Response) -> AsyncIterator[Any]:
     async for line in got.aiter_lines():
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
+
+
+def run_restarts() -> list[str]:
+    """Run these scenarios and `beginnings`, and return all violations."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-restarts-") as folder:
+        tool = CountingServer(random.Random(1))
+        found = asyncio.run(Restarts(Path(folder), tool).run())
+    with tempfile.TemporaryDirectory(prefix="pagemill-beginnings-") as folder:
+        return found + asyncio.run(Beginnings(Path(folder)).run())

@@ -17,13 +17,15 @@ from shared.protocol.requests import GenerateRequest, decode_request
 from shared.state.token_log import LogWriter
 
 MODEL = "scripted"
+Script = Callable[[GenerateRequest, str], str]
+"""Returns the answer to a request, by its id."""
 CARD = ModelCard(MODEL, 4096, 768, False, True, "hermes", call_signs=[None, None])
 
 
 class ScriptedModel:
     """Answers each request with the text that `script` returns for it, a few letters at a time."""
 
-    def __init__(self, url: str, script: Callable[[GenerateRequest, str], str]) -> None:
+    def __init__(self, url: str, script: Script) -> None:
         self.requests: dict[str, GenerateRequest] = {}
         self.answered: Counter[str] = Counter()
         """How often each request was answered."""
@@ -39,8 +41,10 @@ class ScriptedModel:
         assert self._ready.wait(30)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        """Stop the thread, if it runs."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(10)
 
     def _run(self) -> None:
         try:

@@ -1,9 +1,5 @@
-"""A broker, an agent and a gateway, each of which can be killed and started again."""
+"""A broker, a scripted model, agents and a gateway, which can be killed and started again."""
 
-import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,13 +7,14 @@ from typing import Any
 
 import httpx
 
-from ops.chaos.agents.scripted_model import MODEL
+from ops.chaos.agents.scripted_model import MODEL, Script, ScriptedModel
+from ops.harness.deployment import write_config
+from ops.harness.processes import Command, Processes, worker_command
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 
 ROLES = ("gateway", "agent")
-START_S = 60.0
 
 
 class AgentSystem:
@@ -28,66 +25,70 @@ class AgentSystem:
     ) -> None:
         """`agent` is the part of the configuration about agents."""
         self.broker = EmbeddedServer(folder / "nats")
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes = Processes(self.broker.url, folder / "workers.log")
         self.url = ""
+        """URL of the gateway, once it has started."""
         self._folder = folder
         self._num_reports = 0
-        self._config = folder / "pagemill.yaml"
         tree = {
             "models": {MODEL: {"path": str(folder)}},
             "nats": {"unchecked": True},
             "delivery": {"ack_wait_s": ack_wait_s, "drain_s": 1.0} | delivery,
-            "gateway": {"port": 0},
             "agent": agent | {"mcp_networks": ["127.0.0.0/8"]},
         }
-        self._config.write_text(json.dumps(tree))
+        self._config = write_config(tree, folder)
+
+    @asynccontextmanager
+    async def running(self, script: Script) -> AsyncIterator[ScriptedModel]:
+        """Run the broker and a scripted model; at the end, kill all processes."""
+        self.broker.start()
+        model = ScriptedModel(self.broker.url, script)
+        try:
+            async with self.bus() as bus:
+                await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+            model.start()
+            yield model
+        finally:
+            await self.kill()
+            model.stop()
+            self.broker.stop()
 
     async def start(self, *roles: str) -> None:
-        """Start workers, and return when they are ready."""
-        for role in roles or ROLES:
-            options = ["--config", str(self._config), "--nats", self.broker.url]
-            self._open(role, "workers", "worker", role, *options)
-        await self._until_ready()
+        """Start workers of the product, and return when they are ready."""
+        config, url = self._config, self.broker.url
+        await self._open(
+            {role: worker_command(role, config=config, url=url) for role in roles or ROLES}
+        )
 
-    async def start_dying_gateway(self, parts: Iterable[str]) -> Path:
-        """Replace the gateway by one that dies behind these parts of the first response, and return
-        where it writes the response's id."""
-        self.kill("gateway")
-        report = self._folder / f"begun-{self._num_reports}"
+    async def start_watched(
+        self, name: str, role: str, *, bug: str = "", dies_after: Iterable[str] = ()
+    ) -> Path:
+        """Start a worker of `ops.chaos.agents.worker`, and return the file of its report."""
         self._num_reports += 1
-        module, config = "ops.chaos.agents.dying_gateway", str(self._config)
-        self._open("gateway", module, config, self.broker.url, "+".join(parts), str(report))
-        await self._until_ready()
+        report = self._folder / f"report-{self._num_reports}"
+        report.touch()
+        files = (str(self._config), self.broker.url, str(report))
+        arguments = ("ops.chaos.agents.worker", role, *files, bug, "+".join(dies_after))
+        await self._open({name: Command(arguments)})
         return report
 
-    async def _until_ready(self) -> None:
+    async def _open(self, commands: dict[str, Command]) -> None:
+        await self.processes.start(commands)
+        self.url = next(iter(await self.processes.gateways()), "")
+
+    async def kill(self, *names: str) -> None:
+        """Kill the processes of these names that run, or all."""
+        names = tuple(n for n in names or [*self.processes.running] if n in self.processes.running)
+        if names:
+            await self.processes.kill(*names)
+
+    @asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
         bus = await Bus.connect(self.broker.url, "chaos")
-        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
         try:
-            async with asyncio.timeout(START_S):
-                while True:
-                    if await self._is_ready(bus):
-                        return
-                    await asyncio.sleep(0.1)
+            yield bus
         finally:
             await bus.close()
-
-    def _open(self, role: str, *command: str) -> None:
-        with (self._folder / "workers.log").open("ab") as log:
-            self.processes[role] = subprocess.Popen([sys.executable, "-m", *command], stderr=log)
-
-    async def _is_ready(self, bus: Bus) -> bool:
-        pids = {process.pid for process in self.processes.values()}
-        beats = [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
-        self.url = next((beat.url for beat in beats if beat.url), "")
-        return len(beats) == len(pids) and bool(self.url)
-
-    def kill(self, *roles: str) -> None:
-        for role in roles or ROLES:
-            if role in self.processes:
-                process = self.processes.pop(role)
-                process.kill()
-                process.wait()
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -1,12 +1,13 @@
 """Bugs of videos: the frames that are read, and the keys of what is cached."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import wrap
 
 
 @bug("renderer", "clips", "I3")
@@ -14,13 +15,10 @@ def frames_one_behind() -> None:
     """The frame behind each wanted one is read."""
     from workers.renderer.decoding.decoding import Decoding
 
-    read = Decoding.read_frames
-
-    def read_next(self: Decoding, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    @wrap(Decoding, "read_frames")
+    def read_next(read: Any, self: Decoding, indexes: Sequence[int]) -> Any:
         last = self.probe_video().num_frames - 1
         return read(self, [min(index + 1, last) for index in indexes])
-
-    replace_attribute(Decoding, "read_frames", read_next)
 
 
 @bug("renderer", "clips", "I3")
@@ -28,14 +26,11 @@ def clips_cached_without_their_sampling() -> None:
     from shared.protocol.multimodal import DEFAULT_SAMPLING, FrameSampling
     from workers.renderer.processing.inputs import Input
 
-    hash_media = Input.hash
-
+    @wrap(Input, "hash")
     def without_sampling(
-        self: Input, source_hash: str, tenant: str, sampling: FrameSampling
-    ) -> str:
+        hash_media: Any, self: Input, source_hash: str, tenant: str, sampling: FrameSampling
+    ) -> Any:
         return hash_media(self, source_hash, tenant, DEFAULT_SAMPLING)
-
-    replace_attribute(Input, "hash", without_sampling)
 
 
 @bug("renderer", "clips", "I3")
@@ -43,10 +38,7 @@ def last_frames_swapped() -> None:
     """A decoder's pieces are taken from memory in the wrong order behind the first ones."""
     from workers.renderer.decoding.decoding import Decoding
 
-    read = Decoding.read_frames
-
-    def swapped(self: Decoding, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    @wrap(Decoding, "read_frames")
+    def swapped(read: Any, self: Decoding, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         frames = [frame.copy() for frame in read(self, indexes)]
         return iter([*frames[:-2], *reversed(frames[-2:])])
-
-    replace_attribute(Decoding, "read_frames", swapped)

@@ -1,9 +1,10 @@
 """Bugs of the engine: its heartbeat, its blocks, its batches and its tasks."""
 
 import asyncio
+from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("engine", "hangs", "I1", "I10", "I11")
@@ -11,9 +12,8 @@ def heartbeat_by_timer() -> None:
     """Progress is reported by a timer, even while no step ends."""
     from workers.engine.worker import EngineWorker
 
-    serve = EngineWorker.serve
-
-    async def with_timer(self: EngineWorker) -> None:
+    @wrap(EngineWorker, "serve")
+    async def with_timer(serve: Any, self: EngineWorker) -> None:
         async def beat() -> None:
             while True:
                 await asyncio.sleep(0.2)
@@ -26,23 +26,18 @@ def heartbeat_by_timer() -> None:
         finally:
             beating.cancel()
 
-    replace_attribute(EngineWorker, "serve", with_timer)
-
 
 @bug("engine", "cancels", "I6")
 def block_lost_on_cancel() -> None:
     from workers.engine.core.engine import EngineCore
 
-    cancel = EngineCore.cancel
-
-    def leaky(self: EngineCore, request_id: str) -> None:
+    @wrap(EngineCore, "cancel")
+    def leaky(cancel: Any, self: EngineCore, request_id: str) -> None:
         state = self._requests.get(request_id)
         for choice in state.choices if state else []:
             if choice.sequence.block_table:
                 choice.sequence.block_table.pop()
         cancel(self, request_id)
-
-    replace_attribute(EngineCore, "cancel", leaky)
 
 
 @bug("engine", "many raisers", "I10")
@@ -62,13 +57,10 @@ def batch_fails_together() -> None:
 def task_left_behind() -> None:
     from shared.stage.job import Job
     from shared.stage.stage import Stage
-    from shared.state.token_log import LogWriter
 
-    claim = Stage.claim
     left: list[asyncio.Task[None]] = []
 
-    async def littering(self: Stage, job: Job) -> LogWriter | None:
+    @wrap(Stage, "claim")
+    async def littering(claim: Any, self: Stage, job: Job) -> Any:
         left.append(asyncio.create_task(asyncio.sleep(3600)))
         return await claim(self, job)
-
-    replace_attribute(Stage, "claim", littering)

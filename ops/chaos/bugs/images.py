@@ -3,7 +3,7 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("dit", "dying painters", "I3")
@@ -64,9 +64,6 @@ def images_painted_again_on_resume() -> None:
     from shared.protocol.images import PaintParams
     from workers.generator.core.painting import Painting
 
-    begin = Painting.__init__
-
-    def forgetful(self: Painting, params: PaintParams, records: Any) -> None:
+    @wrap(Painting, "__init__")
+    def forgetful(begin: Any, self: Painting, params: PaintParams, records: Any) -> None:
         begin(self, params, [])
-
-    replace_attribute(Painting, "__init__", forgetful)

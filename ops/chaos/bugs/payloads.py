@@ -1,18 +1,16 @@
 """Bugs in the life of large payloads: who may read them, and when their memory is free again."""
 
+from typing import Any
+
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, skip, wrap
 
 
 @bug("engine", "images", "I7")
 def payload_not_released() -> None:
     from shared.blobs.store import Blobs
-    from shared.protocol.multimodal import BlobRef
 
-    async def skipped(self: Blobs, ref: BlobRef) -> None:
-        pass
-
-    replace_attribute(Blobs, "release", skipped)
+    skip(Blobs, "release")
 
 
 @bug("engine", "images", "I7")
@@ -20,10 +18,7 @@ def reader_pin_leaks() -> None:
     """A reader never reports to the owner that it has finished with a payload."""
     from shared.blobs.transports import SharedMemoryTransport
 
-    def skipped(self: SharedMemoryTransport, *_: object) -> None:
-        pass
-
-    replace_attribute(SharedMemoryTransport, "_finish_reading", skipped)
+    skip(SharedMemoryTransport, "_finish_reading")
 
 
 @bug("engine", "dying with unread payloads", "I1", "I10")
@@ -41,28 +36,21 @@ def lost_payload_fails_request() -> None:
 def dead_owner_stays_mapped() -> None:
     from shared.blobs.store import Blobs
 
-    async def never(self: Blobs) -> None:
-        pass
-
-    replace_attribute(Blobs, "_sweep", never)
+    skip(Blobs, "_sweep")
 
 
 @bug("renderer", "frozen renderers", "I7")
 def outputs_not_discarded() -> None:
-    from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    async def skipped(self: Stage, job: Job) -> None:
-        pass
-
-    replace_attribute(Stage, "discard_outputs", skipped)
+    skip(Stage, "discard_outputs")
 
 
 @bug("renderer", "small arena", "I3", "I10")
 def pinned_slot_is_reused() -> None:
     from shared.blobs.slot_allocator import SlotPool
 
-    replace_attribute(SlotPool, "_pin", lambda self, name, holder: None)
+    skip(SlotPool, "_pin")
 
 
 @bug("renderer", "small arena", "I10")
@@ -73,19 +61,16 @@ def full_arena_is_an_error() -> None:
     from shared.blobs.store import Blobs
     from shared.codec.envelope import TensorData
     from shared.errors import MediaTooLarge
-    from shared.protocol.multimodal import BlobRef
 
-    put = mm_items.put_item
-
+    @wrap(mm_items, "put_item")
     def or_fail(
+        put: Any,
         blobs: Blobs,
         mm_hash: str,
         num_tokens: int,
         fields: Mapping[str, TensorData],
         ttl_s: float,
-    ) -> BlobRef:
+    ) -> Any:
         if (ref := put(blobs, mm_hash, num_tokens, fields, ttl_s)) is None:
             raise MediaTooLarge("there is no room for this image")
         return ref
-
-    replace_attribute(mm_items, "put_item", or_fail)

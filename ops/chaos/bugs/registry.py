@@ -20,12 +20,12 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    role: str, scenario: str, *invariants: str
+    role: str, scenario: str, *invariants: str, name: str | None = None
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the decorated function, which plants a bug, under its own name."""
+    """Register the decorated function, which plants a bug, by default under its own name."""
 
     def register(plant: Callable[[], None]) -> Callable[[], None]:
-        BUGS[plant.__name__] = Bug(plant, role, scenario, frozenset(invariants))
+        BUGS[name or plant.__name__] = Bug(plant, role, scenario, frozenset(invariants))
         return plant
 
     return register

@@ -1,7 +1,9 @@
 """Bugs of an engine that resumes a request from its token log."""
 
+from typing import Any
+
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("engine", "resumes", "I2", "I3")
@@ -46,31 +48,25 @@ def media_rows_off_by_one_on_resume() -> None:
     from workers.engine.core.sequence import EngineRequest
     from workers.engine.runner import ModelRunner
 
-    encode = ModelRunner.encode
-
+    @wrap(ModelRunner, "encode")
     def encode_shifted(
-        self: ModelRunner, request: EngineRequest, item_indexes: Sequence[int]
+        encode: Any, self: ModelRunner, request: EngineRequest, item_indexes: Sequence[int]
     ) -> None:
         encode(self, request, item_indexes)
         made = self._prepared[request.request_id].embeddings
         if request.logged:
             made[:] = [(place, embedding.roll(1, 0)) for place, embedding in made]
 
-    replace_attribute(ModelRunner, "encode", encode_shifted)
-
 
 @bug("engine", "resumes with stops", "I3")
 def stop_strings_not_replayed() -> None:
     from shared.protocol.detokenizer import Detokenizer
-    from workers.engine.core.request_state import ChoiceState, StopEvent
+    from workers.engine.core.request_state import ChoiceState
     from workers.engine.core.sequence import LoggedChoice
 
-    replay = ChoiceState.replay
-
-    def forgetful(self: ChoiceState, logged: LoggedChoice) -> StopEvent | None:
+    @wrap(ChoiceState, "replay")
+    def forgetful(replay: Any, self: ChoiceState, logged: LoggedChoice) -> Any:
         ending = replay(self, logged)
         stop = self.sequence.request.sampling.stop
         self.detokenizer = Detokenizer(self.detokenizer._decode, stop)
         return ending
-
-    replace_attribute(ChoiceState, "replay", forgetful)

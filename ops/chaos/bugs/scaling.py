@@ -6,9 +6,10 @@ that is too small cannot do is done later.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("actuator", "scaled to zero", "I15")
@@ -26,19 +27,15 @@ def scale_down_by_sigkill() -> None:
 def missing_read_as_zero() -> None:
     """A queue that the broker does not report counts as an empty one."""
     from shared.protocol import subjects
-    from shared.scaling.pools import PoolFigures
     from workers.autoscaler import figures
     from workers.pools import Pool
 
-    read = figures._figures_of
-
-    def hopeful(pool: Pool, look: figures.Look, before: Counter[str]) -> PoolFigures | None:
+    @wrap(figures, "_figures_of")
+    def hopeful(read: Any, pool: Pool, look: figures.Look, before: Counter[str]) -> Any:
         empty = figures.Queue(0, 0, 0.0)
         keys = [(pool.stage, m, lane) for m in pool.models for lane in subjects.LANES]
         queues = {**dict.fromkeys(keys, empty), **look.queues}
         return read(pool, figures.Look(queues, look.workers, look.actuators), before)
-
-    replace_attribute(figures, "_figures_of", hopeful)
 
 
 @bug("autoscaler", "scaled with a frozen engine", "I15")

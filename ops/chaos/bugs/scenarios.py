@@ -48,6 +48,8 @@ SPEECHES = replace(
 PAINTINGS = replace(
     BASE, requests=60, engines=1, coordinators=1, painters=2, mix=replace(CALM, paints=1.0)
 )
+AGENTS = "agents"
+"""The scenario of agents, which `ops.chaos.agents.kills` runs."""
 SCENARIOS = {
     "calm": BASE,
     # Many tasks wait when the broker dies, which by then has written that their requests are put

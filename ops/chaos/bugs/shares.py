@@ -1,9 +1,10 @@
 """Bugs in what tenants see of one another, and in how deaths of workers are counted."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, wrap
 
 
 @bug("gateway", "tenants", "I17")
@@ -34,13 +35,13 @@ def deaths_count_despite_progress() -> None:
 
     from shared.protocol.messages import AttemptRecord
     from shared.stage import retry
-    from shared.stage.retry import History
 
-    recount = retry.recount
-
+    @wrap(retry, "recount")
     def all_deaths(
-        records: Sequence[AttemptRecord], stage: str, log_len: int, dead: Collection[str]
-    ) -> History:
+        recount: Any,
+        records: Sequence[AttemptRecord],
+        stage: str,
+        log_len: int,
+        dead: Collection[str],
+    ) -> Any:
         return recount([replace(a, log_len=0) for a in records], stage, 0, dead)
-
-    replace_attribute(retry, "recount", all_deaths)

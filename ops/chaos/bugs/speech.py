@@ -5,26 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
-
-
-@bug("code2wav", "frozen vocoders", "I2", "I4", "I16")
-def second_writer_of_output() -> None:
-    from shared.bus.bus import Bus
-
-    async def append(
-        self: Bus,
-        subject: str,
-        data: bytes,
-        last_sequence: int,
-        ttl_s: float | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> int:
-        ack = await self._publish(subject, data, headers or {})
-        assert ack is not None
-        return ack.seq
-
-    replace_attribute(Bus, "append", append)
+from ops.chaos.patching import replace_attribute, skip, wrap
 
 
 @bug("code2wav", "speeches", "I3")
@@ -46,13 +27,10 @@ def context_one_frame_short() -> None:
 def samples_appended_twice() -> None:
     from shared.state.token_log import LogWriter
 
-    audio = LogWriter.audio
-
-    async def twice(self: LogWriter, *args: Any) -> None:
+    @wrap(LogWriter, "audio")
+    async def twice(audio: Any, self: LogWriter, *args: Any) -> None:
         await audio(self, *args)
         await audio(self, *args)
-
-    replace_attribute(LogWriter, "audio", twice)
 
 
 @bug("code2wav", "speeches", "I3")
@@ -80,14 +58,11 @@ def sound_begun_again_on_resume() -> None:
     from workers.generator.core.speech import Speech
     from workers.generator.core.vocoder import Vocoder
 
-    begin = Speech.__init__
-
+    @wrap(Speech, "__init__")
     def forgetful(
-        self: Speech, spec: ChunkSpec, vocoder: Vocoder, records: list[AnyRecord]
+        begin: Any, self: Speech, spec: ChunkSpec, vocoder: Vocoder, records: list[AnyRecord]
     ) -> None:
         begin(self, spec, vocoder, [])
-
-    replace_attribute(Speech, "__init__", forgetful)
 
 
 @bug("talker", "dying in speeches", "I2", "I3")
@@ -96,23 +71,18 @@ def frame_lost_on_resume() -> None:
     from workers.engine.code_output import CodeOutput
     from workers.engine.core.sequence import LoggedChoice
 
-    logged = CodeOutput.logged
-
-    def without_last(self: CodeOutput, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+    @wrap(CodeOutput, "logged")
+    def without_last(
+        logged: Any, self: CodeOutput, records: Sequence[AnyRecord], n: int
+    ) -> list[LoggedChoice]:
         return [LoggedChoice(found.token_ids[:-1], False) for found in logged(self, records, n)]
-
-    replace_attribute(CodeOutput, "logged", without_last)
 
 
 @bug("talker", "speeches", "I1", "I10", "I16")
 def end_of_codes_lost() -> None:
-    from shared.protocol.records import OutputSummary
     from shared.state.token_log import LogWriter
 
-    async def lost(self: LogWriter, summary: OutputSummary) -> None:
-        pass
-
-    replace_attribute(LogWriter, "end", lost)
+    skip(LogWriter, "end")
 
 
 @bug("any", "speeches", "I1", "I10", "I16")

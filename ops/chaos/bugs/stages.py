@@ -3,7 +3,7 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.patching import replace_attribute, skip, wrap
 
 
 @bug("renderer", "dying before publishing", "I1", "I10")
@@ -11,13 +11,10 @@ def ack_before_publish() -> None:
     from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    forward = Stage.forward
-
-    async def hasty(self: Stage, job: Job, *args: Any, detour: bool = False) -> None:
+    @wrap(Stage, "forward")
+    async def hasty(forward: Any, self: Stage, job: Job, *args: Any, detour: bool = False) -> None:
         await job.delivery.ack()
         await forward(self, job, *args, detour=detour)
-
-    replace_attribute(Stage, "forward", hasty)
 
 
 @bug("coordinator", "broker deaths", "I1", "I10")
@@ -25,10 +22,7 @@ def lost_tasks_not_made_again() -> None:
     """The queue of requests is kept, in which requests are put off until their deadlines."""
     from shared.bus.queues import Queues
 
-    async def keep(*_: object) -> None:
-        pass
-
-    replace_attribute(Queues, "_reset_if_fed_another", keep)
+    skip(Queues, "_reset_if_fed_another")
 
 
 @bug("coordinator", "calm", "I1", "I10")
@@ -36,31 +30,26 @@ def message_id_not_unique() -> None:
     from shared.bus.bus import Bus
     from shared.protocol.versions import OLDEST_VERSION
 
-    publish = Bus.publish
-
+    @wrap(Bus, "publish")
     async def shortened(
+        publish: Any,
         self: Bus,
         subject: str,
         data: bytes,
         msg_id: str,
         tenant: str = "",
         version: int = OLDEST_VERSION,
-    ) -> bool:
+    ) -> Any:
         request_id, colon, rest = msg_id.partition(":")
         short = f"{request_id[:-1]}{colon}{rest[-8:]}"
         return await publish(self, subject, data, short, tenant, version)
-
-    replace_attribute(Bus, "publish", shortened)
 
 
 @bug("any", "raisers", "I5", "I11")
 def dead_letter_dropped() -> None:
     from shared.stage import dead_letter
 
-    async def dropped(*_: object) -> None:
-        pass
-
-    replace_attribute(dead_letter, "write", dropped)
+    skip(dead_letter, "write")
 
 
 @bug("any", "killers", "I1", "I10", "I11")

@@ -3,20 +3,15 @@
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
-from ops.chaos.patching import replace_attribute
+from ops.chaos.bugs.scenarios import AGENTS
+from ops.chaos.patching import replace_attribute, wrap
 
 
-@bug("engine", "stops", "I2", "I4")
-def no_fencing() -> None:
-    _append_unfenced()
-
-
-@bug("coordinator", "deadlines", "I2")
-def unfenced_deadline() -> None:
-    _append_unfenced()
-
-
-def _append_unfenced() -> None:
+@bug("engine", "stops", "I2", "I4", name="no_fencing")
+@bug("coordinator", "deadlines", "I2", name="unfenced_deadline")
+@bug("code2wav", "frozen vocoders", "I2", "I4", "I16", name="second_writer_of_output")
+@bug("agent", AGENTS, "A3", name="step_without_fence")
+def append_without_fence() -> None:
     from shared.bus.bus import Bus
 
     async def append(
@@ -39,15 +34,12 @@ def final_record_twice() -> None:
     from shared.protocol.records import OutputSummary
     from shared.state.token_log import LogWriter
 
-    finish = LogWriter.finish
-
+    @wrap(LogWriter, "finish")
     async def twice(
-        self: LogWriter, summary: OutputSummary, outputs: dict[str, OutputSummary]
+        finish: Any, self: LogWriter, summary: OutputSummary, outputs: dict[str, OutputSummary]
     ) -> None:
         await finish(self, summary, outputs)
         await finish(self, summary, outputs)
-
-    replace_attribute(LogWriter, "finish", twice)
 
 
 @bug("engine", "dying before the end", "I1")
@@ -55,10 +47,7 @@ def ack_before_final_record() -> None:
     from shared.stage.job import Job
     from shared.stage.stage import Stage
 
-    end_output = Stage.end_output
-
-    async def early(self: Stage, job: Job, *args: Any) -> None:
+    @wrap(Stage, "end_output")
+    async def early(end_output: Any, self: Stage, job: Job, *args: Any) -> None:
         await self.finish(job)
         await end_output(self, job, *args)
-
-    replace_attribute(Stage, "end_output", early)

@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ops.chaos.checks import figures, http, images, requests, scaling, speech, system, tenants
-from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
-from ops.chaos.checks.recorded_run import HttpSession, RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import HttpSession, RecordedRun, Violation
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.expected_answers import Expected
 from ops.chaos.plan import MODEL, Planned

@@ -3,9 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ops.chaos.checks.recorded_run import RecordedRun
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.checks.speech import Faults, end_faults, output_faults
-from ops.chaos.checks.violation import Violation
 from ops.chaos.history import ImageReceived, RequestSent
 from ops.chaos.plan import PAINTED
 from shared.protocol.records import Finish, ImageRecord, OutputRecord, StepState

@@ -34,6 +34,17 @@ STOPPED_PULLS_S = 6.0
 BROKER_ROLES = ("broker", "leader")
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Violation:
+    invariant: str
+    subject: str
+    """Id of a request, or name of a process."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} {self.subject}: {self.what}"
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Upper bounds of the invariants, from the design's fault matrix; seconds and MiB."""

@@ -3,14 +3,13 @@
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ops.chaos import fake_model
-from ops.chaos.checks.deaths import count_deaths
-from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.expected_answers import Expected
-from ops.chaos.history import Fault
+from ops.chaos.history import AnyEvent, Fault, ProcessExited, WorkerEvent
 from ops.chaos.plan import Planned
 from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
@@ -212,7 +211,34 @@ def check_errors(run: RecordedRun, planned: Planned) -> Iterator[str]:
 
 def _outlived_workers(run: RecordedRun, planned: Planned, code: str) -> bool:
     """Return whether a request was given up because as many workers as allowed died with it."""
-    return code == "poison" and count_deaths(run, planned) >= run.settings.max_deaths
+    return code == "poison" and _count_deaths(run, planned) >= run.settings.max_deaths
+
+
+def _count_deaths(run: RecordedRun, planned: Planned) -> int:
+    """Return how many workers of one role died with the request in hand and added nothing to it."""
+    died = {
+        (event.role, event.pid)
+        for event in run.pool
+        if isinstance(event, ProcessExited) and event.code != 0
+    }
+    roles = Counter(
+        role
+        for (role, pid), events in run.processes.items()
+        if (role, pid) in died and _ends_in_hand(events, planned.bus_id)
+    )
+    return max(roles.values(), default=0)
+
+
+def _ends_in_hand(events: list[AnyEvent], id: str) -> bool:
+    held = False
+    for event in events:
+        if not isinstance(event, WorkerEvent) or event.id != id:
+            continue
+        if event.what == "received":
+            held = True
+        elif event.what in ("acked", "requeued", "appended"):
+            held = False
+    return held
 
 
 def _left_by_dead_client(run: RecordedRun, planned: Planned) -> bool:

@@ -7,8 +7,7 @@ is believed.
 from collections.abc import Iterator
 from statistics import median
 
-from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.fake_model import BLOCK_SIZE, MAX_BATCHED_TOKENS
 from ops.chaos.history import Drained, Event, Fault, ProcessExited, Ready, Started
 from ops.chaos.plan import Scaled
@@ -194,4 +193,4 @@ def simulate(run: RecordedRun, scaled: Scaled) -> Figures:
         start_timeout_s=scaled.start_timeout_s,
     )
     policy = OwnPolicy(settings, cold_start_s(run), LOOK_S)
-    return Simulation(requests, SharedQueue(), 0, s.seed, policy, cost).run()
+    return Simulation(requests, SharedQueue(), 0, policy, cost).run()

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ops.chaos.checks.recorded_run import RecordedRun
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.checks.requests import first_difference
-from ops.chaos.checks.violation import Violation
 from ops.chaos.expected_speech import ExpectedSpeech
 from ops.chaos.history import RequestSent, SoundEnded, SoundReceived, SpeechNamed, digest_of
 from ops.chaos.plan import AUDIO, CODES, Planned

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ops.chaos.checks import images, speech
-from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun, Violation
 from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
 from ops.chaos.plan import PAINTER, TALKER, VOCODER
 from shared.protocol import subjects

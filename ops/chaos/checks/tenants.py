@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.checks.violation import Violation
+from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.history import Overheard, Peeked
 
 # A gateway does not have the request, or the broker does not answer it.

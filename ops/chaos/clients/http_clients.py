@@ -15,31 +15,22 @@ import httpx
 from ops.chaos.clients import http_exchange
 from ops.chaos.clients.http_exchange import (
     DONE,
+    RETRY_PAUSE_S,
+    TRANSIENT_STATUSES,
     ConnectionLost,
     ExchangeItem,
+    GatewayClients,
     RequestRunning,
     ResponseStarted,
     ServerEvent,
 )
-from ops.chaos.history import (
-    Accepted,
-    CancelSent,
-    EventReceived,
-    Journal,
-    RequestSent,
-    SessionFailed,
-    now,
-)
+from ops.chaos.history import Accepted, CancelSent, EventReceived, RequestSent, SessionFailed, now
 from ops.chaos.plan import Planned
 
 # Idle gateways send keep-alive comments only every 15 s.
 SILENCE_S = 2.5
 # An answer that is not streamed is silent until its end.
 WHOLE_SILENCE_S = 12.0
-RETRY_PAUSE_S = 0.3
-TIMEOUT = httpx.Timeout(None, connect=2.0)
-# The broker is down, or a queue is full; a later attempt may succeed.
-TRANSIENT_STATUSES = (503,)
 
 
 @dataclass(slots=True)
@@ -56,23 +47,8 @@ class _HttpReader:
     """Silent connections that are still open."""
 
 
-class HttpClients:
+class HttpClients(GatewayClients):
     """All clients of a run that go through gateways."""
-
-    def __init__(self, urls: list[str], journal: Journal, session_of: Callable[[str], int]) -> None:
-        """`session_of` returns the number of a new session of a request."""
-        limits = httpx.Limits(max_connections=None)
-        self._gateways = [
-            httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
-            for url in urls
-        ]
-        self._journal = journal
-        self._session_of = session_of
-        self._next_gateway = 0
-
-    async def close(self) -> None:
-        for gateway in self._gateways:
-            await gateway.aclose()
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client to the end of its request."""

@@ -2,19 +2,43 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
 
+from ops.chaos.history import Journal
 from ops.chaos.plan import Planned
 
 PATH = "/v1/chat/completions"
 DONE = "[DONE]"
 POLL_S = 0.1
 POLL_TIMEOUT_S = 2.5
+TIMEOUT = httpx.Timeout(None, connect=2.0)
+RETRY_PAUSE_S = 0.3
+# The broker is down, or a queue is full; a later attempt may succeed.
+TRANSIENT_STATUSES = (503,)
+
+
+class GatewayClients:
+    """Clients of a run that go through gateways, any of which can serve any request."""
+
+    def __init__(self, urls: list[str], journal: Journal, session_of: Callable[[str], int]) -> None:
+        """`session_of` returns the number of a new session of a request."""
+        limits = httpx.Limits(max_connections=None)
+        self._gateways = [
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
+            for url in urls
+        ]
+        self._journal = journal
+        self._session_of = session_of
+        self._next_gateway = 0
+
+    async def close(self) -> None:
+        for gateway in self._gateways:
+            await gateway.aclose()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
+from ops.chaos.clients.http_exchange import RETRY_PAUSE_S, TRANSIENT_STATUSES, GatewayClients
 from ops.chaos.history import (
     Accepted,
     CancelSent,
@@ -28,12 +29,8 @@ from shared.bus.bus import Bus
 from shared.protocol.records import AudioChunk, OutputEnd
 
 PATH = "/v1/audio/speech"
-TIMEOUT = httpx.Timeout(None, connect=2.0)
-RETRY_PAUSE_S = 0.3
 # A speech without a sample for so long has lost its gateway, or a stage for longer than the bounds.
 SILENCE_S = 12.0
-# The broker is down, or a queue is full; a later attempt may succeed.
-TRANSIENT_STATUSES = (503,)
 
 
 async def read_sound(
@@ -62,23 +59,8 @@ def _note(journal: Journal, planned: Planned, session: int, at: int, sound: byte
     )
 
 
-class SpeechClients:
+class SpeechClients(GatewayClients):
     """All clients of a run that have gateways speak."""
-
-    def __init__(self, urls: list[str], journal: Journal, session_of: Callable[[str], int]) -> None:
-        """`session_of` returns the number of a new session of a request."""
-        limits = httpx.Limits(max_connections=None)
-        self._gateways = [
-            httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
-            for url in urls
-        ]
-        self._journal = journal
-        self._session_of = session_of
-        self._next_gateway = 0
-
-    async def close(self) -> None:
-        for gateway in self._gateways:
-            await gateway.aclose()
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client until it has its speech, or has cancelled it, or its time is over."""

@@ -1,10 +1,14 @@
-"""A cell of the fault matrix."""
+"""The cells of the fault matrix, which are functions with a decorator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from ops.chaos.matrix.deployment import Disturb
+from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.processes.pool import LOAD
+
+Run = TypeVar("Run", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +31,68 @@ class Cell:
     @property
     def reason(self) -> str | None:
         return self.why_not or self.needs()
+
+
+REGISTERED: list[Cell] = []
+"""All cells, in the order of their functions; `table` has the order of the report."""
+
+
+def cell(
+    name: str,
+    how: str,
+    bound: str = "",
+    *,
+    needs: Callable[[], str | None] = lambda: None,
+    on: str = "single",
+    load_s: float = 6.0,
+    change: dict[str, Any] | None = None,
+    known: str = "",
+    **arguments: object,
+) -> Callable[[Run], Run]:
+    """Register the decorated function as a cell that calls it with these arguments."""
+
+    def register(run: Run) -> Run:
+        called: Callable[[Deployment], Coroutine[Any, Any, None]] = partial(run, **arguments)
+        REGISTERED.append(
+            Cell(name, how, bound, called, "", needs, on, load_s, change or {}, known)
+        )
+        return run
+
+    return register
+
+
+def cannot_run(name: str, why_not: str) -> None:
+    """Register a cell of the design that has no function, and the reason."""
+    REGISTERED.append(Cell(name, "", why_not=why_not))
+
+
+# Names of roles in the report, and the deployments on which their faults are injected.
+ROLES = {
+    "coordinator": ("coordinator", "single"),
+    "renderer": ("renderer", "single"),
+    "encoder": ("encoder", "encoders"),
+    "engine": ("engine", "single"),
+    LOAD: ("client", "single"),
+    "gateway": ("gateway", "gateways"),
+}
+
+
+def cell_of_each_role(
+    fault: str,
+    how: str,
+    bound: str,
+    *,
+    needs: Callable[[], str | None] = lambda: None,
+    load_s: float = 6.0,
+) -> Callable[[Run], Run]:
+    """Register the decorated function as a cell of each role, with which it is called."""
+
+    def register(run: Run) -> Run:
+        for role, (name, on) in ROLES.items():
+            of_role = cell(
+                f"{name}: {fault}", how, bound, needs=needs, on=on, load_s=load_s, role=role
+            )
+            of_role(run)
+        return run
+
+    return register

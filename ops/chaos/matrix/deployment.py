@@ -9,50 +9,31 @@ import contextlib
 import dataclasses
 import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import msgspec
-
-from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
+from ops.chaos.broker_contents import Store, shm_entries
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.expected_answers import expect
-from ops.chaos.history import (
-    AnyEvent,
-    Fault,
-    FinalState,
-    Journal,
-    Ready,
-    WorkerEvent,
-    now,
-    read_events,
-)
-from ops.chaos.matrix.servers import SingleServer, ThreeServers
-from ops.chaos.plan import MODEL, Settings, make_requests
-from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
-from ops.chaos.processes.pool import LOAD, Pool, Slot, worker_command
+from ops.chaos.history import Fault, FinalState, Ready, now
+from ops.chaos.plan import MODEL, Settings
+from ops.chaos.processes.brokers import OneBroker
+from ops.chaos.processes.pool import Slot
 from ops.chaos.processes.proxy import Proxy
-from ops.chaos.run_config import bounds_of, fake_roles, write_config
-from ops.chaos.scenario import temp_files, temp_folder, wait_for_embeddings, wait_for_releases
-from ops.chaos.worker.payload_events import LASTING
+from ops.chaos.watched_deployment import WatchedDeployment
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
+from shared.protocol.messages import DeadLetter
 from shared.protocol.records import Failure, LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
-from workers import settings as product_settings
 
 # A cell hangs if it takes this much longer than its load.
 SPARE_S = 90.0
-NUM_WARM_UPS = 16
 CANCEL_S = 5.0
 PROBE_PATIENCE_S = 2.0
 
@@ -65,59 +46,30 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
 
+    def note_largest(self, name: str, value: float) -> None:
+        self.figures[name] = max(value, self.figures.get(name, 0.0))
 
-class Deployment:
-    """Owns all processes; cells inject the faults."""
+
+class Deployment(WatchedDeployment):
+    """A deployment on which cells inject the faults, each under a load."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        servers: Callable[[Path], SingleServer | ThreeServers] = SingleServer,
-        delivery: dict[str, int] | None = None,
+        self, settings: Settings, *, disk_mib: int = 0, delivery: Mapping[str, int] = {}
     ) -> None:
-        """`delivery` changes this section of the configuration."""
-        self.settings = settings
-        self.folder = Path(tempfile.mkdtemp(prefix="pagemill-matrix-"))
-        self.servers = servers(self.folder)
-        self.url = self.servers.url
-        self.config_file = write_config(settings, self.folder)
-        config = msgspec.json.decode(self.config_file.read_bytes())
-        config["delivery"] |= delivery or {}
-        self.config_file.write_bytes(msgspec.json.encode(config))
         self.proxies: dict[Slot, Proxy] = {}
-        self.journal = Journal(self.folder / "pool.jsonl")
-        counts = {
-            "coordinator": settings.coordinators,
-            "renderer": settings.renderers,
-            "encoder": settings.encoders,
-            "engine": settings.engines,
-            "gateway": settings.gateways,
-            LOAD: 1,
-        }
-        self.gateways = Gateways(settings.gateways)
-        env = {
-            "CHAOS_DIR": str(self.folder / "workers"),
-            "CHAOS_SEED": str(settings.seed),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(temp_folder(self.folder)),
-        }
-        commands = {role: [""] for role in counts}
-        self.pool = Pool(self.folder, self.servers, commands, counts, env, self.journal)
+        super().__init__(settings, "matrix", disk_mib=disk_mib, delivery=delivery)
         self.rng = random.Random()
         self.outcome = Outcome()
-        self._cell_folder = self.folder
-        self._open = False
-
-    # -- start and end ----------------------------------------------------------------------
+        self._load = settings
+        self._is_open = False
 
     async def open(self) -> None:
         """Start all processes; without effect if they are running."""
-        if self._open:
+        if self._is_open:
             return
-        self._open = True
+        self._is_open = True
         for slot in self.pool.slots:
-            if isinstance(self.servers, SingleServer):
+            if isinstance(self.brokers, OneBroker):
                 self.proxies[slot] = proxy = Proxy(int(self.url.rpartition(":")[2]))
                 await proxy.start()
             self.set_command(slot)
@@ -128,40 +80,8 @@ class Deployment:
         for proxy in self.proxies.values():
             await proxy.stop()
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def set_command(self, slot: Slot, *before: str) -> None:
-        """Set the command of the next process in `slot`, after a prefix such as `env X=1`."""
-        url = self.proxies[slot].url if slot in self.proxies else self.url
-        if slot.role == LOAD:
-            command = [
-                *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
-                *("--settings", str(self._cell_folder / "settings.json")),
-                *("--out", str(self.clients_file)),
-                *self.gateways.arguments,
-            ]
-        else:
-            fake = fake_roles(self.settings)[slot.role]
-            command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
-        if slot.role == "gateway":
-            command = self.gateways.with_port(slot, command)
-        slot.command = [*before, *command]
-
-    @property
-    def clients_file(self) -> Path:
-        return self._cell_folder / "clients.jsonl"
-
-    async def _warm_up(self) -> None:
-        """Send the first requests, after which the resources of processes are constant."""
-        async with self.bus("warm-up") as bus:
-            began = f"{now():.3f}".replace(".", "-")
-            answers = (
-                self.ask(bus, f"warm-{began}-{number}", SamplingParams(max_tokens=4, seed=number))
-                for number in range(NUM_WARM_UPS)
-            )
-            await asyncio.gather(*answers)
-        await self.gateways.warm_up()
+    def url_of(self, slot: Slot) -> str:
+        return self.proxies[slot].url if slot in self.proxies else self.url
 
     # -- one cell ---------------------------------------------------------------------------
 
@@ -169,90 +89,41 @@ class Deployment:
         """Run load and disturbance, wait for rest, and check. Raises TimeoutError if it hangs."""
         self.outcome = outcome = Outcome()
         self.rng = random.Random(f"cell:{settings.seed}")
-        self._cell_folder = self.folder / f"cell-{settings.seed}"
-        self._cell_folder.mkdir()
-        (self._cell_folder / "settings.json").write_bytes(msgspec.json.encode(settings))
-        self.set_command(self.slot(LOAD))
+        self._load = settings
+        self.set_load(settings, self.folder / f"cell-{settings.seed}")
         shm_before = shm_entries()
         store = await Store.connect(self.url)
         try:
-            await self._warm_up()
-            if not await store.settle():
+            await self.warm_up()
+            if not await self.rest(store):
                 raise TimeoutError("not at rest before the cell")
-            before, began = await self.pool.take_snapshots(), now()
-            consumers_before = await store.consumers()
-            await self._under(settings, disturb)
-            await self.pool.wait_ready()
-            await asyncio.to_thread(self.servers.settle)
-            settled = await store.settle()
-            await wait_for_embeddings(settings)
-            mine = f"c{settings.seed}-"
-            planned = make_requests(settings)
-            by_name = key_by_plan_id(planned, (await store.logs()).requests)
-            logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
-            noted = plan_ids(planned, await store.gateway_records())
-            letters = [
-                letter
-                for letter in await store.letters()
-                if (letter.request_id or "").startswith(mine)
-            ]
-            pids = {slot.pid for slot in self.pool.slots}
-            beats = [beat for beat in await store.beats() if beat.pid in pids]
-            await wait_for_releases()
-            final = FinalState(
-                settled=settled,
-                logs=logs,
-                letters=letters,
-                messages=await store.messages(),
-                queued_ids=await store.queued_ids(),
-                consumers=await store.consumers(),
-                consumers_before=consumers_before,
-                beats=beats,
-                before=before,
-                after=await self.pool.take_snapshots(),
-                shm_before=shm_before,
-                shm_after=[name for name in shm_entries() if "faketime" not in name],
-                sockets=arena_sockets(),
-                gateway_records=[id for id in noted if id.startswith(mine)],
-                temp_files=temp_files(self.folder),
-            )
+            began = now()
+            under_load = partial(self._under_load, settings, disturb)
+            final = await self.observe(store, settings, shm_before, under_load)
         finally:
             await store.close()
-        run = await asyncio.to_thread(self._recorded, settings, final, began)
+        run = await asyncio.to_thread(self.record, final, began)
         outcome.verdict = verdict = check(run)
         outcome.violations += [str(violation) for violation in verdict.violations]
         outcome.figures |= {"longest_s": verdict.figures["max_s"]}
         return outcome
 
-    async def _under(self, settings: Settings, disturb: "Disturb") -> None:
-        disturbing = asyncio.create_task(disturb(self))
-        try:
-            async with asyncio.timeout(settings.requests / settings.rate + SPARE_S):
-                await self.pool.run_load()
-                await disturbing
-        finally:
-            disturbing.cancel()
-            await asyncio.gather(disturbing, return_exceptions=True)
+    async def _under_load(self, settings: Settings, disturb: "Disturb") -> None:
+        await self.run_load(settings, SPARE_S, disturb(self), all_faults=True)
 
-    def _recorded(self, settings: Settings, final: FinalState, began: float) -> RecordedRun:
-        planned = make_requests(settings)
-        config = product_settings.load_config(self.config_file)
-        return RecordedRun(
-            settings=settings,
-            planned={one.id: one for one in planned},
-            expected=expect(settings, config, planned),
-            clients=list(read_events(self.clients_file)),
-            pool=_since(self.folder / "pool.jsonl", began),
-            workers=[
-                event
-                for file in sorted((self.folder / "workers").glob("*.jsonl"))
-                for event in read_events(file)
-                if event.t >= began or (isinstance(event, WorkerEvent) and event.what in LASTING)
-            ],
-            final=final,
-            # A cancellation may be in flight at a worker that meets a fault.
-            bounds=dataclasses.replace(bounds_of(settings), after_cancel_s=CANCEL_S),
-        )
+    def is_own(self, id: str) -> bool:
+        """Return whether a request is one of the current cell."""
+        return id.startswith(f"c{self._load.seed}-")
+
+    def own_letters(self, letters: list[DeadLetter]) -> list[DeadLetter]:
+        return [letter for letter in letters if self.is_own(letter.request_id or "")]
+
+    def record(self, final: FinalState, since: float = 0.0) -> RecordedRun:
+        run = super().record(final, since)
+        # A cancellation may be in flight at a worker that meets a fault. No deaths of workers
+        # excuse the end of a planned request.
+        bounds = dataclasses.replace(run.bounds, after_cancel_s=CANCEL_S)
+        return dataclasses.replace(run, bounds=bounds, processes={})
 
     # -- building blocks of cells -----------------------------------------------------------
 
@@ -262,8 +133,11 @@ class Deployment:
     def slot(self, role: str, number: int = 0) -> Slot:
         return next(s for s in self.pool.slots if (s.role, s.number) == (role, number))
 
+    def slots_of(self, role: str) -> list[Slot]:
+        return [slot for slot in self.pool.slots if slot.role == role]
+
     def pick(self, role: str) -> Slot:
-        return self.rng.choice([slot for slot in self.pool.slots if slot.role == role])
+        return self.rng.choice(self.slots_of(role))
 
     def signal(self, slot: Slot, kind: str, number: signal.Signals) -> None:
         self.journal.write(Fault(now(), kind, slot.role, slot.number, slot.pid))
@@ -287,7 +161,7 @@ class Deployment:
             self.journal.write(Ready(now(), "broker", 0, 0, 0.0))
 
     @contextlib.asynccontextmanager
-    async def bus(self, name: str = "matrix"):  # type: ignore[no-untyped-def]
+    async def bus(self, name: str = "matrix") -> AsyncIterator[Bus]:
         """Connect to the broker without a proxy."""
         bus = await Bus.connect(self.url, f"chaos-{name}", 30.0)
         try:
@@ -318,7 +192,7 @@ class Deployment:
             return
         if isinstance(first, Failure):
             self.note(f"I9 {name}: a new request ended with {first.error.code}")
-        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        self.outcome.note_largest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first record of a new request")
         if self.gateways.urls:
@@ -330,13 +204,9 @@ class Deployment:
         except TimeoutError:
             self.note(f"I9 {name}: no gateway answered a new request")
             return
-        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        self.outcome.note_largest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 
 
 Disturb = Callable[[Deployment], Coroutine[Any, Any, None]]
-
-
-def _since(file: Path, began: float) -> list[AnyEvent]:
-    return [event for event in read_events(file) if event.t >= began]

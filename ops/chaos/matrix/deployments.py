@@ -5,10 +5,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.servers import SingleServer, ThreeServers
 from ops.chaos.plan import Mix, Settings
 
-DISK_MIB = 24
+DISK_MIB, MEMBER_DISK_MIB = 24, 256
 # Requests take seconds, so that there are always some in flight.
 BASE = Settings(
     requests=60,
@@ -25,9 +24,9 @@ BASE = Settings(
 
 DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     "single": lambda: Deployment(BASE),
-    "cluster": lambda: Deployment(replace(BASE, brokers=3), servers=ThreeServers),
+    "cluster": lambda: Deployment(replace(BASE, brokers=3), disk_mib=MEMBER_DISK_MIB),
     # Every engine waits at every queue, so that leaders that change drop many pulls.
-    "slots": lambda: Deployment(replace(BASE, brokers=3, slots=4), servers=ThreeServers),
+    "slots": lambda: Deployment(replace(BASE, brokers=3, slots=4), disk_mib=MEMBER_DISK_MIB),
     # Two deaths make a request count as poison. On other deployments, faults kill workers.
     "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
     # All limits are low.
@@ -52,7 +51,7 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     ),
     # Most requests go through gateways.
     "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
-    "disk": lambda: Deployment(BASE, servers=lambda folder: SingleServer(folder, DISK_MIB)),
+    "disk": lambda: Deployment(BASE, disk_mib=DISK_MIB),
 }
 
 

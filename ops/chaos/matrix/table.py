@@ -1,19 +1,37 @@
 """The fault matrix: all cells, in the order of the report."""
 
-from dataclasses import replace
+from ops.chaos.matrix.cell import REGISTERED
 
-from ops.chaos.matrix.tables import brokers, environment, payloads, processes, requests
+# Importing these modules registers their cells.
+from ops.chaos.matrix.cells import (  # noqa: F401
+    decoders,
+    encoders,
+    members,
+    networks,
+    overload,
+    payloads,
+    poison,
+    processes,
+    servers,
+    workplaces,
+)
 
-CELLS = [
-    *processes.process_cells(),
-    *brokers.BROKER,
-    *(replace(cell, on="cluster", load_s=20.0) for cell in brokers.CLUSTER),
-    *(replace(cell, on="slots", load_s=20.0) for cell in brokers.SLOTS),
-    *(replace(cell, on="payloads") for cell in payloads.SHARED_MEMORY),
-    *environment.DISK,
-    *environment.SLOW,
-    *environment.CLOCK,
-    *environment.PARTITION,
-    *requests.POISON,
-    *requests.OVERLOAD,
-]
+GROUPS = (
+    "coordinator",
+    "renderer",
+    "encoder",
+    "engine",
+    "client",
+    "gateway",
+    "broker",
+    "cluster",
+    "slots",
+    "shared memory",
+    "disk",
+    "slow",
+    "clock",
+    "partition",
+    "poison",
+    "overload",
+)
+CELLS = sorted(REGISTERED, key=lambda cell: GROUPS.index(cell.name.partition(":")[0]))

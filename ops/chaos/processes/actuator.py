@@ -16,18 +16,9 @@ import uvloop
 from cyclopts import App, Parameter
 
 from ops.chaos.bugs import catalog
-from ops.chaos.history import (
-    Drained,
-    Journal,
-    ProcessExited,
-    Ready,
-    Started,
-    WorkerEvent,
-    now,
-    read_events,
-)
+from ops.chaos.history import Drained, Journal, ProcessExited, Ready, Started, WorkerEvent, now
 from ops.chaos.plan import ROOT
-from ops.chaos.processes.pool import ACTUATOR, WATCH_S, WORKER_MODULE, worker_command
+from ops.chaos.processes.pool import ACTUATOR, WATCH_S, WORKER_MODULE, has_announced, worker_command
 from ops.chaos.processes.preloading import fork_engine_preloader
 from shared.helpers.task_set import TaskSet
 from shared.telemetry import logs
@@ -70,7 +61,7 @@ class WatchedProcesses(WorkerProcesses):
     async def _follow_process(self, role: str, began: float, process: Process) -> None:
         file = self.folder / "workers" / f"{role}-{process.pid}.jsonl"
         ended = asyncio.ensure_future(process.wait())
-        while not ended.done() and not _has_announced(file):
+        while not ended.done() and not has_announced(file):
             await asyncio.wait({ended}, timeout=WATCH_S)
         if not ended.done():
             self.journal.write(Ready(now(), role, 0, process.pid, now() - began))
@@ -94,11 +85,6 @@ class WatchedPools(SupervisedPools):
             if slot.draining and slot.slot in before:
                 self._journal.write(Drained(now(), "engine", slot.slot, before[slot.slot].pid))
         return changed
-
-
-def _has_announced(file: Path) -> bool:
-    events = read_events(file)
-    return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
 
 async def _run(cluster: LocalCluster, folder: Path) -> None:

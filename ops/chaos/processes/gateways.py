@@ -9,8 +9,7 @@ from typing import TypeVar
 import httpx
 from msgspec.structs import replace
 
-from ops.chaos.clients.http_clients import RETRY_PAUSE_S
-from ops.chaos.clients.http_exchange import PATH, authorization
+from ops.chaos.clients.http_exchange import PATH, RETRY_PAUSE_S, authorization
 from ops.chaos.history import now
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.processes.pool import Slot
@@ -31,7 +30,7 @@ class Gateways:
         """`tenant` is the one whose key warm-up requests and probes have."""
         self._tenant = tenant
         self._ports = [free_port() for _ in range(count)]
-        self._num_sent = 0
+        self.warm_up_ids: set[str] = set()
 
     @property
     def urls(self) -> list[str]:
@@ -45,17 +44,11 @@ class Gateways:
     def with_port(self, slot: Slot, command: list[str]) -> list[str]:
         return [*command, "--port", str(self._ports[slot.number])]
 
-    @property
-    def warm_up_ids(self) -> set[str]:
-        numbers = range(self._num_sent)
-        return {named_request_id("chat", self._tenant, f"warm-{n}") for n in numbers}
-
     async def warm_up(self) -> None:
         """Send the first requests, after which a gateway's resources are constant."""
         for url in self.urls:
-            numbers = range(self._num_sent, self._num_sent + NUM_WARM_UPS)
-            self._num_sent += NUM_WARM_UPS
-            names = [f"warm-{n}" for n in numbers]
+            names = [f"warm-{len(self.warm_up_ids) + n}" for n in range(NUM_WARM_UPS)]
+            self.warm_up_ids |= {named_request_id("chat", self._tenant, name) for name in names}
             first = partial(time_to_first_event, url, tenant=self._tenant)
             await asyncio.gather(*map(first, names))
 

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ops.chaos.history import (
     Fault,
@@ -27,9 +26,8 @@ from ops.chaos.history import (
     read_events,
 )
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
-from shared.bus.embedded_server import EmbeddedServer, end_with_parent
-from shared.bus.local_keys import forget_keys, note_keys
-from workers.keyring import Keyring
+from ops.chaos.processes.brokers import Brokers
+from shared.bus.embedded_server import end_with_parent
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process
 
@@ -54,59 +52,13 @@ WORKER_MODULE = "ops.chaos.worker"
 STAGE_ROLES = {TALKER: "engine", VOCODER: "generator", PAINTER: "generator"}
 
 
-class Brokers(Protocol):
-    """The server, or the members of the cluster, of a run."""
-
-    url: str
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def pick_victim(self, pick: int) -> int | None:
-        """Return the process id that the random number `pick` selects for a fault."""
-
-    def revive(self) -> list[int]:
-        """Start servers again that have ended; return their new process ids."""
-
-
-class OneBroker:
-    """A single nats-server."""
-
-    def __init__(self, store_dir: Path, keyring: Keyring | None = None) -> None:
-        """With a keyring, whoever connects needs one of its keys."""
-        accounts = None if keyring is None else keyring.accounts_file
-        self._broker = EmbeddedServer(store_dir, accounts_file=accounts)
-        self._keyring = keyring
-        self.url = self._broker.url
-
-    def start(self) -> None:
-        self._broker.start()
-        if self._keyring is not None:
-            # The harness itself connects as the operator, like commands of the same user.
-            note_keys(self._broker.port, self._keyring.folder)
-
-    def stop(self) -> None:
-        self._broker.stop()
-        forget_keys(self._broker.port)
-
-    def pick_victim(self, pick: int) -> int | None:
-        return None if self._broker.has_exited else int(self._broker.pid_file.read_text())
-
-    def revive(self) -> list[int]:
-        if not self._broker.has_exited:
-            return []
-        self._broker.start()
-        return [int(self._broker.pid_file.read_text())]
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """A place for one process of a role, and the process that fills it at the moment."""
 
     role: str
     number: int
-    command: list[str]
+    command: list[str] = field(default_factory=list)
     process: Process | None = None
     began: float = 0.0
     ready: bool = False
@@ -134,13 +86,12 @@ class Pool:
         self,
         folder: Path,
         brokers: Brokers,
-        commands: dict[str, list[str]],
         counts: dict[str, int],
         env: dict[str, str],
         journal: Journal,
         preloaders: Mapping[str, Preloader] = {},
     ) -> None:
-        """`commands` and `counts` are given by role; a role with a count of 0 is not started.
+        """`counts` are given by role. Every slot needs a command before it is started.
 
         Workers of a role are forked from the role's preloader; without one, they are executed.
         """
@@ -148,9 +99,7 @@ class Pool:
         self.brokers = brokers
         self.journal = journal
         self.slots = [
-            Slot(role, number, commands[role])
-            for role, count in counts.items()
-            for number in range(count)
+            Slot(role, number) for role, count in counts.items() for number in range(count)
         ]
         self._env = env
         self._preloaders = preloaders
@@ -212,7 +161,7 @@ class Pool:
     def send_signal(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None:
         """Send a signal to a process of `role`; return its id, or None if none is running."""
         if role == "broker":
-            pid = self.brokers.pick_victim(pick)
+            pid = self.brokers.pick_victim()
             slot_number = 0
         else:
             slot = self._pick(role, pick)
@@ -302,16 +251,16 @@ class Pool:
         """Read from the workers' journals when they announce themselves, without any broker."""
         while True:
             for slot in self.slots:
-                if slot.is_alive and not slot.is_up and self._has_announced(slot):
+                if (
+                    slot.is_alive
+                    and not slot.is_up
+                    and has_announced(self._journal_of(slot.role, slot.pid))
+                ):
                     slot.ready = True
                     self.journal.write(
                         Ready(now(), slot.role, slot.number, slot.pid, now() - slot.began)
                     )
             await asyncio.sleep(WATCH_S)
-
-    def _has_announced(self, slot: Slot) -> bool:
-        events = read_events(self._journal_of(slot.role, slot.pid))
-        return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
     def _journal_of(self, role: str, pid: int) -> Path:
         return self.folder / "workers" / f"{role}-{pid}.jsonl"
@@ -358,6 +307,12 @@ class Pool:
             task.cancel()
         await asyncio.gather(*runs, *self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.brokers.stop)
+
+
+def has_announced(journal: Path) -> bool:
+    """Return whether the worker that writes this journal is ready."""
+    events = read_events(journal)
+    return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:

@@ -32,11 +32,8 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
     if settings.scaled is not None:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
-    roles = (
-        *("coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, PAINTER),
-        AUTOSCALER,
-    )
-    preloaders = dict.fromkeys(roles, light)
+    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", AUTOSCALER)
+    preloaders = dict.fromkeys((*roles, TALKER, VOCODER, PAINTER), light)
     if settings.engine != "fake":
         modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]
         if settings.painters:

@@ -1,16 +1,11 @@
 """A TCP proxy that misbehaves on demand, between a client and a nats-server.
 
-It handles bytes and connections without their meaning. Each direction has a mode:
-
-HOLD     nothing arrives and nothing is lost, as in a partition; after `heal`, all of it arrives.
-SWALLOW  bytes are lost although the connection lives, as behind a device that has lost its table.
-         No TCP connection can continue after that: `heal` cuts those that have lost bytes.
-PASS     bytes pass, with a delay and a bandwidth if these are set.
+It handles bytes and connections without their meaning. A direction may delay all bytes, or hold
+them, as in a partition: nothing arrives and nothing is lost, and after `heal` all of it arrives.
 """
 
 import asyncio
 import contextlib
-import enum
 import socket
 import struct
 from dataclasses import dataclass
@@ -21,19 +16,12 @@ QUEUE_LEN = 64
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Mode(enum.Enum):
-    PASS = "pass"
-    HOLD = "hold"
-    SWALLOW = "swallow"
-
-
 @dataclass(slots=True)
 class Behavior:
     """Behaviour of one direction of all connections."""
 
-    mode: Mode = Mode.PASS
+    holds: bool = False
     delay_s: float = 0.0
-    bytes_per_s: float | None = None
 
 
 class Proxy:
@@ -45,7 +33,6 @@ class Proxy:
         self.is_up = Behavior()
         """From clients to the server."""
         self.down = Behavior()
-        self._refusing = False
         self._links: set[Link] = set()
         self._server: asyncio.Server | None = None
         self._changed = asyncio.Condition()
@@ -77,13 +64,8 @@ class Proxy:
             self.is_up, self.down = up or Behavior(), down or Behavior()
             self._changed.notify_all()
 
-    async def blackhole(self, *, up: bool = True, down: bool = True, lossy: bool = False) -> None:
-        broken = Behavior(Mode.SWALLOW if lossy else Mode.HOLD)
-        await self.set(broken if up else None, broken if down else None)
-
-    def refuse(self, refusing: bool = True) -> None:
-        """Reset new connections, while existing ones continue."""
-        self._refusing = refusing
+    async def blackhole(self, *, up: bool = True, down: bool = True) -> None:
+        await self.set(Behavior(holds=up), Behavior(holds=down))
 
     def cut(self) -> None:
         """Reset every connection, both ends."""
@@ -95,23 +77,19 @@ class Proxy:
         for link in self._links:
             link.pumps[0 if up else 1].budget = num_bytes
 
-    def half_open(self, *, keep_client: bool = True) -> None:
-        """Close one end of each connection without notice to the other end."""
+    def half_open(self) -> None:
+        """Close the server's end of each connection without notice to the client."""
         for link in list(self._links):
-            link.close_silently(keep_client)
+            link.close_silently()
 
     async def heal(self) -> None:
-        self._refusing = False
         await self.set()
-        for link in [link for link in self._links if link.damaged]:
+        for link in [link for link in self._links if link.is_half_open]:
             link.reset()
 
     # -- plumbing ---------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._refusing:
-            _reset(writer)
-            return
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 far = await asyncio.open_connection("127.0.0.1", self._target_port)
@@ -130,7 +108,7 @@ class Proxy:
     async def wait_until_open(self, upward: bool) -> Behavior:
         """Return the behaviour of a direction once it is not on hold."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._behavior(upward).mode is not Mode.HOLD)
+            await self._changed.wait_for(lambda: not self._behavior(upward).holds)
         return self._behavior(upward)
 
     def _behavior(self, upward: bool) -> Behavior:
@@ -149,12 +127,8 @@ class Link:
             Pump(proxy, near[0], far[1], upward=True),
             Pump(proxy, far[0], near[1], upward=False),
         )
-        self._half_open = False
+        self.is_half_open = False
         self._cut = asyncio.Event()
-
-    @property
-    def damaged(self) -> bool:
-        return self._half_open or any(pump.lost_bytes for pump in self.pumps)
 
     async def run(self) -> None:
         """Run until one end closes; then close the other, unless the link is half open."""
@@ -162,7 +136,7 @@ class Link:
         cut = asyncio.create_task(self._cut.wait())
         try:
             _, left = await asyncio.wait({*pumps, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if self._half_open and not self._cut.is_set():
+            if self.is_half_open and not self._cut.is_set():
                 await asyncio.wait(left - {cut})
         finally:
             for task in (*pumps, cut):
@@ -176,11 +150,11 @@ class Link:
         for writer in self._writers:
             _reset(writer)
 
-    def close_silently(self, keep_client: bool) -> None:
-        self._half_open = True
+    def close_silently(self) -> None:
+        self.is_half_open = True
         for pump in self.pumps:
             pump.discards = True
-        self._writers[1 if keep_client else 0].transport.abort()
+        self._writers[1].transport.abort()
 
 
 class Pump:
@@ -199,7 +173,6 @@ class Pump:
         self._writer = writer
         self._upward = upward
         self._in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE_LEN)
-        self.lost_bytes = 0
         self.discards = False
         """The far end is closed, and bytes are discarded."""
         self.budget: int | None = None
@@ -219,9 +192,7 @@ class Pump:
         loop = asyncio.get_running_loop()
         while data := await self._reader.read(CHUNK_BYTES):
             behavior = await self._proxy.wait_until_open(self._upward)
-            if behavior.mode is Mode.SWALLOW or self.discards:
-                self.lost_bytes += len(data)
-            else:
+            if not self.discards:
                 await self._in_transit.put((loop.time() + behavior.delay_s, data))
         await self._in_transit.join()
         # The close of one end does not pass a partition either.
@@ -233,9 +204,7 @@ class Pump:
         while self.budget is None or self.budget > 0:
             due, data = await self._in_transit.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            behavior = await self._proxy.wait_until_open(self._upward)
-            if behavior.bytes_per_s:
-                await asyncio.sleep(len(data) / behavior.bytes_per_s)
+            await self._proxy.wait_until_open(self._upward)
             if self.budget is not None:
                 data, self.budget = data[: self.budget], self.budget - len(data)
             with contextlib.suppress(OSError):

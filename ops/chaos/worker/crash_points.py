@@ -1,16 +1,13 @@
-"""Named points at which a worker's process kills itself, by chance or at the k-th pass.
+"""Named points at which a worker's process kills itself by chance.
 
-With `before_publish@3,mid_tokens:2=0.05` a worker dies at the third pass of the first point, and
-with a chance of 5 % whenever it has written the second record of tokens of a log.
-`renderer/before_publish@3` applies to renderers only.
+With `mid_tokens:2=0.05` a worker dies with a chance of 5 % whenever it has written the second
+record of tokens of a log. `renderer/before_publish=0.1` applies to renderers only.
 """
 
 import os
 import random
 import signal
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 POINTS = (
     "before_publish",  # a stage is about to forward a task
@@ -23,52 +20,31 @@ POINTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Trigger:
-    """A crash point with its chance, or with the number of the pass at which it triggers."""
-
-    point: str
-    chance: float
-    at_pass: int
-
-    def __post_init__(self) -> None:
-        if self.point.partition(":")[0] not in POINTS:
-            raise ValueError(f"no crash point {self.point!r}; there is: {', '.join(POINTS)}")
-
-
-def parse_triggers(text: str, role: str) -> list[Trigger]:
-    """Parse the triggers that apply to a worker of `role`."""
-    found = []
+def parse_chances(text: str, role: str) -> dict[str, float]:
+    """Return the chances of the points that apply to a worker of `role`."""
+    chances = {}
     for part in filter(None, text.split(",")):
         only_role, _, rest = part.rpartition("/")
+        point, _, chance = rest.partition("=")
+        if point.partition(":")[0] not in POINTS:
+            raise ValueError(f"no crash point {point!r}; there is: {', '.join(POINTS)}")
         if only_role in ("", role):
-            found.append(_parse_trigger(rest))
-    return found
-
-
-def _parse_trigger(text: str) -> Trigger:
-    point, by_pass, number = text.partition("@")
-    if by_pass:
-        return Trigger(point, 0.0, int(number))
-    point, _, chance = text.partition("=")
-    return Trigger(point, float(chance), 0)
+            chances[point] = float(chance)
+    return chances
 
 
 class CrashPoints:
     """The crash points of one worker; call it at each point."""
 
-    def __init__(self, triggers: list[Trigger], seed: str, report: Callable[[str], object]) -> None:
+    def __init__(
+        self, chances: dict[str, float], seed: str, report: Callable[[str], object]
+    ) -> None:
         """`report` is called with the name of the point before the process dies."""
-        self._triggers = {trigger.point: trigger for trigger in triggers}
+        self._chances = chances
         self._rng = random.Random(seed)
-        self._passes: Counter[str] = Counter()
         self._report = report
 
     def __call__(self, point: str) -> None:
-        trigger = self._triggers.get(point)
-        if trigger is None:
-            return
-        self._passes[point] += 1
-        if self._passes[point] == trigger.at_pass or self._rng.random() < trigger.chance:
+        if point in self._chances and self._rng.random() < self._chances[point]:
             self._report(point)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ops.chaos.history import Journal, WorkerEvent, now
-from ops.chaos.patching import replace_attribute, wrap
+from ops.chaos.patching import wrap
 from ops.chaos.worker import payload_events
 from ops.chaos.worker.crash_points import CrashPoints
 from shared.bus.bus import Bus
@@ -33,13 +33,13 @@ def watch(journal: Journal, crash: CrashPoints) -> None:
 
 
 def _watch_start(record: payload_events.Record) -> None:
-    announce = Context.ready
 
-    def ready(self: Context, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+    @wrap(Context, "ready")
+    def ready(
+        announce: Any, self: Context, models: list[str], load: Callable[[], dict[str, float]]
+    ) -> None:
         announce(self, models, load)
         record("ready")
-
-    replace_attribute(Context, "ready", ready)
 
 
 def _watch_deliveries(record: payload_events.Record, crash: CrashPoints) -> None:

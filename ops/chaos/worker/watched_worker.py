@@ -20,7 +20,7 @@ from ops.chaos.bugs import catalog
 from ops.chaos.history import Journal, WorkerEvent, now
 from ops.chaos.plan import MODEL
 from ops.chaos.worker import fakes, observer
-from ops.chaos.worker.crash_points import CrashPoints, parse_triggers
+from ops.chaos.worker.crash_points import CrashPoints, parse_chances
 from ops.chaos.worker.fakes import Role
 from ops.chaos.worker.resources import take_snapshot
 from shared.stage import runtime
@@ -59,7 +59,7 @@ def main(
     name = stage or role
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{name}-{os.getpid()}.jsonl")
     crash = CrashPoints(
-        parse_triggers(os.environ.get("CHAOS_CRASH", ""), name),
+        parse_chances(os.environ.get("CHAOS_CRASH", ""), name),
         os.environ.get("CHAOS_SEED", ""),
         lambda point: journal.write(WorkerEvent(now(), f"crash {point}")),
     )

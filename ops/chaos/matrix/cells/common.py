@@ -55,6 +55,20 @@ async def collect(records: AsyncIterator[LogRecord]) -> list[LogRecord]:
 
 
 @contextlib.contextmanager
+def stopped(deployment: Deployment, role: str) -> Iterator[None]:
+    """Stop all workers of a role."""
+    slots = deployment.slots_of(role)
+    pids = [slot.pid for slot in slots]
+    for slot in slots:
+        deployment.signal(slot, "stop", signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            deployment.pool.resume(pid)
+
+
+@contextlib.contextmanager
 def dropping(ports: list[int], **how: object) -> Iterator[None]:
     network.drop(ports, **how)  # type: ignore[arg-type]
     try:
@@ -69,10 +83,6 @@ async def replace_processes(deployment: Deployment, slots: list[Slot]) -> None:
         pid = slot.pid
         deployment.signal(slot, "replace", signal.SIGKILL)
         await deployment.replaced(slot, pid)
-
-
-def slots_of(deployment: Deployment, role: str) -> list[Slot]:
-    return [slot for slot in deployment.pool.slots if slot.role == role]
 
 
 def one_of_each(deployment: Deployment) -> list[Slot]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from ops.chaos.matrix.cells.common import WORKER_S, new_id, slots_of
+from ops.chaos.matrix.cell import cell
+from ops.chaos.matrix.cells.common import WORKER_S, new_id
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from shared import client
@@ -39,6 +40,13 @@ KILLED_SHARE = 0.5
 KILL_SPAWNER_EACH = 4
 
 
+@cell(
+    "renderer: decoders killed",
+    "kill -9 of half of the decoders of videos, or of what they are forked from",
+    "the same tokens",
+    on="encoders",
+    load_s=14,
+)
 async def decoders_killed(deployment: Deployment) -> None:
     """Kill many decoders, and now and then what they are forked from.
 
@@ -97,7 +105,7 @@ async def _kill_decoders(deployment: Deployment) -> None:
     figures = deployment.outcome.figures
     seen: set[int] = set()
     while True:
-        for slot in slots_of(deployment, "renderer"):
+        for slot in deployment.slots_of("renderer"):
             for spawner in filter(_is_spawner, _children(slot.pid)):
                 for decoder in _children(spawner):
                     if decoder in seen:

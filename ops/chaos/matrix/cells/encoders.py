@@ -13,8 +13,15 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from ops.chaos.matrix.cells.common import WORKER_S, count_answers, new_id, slots_of, wait_for_load
-from ops.chaos.matrix.cells.payloads import stopped
+from ops.chaos.matrix.cell import cell
+from ops.chaos.matrix.cells.common import (
+    WORKER_S,
+    collect,
+    count_answers,
+    new_id,
+    stopped,
+    wait_for_load,
+)
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from shared import client
@@ -40,27 +47,41 @@ AWAY_S = 4.0
 NUM_REQUESTS = 6
 
 
+@cell(
+    "encoder: all of them stopped",
+    "kill -STOP of all, 4 s",
+    "5 s beside it",
+    on="encoders",
+    load_s=14,
+)
 async def all_away(deployment: Deployment) -> None:
     """Stop all encoders: text is answered meanwhile, requests with images afterwards."""
     await wait_for_load(deployment)
     async with deployment.bus("away") as bus:
         with stopped(deployment, "encoder"):
-            asked = _send_new_images(bus)
+            tasks = _send_new_images(bus)
             await deployment.probe("beside_away", WORKER_S)
             await asyncio.sleep(AWAY_S)
-        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "shown", await asyncio.gather(*tasks, return_exceptions=True))
     await deployment.probe("after_away", WORKER_S)
 
 
+@cell(
+    "encoder: an embedding is lost",
+    "kill -9 of all when it is published, before an engine has read it",
+    "computed again",
+    on="encoders",
+    load_s=14,
+)
 async def embedding_lost(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("lost") as bus:
         with stopped(deployment, "engine"):
-            asked = _send_new_images(bus)
+            tasks = _send_new_images(bus)
             await _until_encoded(bus)
-            for slot in slots_of(deployment, "encoder"):
+            for slot in deployment.slots_of("encoder"):
                 deployment.signal(slot, "kill", signal.SIGKILL)
-        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "shown", await asyncio.gather(*tasks, return_exceptions=True))
     await deployment.probe("after_lost", WORKER_S)
 
 
@@ -83,7 +104,7 @@ def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
 async def _ask(bus: Bus, number: int) -> list[LogRecord]:
     message = Message("user", [_new_part(number), TextPart("What is it?")])
     request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
-    return [record async for record in client.ask(bus, request, new_id(f"shown-{number}"))]
+    return await collect(client.ask(bus, request, new_id(f"shown-{number}")))
 
 
 def _new_part(number: int) -> ContentPart:

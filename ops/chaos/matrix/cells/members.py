@@ -1,22 +1,28 @@
 """Cells in which members of a cluster of three fail."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
+from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, dropping, fill, wait_for_load
-from ops.chaos.matrix.deployment import Deployment, Disturb
-from ops.chaos.matrix.servers import ThreeServers
+from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
+from ops.chaos.processes import network
+from ops.chaos.processes.brokers import ThreeBrokers
 from shared.protocol import subjects
 
+_cell = partial(cell, on="cluster", load_s=20.0)
+_cell_of_slots = partial(cell, on="slots", load_s=20.0)
 
-def _cluster(deployment: Deployment) -> ThreeServers:
-    assert isinstance(deployment.servers, ThreeServers)
-    return deployment.servers
+
+def _brokers(deployment: Deployment) -> ThreeBrokers:
+    assert isinstance(deployment.brokers, ThreeBrokers)
+    return deployment.brokers
 
 
 async def _leader(deployment: Deployment, stream: str = subjects.REQUESTS_STREAM) -> int:
-    cluster = _cluster(deployment).cluster
+    cluster = _brokers(deployment).cluster
     while (number := await cluster.leader_of(stream)) is None:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     return number
@@ -27,43 +33,47 @@ async def _follower(deployment: Deployment) -> int:
     return (leader + deployment.rng.choice([1, 2])) % 3
 
 
-def member_killed(*, leader: bool, times: int = 2) -> Disturb:
-    async def disturb(deployment: Deployment) -> None:
-        cluster = _cluster(deployment).cluster
-        for _ in range(times):
-            await wait_for_load(deployment)
-            number = await (_leader(deployment) if leader else _follower(deployment))
-            with deployment.outage("kill-member"):
-                cluster.kill(number)
-                await deployment.probe("after_leader" if leader else "after_follower", LEADER_S)
-            await cluster.wait_current()
-
-    return disturb
-
-
-def members_down(count: int, lasts_s: float = 6.0) -> Disturb:
-    """Kill members: without a majority requests are refused, with one they are served again."""
-
-    async def disturb(deployment: Deployment) -> None:
-        servers = _cluster(deployment)
+@_cell("cluster: kill leader", "kill -9, twice", "10 s", leader=True)
+@_cell("cluster: kill follower", "kill -9, twice", "10 s", leader=False)
+@_cell_of_slots("slots: kill leader", "kill -9, twice", "10 s", leader=True)
+async def member_killed(deployment: Deployment, *, leader: bool, times: int = 2) -> None:
+    cluster = _brokers(deployment).cluster
+    for _ in range(times):
         await wait_for_load(deployment)
-        first = await _leader(deployment)
-        numbers = [(first + turn) % 3 for turn in range(count)]
-        with deployment.outage("no-majority"):
-            servers.held = True
-            for number in numbers:
-                servers.cluster.kill(number)
-            await asyncio.sleep(lasts_s)
-            servers.held = False
-            took_s = await servers.cluster.wait_current()
-            deployment.outcome.figures["current_after_s"] = took_s
-        await deployment.probe("after_majority", LEADER_S)
-
-    return disturb
+        number = await (_leader(deployment) if leader else _follower(deployment))
+        with deployment.outage("kill-member"):
+            cluster.kill(number)
+            await deployment.probe("after_leader" if leader else "after_follower", LEADER_S)
+        await cluster.wait_current()
 
 
+@_cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", count=2)
+@_cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", count=3)
+async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0) -> None:
+    """Kill members: without a majority requests are refused, with one they are served again."""
+    brokers = _brokers(deployment)
+    await wait_for_load(deployment)
+    first = await _leader(deployment)
+    numbers = [(first + turn) % 3 for turn in range(count)]
+    with deployment.outage("no-majority"):
+        brokers.held = True
+        for number in numbers:
+            brokers.cluster.kill(number)
+        await asyncio.sleep(lasts_s)
+        brokers.held = False
+        took_s = await brokers.cluster.wait_current()
+        deployment.outcome.figures["current_after_s"] = took_s
+    await deployment.probe("after_majority", LEADER_S)
+
+
+@_cell(
+    "cluster: SIGSTOP leader",
+    "kill -STOP, 15 s",
+    "10 s",
+    known="a frozen server is missed after 6 s, and a new leader elected 4 to 9 s after that",
+)
 async def leader_stopped(deployment: Deployment) -> None:
-    cluster = _cluster(deployment).cluster
+    cluster = _brokers(deployment).cluster
     await wait_for_load(deployment)
     number = await _leader(deployment)
     with deployment.outage("stop"):
@@ -77,25 +87,42 @@ async def leader_stopped(deployment: Deployment) -> None:
     await deployment.probe("after_stop", LEADER_S)
 
 
-def member_isolated(*, leader: bool) -> Disturb:
+@_cell(
+    "cluster: leader isolated",
+    "iptables by cgroup, 12 s",
+    "10 s",
+    needs=network.why_unavailable,
+    leader=True,
+)
+@_cell(
+    "partition: minority of brokers",
+    "iptables by cgroup, 12 s",
+    "10 s",
+    needs=network.why_unavailable,
+    known="a client of the server that is cut off sees nothing new until it is back",
+    leader=False,
+)
+async def member_isolated(deployment: Deployment, *, leader: bool) -> None:
     """Cut a member off from the other members, while workers and clients still reach it."""
-
-    async def disturb(deployment: Deployment) -> None:
-        cluster = _cluster(deployment).cluster
-        await wait_for_load(deployment)
-        number = await (_leader(deployment) if leader else _follower(deployment))
-        with deployment.outage("isolated"):
-            with dropping(cluster.route_ports, group=cluster.group(number)):
-                # Its clients are isolated as well, until they connect to another member.
-                await asyncio.sleep(12.0)
-            await cluster.wait_current()
-        await deployment.probe("after_isolation", LEADER_S)
-
-    return disturb
+    cluster = _brokers(deployment).cluster
+    await wait_for_load(deployment)
+    number = await (_leader(deployment) if leader else _follower(deployment))
+    with deployment.outage("isolated"):
+        with dropping(cluster.route_ports, group=cluster.group(number)):
+            # Its clients are isolated as well, until they connect to another member.
+            await asyncio.sleep(12.0)
+        await cluster.wait_current()
+    await deployment.probe("after_isolation", LEADER_S)
 
 
+@_cell(
+    "cluster: clients cut from the leader",
+    "iptables by port, 11 s",
+    "10 s",
+    needs=network.why_unavailable,
+)
 async def clients_cut_from_the_leader(deployment: Deployment) -> None:
-    cluster = _cluster(deployment).cluster
+    cluster = _brokers(deployment).cluster
     await wait_for_load(deployment)
     number = await _leader(deployment)
     with deployment.outage("cut-from-leader"), dropping([cluster.members[number].port]):
@@ -105,12 +132,13 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
     await deployment.probe("after_cut", LEADER_S)
 
 
+@_cell_of_slots("slots: all queues change leaders", "step down, five times", "10 s")
 async def leaders_of_queues_change(deployment: Deployment) -> None:
     """Have the consumers of all slots elect other leaders, which know no pull of before."""
     queues = [queue for lane in subjects.LANES for queue in _engine_queues(deployment, lane)]
     await wait_for_load(deployment)
     for _ in range(5):
-        await _cluster(deployment).cluster.change_leaders(subjects.STAGES_STREAM, queues)
+        await _brokers(deployment).cluster.change_leaders(subjects.STAGES_STREAM, queues)
         await deployment.probe("after_change", LEADER_S)
 
 
@@ -119,55 +147,63 @@ def _engine_queues(deployment: Deployment, lane: str) -> list[str]:
     return [subjects.stage_consumer("engine", MODEL, lane, slot) for slot in slots]
 
 
+@_cell("cluster: rolling restart", "SIGTERM, one by one", "10 s")
 async def rolling_members(deployment: Deployment) -> None:
-    servers = _cluster(deployment)
+    brokers = _brokers(deployment)
     await wait_for_load(deployment)
-    servers.held = True
+    brokers.held = True
     try:
         for number in range(3):
             with deployment.outage("rolling"):
-                await servers.cluster.terminate(number)
-                await servers.cluster.restart(number)
-                await servers.cluster.wait_current()
+                await brokers.cluster.terminate(number)
+                await brokers.cluster.restart(number)
+                await brokers.cluster.wait_current()
     finally:
-        servers.held = False
+        brokers.held = False
     await deployment.probe("after_rolling", LEADER_S)
 
 
+@_cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s")
 async def leader_disk_full(deployment: Deployment) -> None:
     """Fill the disk of the leader; every member has a small disk of its own."""
-    servers = _cluster(deployment)
+    brokers = _brokers(deployment)
     await wait_for_load(deployment)
     number = await _leader(deployment)
-    member = servers.cluster.members[number]
+    member = brokers.cluster.members[number]
     with deployment.outage("enospc"):
         ballast = await asyncio.to_thread(fill, member.store_dir)
         await asyncio.sleep(10.0)
         deployment.outcome.figures["leader_moved"] = float(await _leader(deployment) != number)
         ballast.unlink()
-        pid = servers.cluster.pid(number)
-        servers.cluster.kill(number)
-        while servers.cluster.pid(number) == pid:  # noqa: ASYNC110
+        pid = brokers.cluster.pid(number)
+        brokers.cluster.kill(number)
+        while brokers.cluster.pid(number) == pid:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        await servers.cluster.wait_current()
+        await brokers.cluster.wait_current()
     await deployment.probe("after_space", LEADER_S)
 
 
+@_cell(
+    "cluster: follower corrupted",
+    "one bit of its .blk files, then fail over",
+    "detected",
+    known="a documented limit of nats-server (Jepsen, issue 7549)",
+)
 async def follower_corrupted(deployment: Deployment) -> None:
     """Flip bits in a follower's store while it is down; then kill the leader."""
-    servers = _cluster(deployment)
-    cluster = servers.cluster
+    brokers = _brokers(deployment)
+    cluster = brokers.cluster
     await wait_for_load(deployment)
     leader, number = await _leader(deployment, subjects.TOKENS_STREAM), await _follower(deployment)
     if number == leader:
         number = (number + 1) % 3
     with deployment.outage("corrupt"):
-        servers.held = True
+        brokers.held = True
         cluster.kill(number)
         flipped = await asyncio.to_thread(
             _flip_a_byte, cluster.members[number].store_dir, deployment
         )
-        servers.held = False
+        brokers.held = False
         deployment.outcome.figures["bytes_flipped"] = flipped
         await cluster.wait_current()
         cluster.kill(leader)

@@ -1,19 +1,22 @@
 """Cells with more work than the system can hold."""
 
 import asyncio
-import signal
 from collections.abc import Awaitable, Callable
 
 from ops.chaos.history import now
+from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     collect,
     count_answers,
+    new_id,
     request_json,
+    stopped,
     until_empty,
     wait_for_load,
 )
 from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.plan import Mix
 from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
@@ -24,31 +27,34 @@ from shared.protocol.sampling import SamplingParams
 from shared.state.log_records import is_final
 
 
+@cell(
+    "slow: engine slower than renderer",
+    "engines stopped for 4 s, 40 long prompts",
+    on="tight",
+    change={"mix": Mix(deadline=0)},
+)
 async def engine_slower_than_renderer(deployment: Deployment) -> None:
     """Send long prompts while engines are stopped, so that all of them run at once later."""
-    engines = [slot for slot in deployment.pool.slots if slot.role == "engine"]
     async with deployment.bus("slow") as bus:
-        for slot in engines:
-            deployment.signal(slot, "stop", signal.SIGSTOP)
-        began = now()
-        sampling = SamplingParams(max_tokens=2)
-        asked = [
-            asyncio.create_task(deployment.ask(bus, f"wait-{began:.0f}-{n}", sampling, "x" * 1900))
-            for n in range(40)
-        ]
-        await asyncio.sleep(4.0)
-        for slot in engines:
-            deployment.pool.resume(slot.pid)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        with stopped(deployment, "engine"):
+            sampling = SamplingParams(max_tokens=2)
+            requests = [
+                asyncio.create_task(
+                    deployment.ask(bus, new_id(f"wait-{number}"), sampling, "x" * 1900)
+                )
+                for number in range(40)
+            ]
+            await asyncio.sleep(4.0)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
     count_answers(deployment, "waited", answers)
 
 
+@cell("slow: flood in the batch lane", "10x beside the load (run before there were tenants)")
 async def batch_flood(deployment: Deployment) -> None:
     """Send ten times the load in the batch lane, beside the load."""
     await wait_for_load(deployment)
     async with deployment.bus("flood") as bus:
-        began = now()
-        asked = []
+        requests = []
         for number in range(300):
             request = GenerateRequest(
                 "demo",
@@ -56,45 +62,59 @@ async def batch_flood(deployment: Deployment) -> None:
                 SamplingParams(max_tokens=30, seed=number, temperature=1.0),
                 lane="batch",
             )
-            id = f"flood-{began:.0f}-{number}"
-            asked.append(asyncio.create_task(collect(client.ask(bus, request, id))))
+            answer = collect(client.ask(bus, request, new_id(f"flood-{number}")))
+            requests.append(asyncio.create_task(answer))
             await asyncio.sleep(0.01)
         await deployment.probe("beside_flood", WORKER_S)
-        count_answers(deployment, "flood", await asyncio.gather(*asked, return_exceptions=True))
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        count_answers(deployment, "flood", answers)
 
 
+@cell(
+    "overload: 10x rate",
+    "100 requests a second into a queue of 60",
+    "refused in 1 s",
+    on="tight",
+    change={
+        "rate": 100.0,
+        "requests": 600,
+        "concurrency": 300,
+        "max_tokens": (2, 24),
+        "mix": Mix(deadline=0),
+    },
+)
+@cell(
+    "overload: KV exhausted",
+    "136 blocks for 16 sequences",
+    on="tight",
+    change={"mix": Mix(deadline=0), "rate": 20.0, "requests": 120},
+)
 async def only_load(deployment: Deployment) -> None:
     """Add no fault, because the load itself is one."""
 
 
+@cell("overload: 1,000 queued, then cancelled", "engines stopped meanwhile", "30 s")
 async def queued_then_cancelled(deployment: Deployment, count: int = 1000) -> None:
     """Queue 1,000 requests while engines are stopped, cancel all of them, and check their ends."""
-    engines = [slot for slot in deployment.pool.slots if slot.role == "engine"]
-    for slot in engines:
-        deployment.signal(slot, "stop", signal.SIGSTOP)
-    began = now()
-    ids = [f"queued-{began:.0f}-{number}" for number in range(count)]
     data = request_json(
         GenerateRequest("demo", [Message("user", "x")], SamplingParams(max_tokens=50))
     )
-    try:
-        async with deployment.bus("cancel") as bus:
+    figures = deployment.outcome.figures
+    async with deployment.bus("cancel") as bus:
+        began = now()
+        ids = [f"queued-{began:.0f}-{number}" for number in range(count)]
+        with stopped(deployment, "engine"):
             await _in_parallel(lambda id: bus.publish(subjects.request("demo"), data, id), ids)
-            deployment.outcome.figures["queued_s"] = now() - began
+            figures["queued_s"] = now() - began
             began = now()
             await _in_parallel(lambda id: client.cancel(bus, id), ids)
-            deployment.outcome.figures["asked_to_cancel_s"] = now() - began
-            for slot in engines:
-                deployment.pool.resume(slot.pid)
-            await until_empty(deployment, 30.0)
-            deployment.outcome.figures["all_ended_s"] = now() - began
-            codes = await _in_parallel(lambda id: _end_of(bus, id), ids)
-    finally:
-        for slot in engines:
-            deployment.pool.resume(slot.pid)
+            figures["asked_to_cancel_s"] = now() - began
+        await until_empty(deployment, 30.0)
+        figures["all_ended_s"] = now() - began
+        codes = await _in_parallel(lambda id: _end_of(bus, id), ids)
     for code in set(codes) - {"cancelled", "finish"}:
         deployment.note(f"I1: {codes.count(code)} of {count} cancelled requests ended with {code}")
-    deployment.outcome.figures["cancelled"] = codes.count("cancelled")
+    figures["cancelled"] = codes.count("cancelled")
     await deployment.probe("after_cancelling", WORKER_S)
 
 
@@ -113,9 +133,10 @@ async def _in_parallel(function: Callable[[str], Awaitable[object]], ids: list[s
         async with limit:
             return await function(id)
 
-    return [str(found) for found in await asyncio.gather(*(one(id) for id in ids))]
+    return [str(result) for result in await asyncio.gather(*(one(id) for id in ids))]
 
 
+@cell("overload: max_ack_pending", "has none", load_s=1)
 async def no_common_credit(deployment: Deployment) -> None:
     """Check that no consumer bounds what all workers together hold: one could use it up alone."""
     async with deployment.bus("credit") as bus:

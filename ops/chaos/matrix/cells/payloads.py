@@ -6,21 +6,24 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from ops.chaos import fake_model
-from ops.chaos.alterations import environment, slow_reader
+from ops.chaos.alterations import environment, no_local_socket, no_sockets, slow_reader
 from ops.chaos.history import WorkerEvent, now, read_events
+from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     altered,
+    collect,
     count_answers,
     new_id,
-    slots_of,
+    stopped,
     wait_for_load,
 )
 from ops.chaos.matrix.cells.processes import sigkill
-from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import IMAGES, MODEL
 from shared import client
 from shared.blobs import protocol
@@ -52,33 +55,34 @@ NUM_LARGE_IMAGES = 5
 MIB = 2**20
 
 
-@contextlib.contextmanager
-def stopped(deployment: Deployment, role: str) -> Iterator[None]:
-    slots = slots_of(deployment, role)
-    pids = [slot.pid for slot in slots]
-    for slot in slots:
-        deployment.signal(slot, "stop", signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            deployment.pool.resume(pid)
+_cell = partial(cell, on="payloads")
 
 
-def killed_while_read(role: str) -> Disturb:
+@_cell(
+    "shared memory: writer killed",
+    "kill -9 of renderers while engines read for 0.5 s, three times",
+    "5 s",
+    load_s=12,
+    role="renderer",
+)
+@_cell(
+    "shared memory: reader killed",
+    "kill -9 of engines while they read for 0.5 s, three times",
+    "5 s",
+    load_s=12,
+    role="engine",
+)
+async def killed_while_read(deployment: Deployment, role: str) -> None:
     """Kill owners or readers of payloads, each of which engines read for half a second."""
-
-    async def disturb(deployment: Deployment) -> None:
-        async with altered(deployment, slots_of(deployment, "engine"), *environment(slow_reader)):
-            await sigkill(role)(deployment)
-
-    return disturb
+    async with altered(deployment, deployment.slots_of("engine"), *environment(slow_reader)):
+        await sigkill(deployment, role)
 
 
+@_cell("shared memory: writer truncates", "truncate of /proc/PID/fd/N, as root", "refused")
 async def owner_truncates(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     tried = 0
-    for slot in slots_of(deployment, "renderer"):
+    for slot in deployment.slots_of("renderer"):
         for link in _arenas(slot.pid):
             tried += 1
             try:
@@ -90,6 +94,11 @@ async def owner_truncates(deployment: Deployment) -> None:
     await deployment.probe("after_truncating", WORKER_S)
 
 
+@_cell(
+    "shared memory: /dev/shm full",
+    "renderers in a mount namespace with a full tmpfs there",
+    "5 s",
+)
 async def no_shm(deployment: Deployment) -> None:
     """Give renderers a full /dev/shm, which arenas do not need."""
     script = (
@@ -97,7 +106,7 @@ async def no_shm(deployment: Deployment) -> None:
         ' exec "$@"'
     )
     async with altered(
-        deployment, slots_of(deployment, "renderer"), "unshare", "--mount", "sh", "-c", script, "sh"
+        deployment, deployment.slots_of("renderer"), "unshare", "--mount", "sh", "-c", script, "sh"
     ):
         began = now()
         await deployment.probe("shm_full", WORKER_S)
@@ -106,21 +115,23 @@ async def no_shm(deployment: Deployment) -> None:
             deployment.note("no payload was read")
 
 
+@_cell("shared memory: stale generation", "the key of a request that has ended", "lost")
 async def stale_reference(deployment: Deployment) -> None:
     """Check that a reference is valid until its request has ended, and not later."""
     async with deployment.bus("stale") as bus, _reader(bus) as blobs:
         with stopped(deployment, "engine"):
-            (asked,) = _send_large(bus, 1)
-            refs = await _references(deployment, bus, asked.get_name())
+            (task,) = _send_large(bus, 1)
+            refs = await _references(deployment, bus, task.get_name())
             for ref in refs:
                 (await blobs.get(ref)).close()
-        count_answers(deployment, "stale", [await asked])
+        count_answers(deployment, "stale", [await task])
         # Payloads are released after the final record.
         await asyncio.sleep(1.0)
         for ref in refs:
             await _must_be_lost(deployment, blobs, ref, "of a request that has ended")
 
 
+@_cell("shared memory: forged handle", "random keys", "lost")
 async def forged_reference(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("forged") as bus, _reader(bus) as blobs:
@@ -136,20 +147,26 @@ async def forged_reference(deployment: Deployment) -> None:
     await deployment.probe("after_forging", WORKER_S)
 
 
+@_cell(
+    "shared memory: owner frozen",
+    "kill -STOP of a renderer whose payloads are unread",
+    f"{FROZEN_S:.0f} s",
+    load_s=4,
+)
 async def owner_frozen(deployment: Deployment) -> None:
     """Freeze an owner of unread payloads: another renderer must render them again."""
     await wait_for_load(deployment)
     owner = deployment.slot("renderer", 0)
     async with deployment.bus("frozen") as bus:
         with stopped(deployment, "engine"):
-            asked = _send_large(bus, FROZEN_REQUESTS)
-            for task in asked:
+            tasks = _send_large(bus, FROZEN_REQUESTS)
+            for task in tasks:
                 await _references(deployment, bus, task.get_name())
             deployment.signal(owner, "stop", signal.SIGSTOP)
         pid, began = owner.pid, now()
         try:
             answers = await asyncio.wait_for(
-                asyncio.gather(*asked, return_exceptions=True), 2 * FROZEN_S
+                asyncio.gather(*tasks, return_exceptions=True), 2 * FROZEN_S
             )
             took_s = now() - began
         finally:
@@ -161,36 +178,51 @@ async def owner_frozen(deployment: Deployment) -> None:
     await deployment.probe("after_frozen", WORKER_S)
 
 
+@_cell(
+    "shared memory: arena full",
+    "12 MiB for four requests of 10 MiB, engines stopped for 4 s",
+    "no error",
+)
 async def arena_full(deployment: Deployment) -> None:
     """Send requests of 10 MiB, of which the arena holds one, while engines are stopped."""
     async with (
-        altered(
-            deployment, slots_of(deployment, "renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"
-        ),
+        altered(deployment, deployment.slots_of("renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
         deployment.bus("full") as bus,
     ):
         with stopped(deployment, "engine"):
-            asked = _send_large(bus, 4, NUM_LARGE_IMAGES)
+            tasks = _send_large(bus, 4, NUM_LARGE_IMAGES)
             await asyncio.sleep(4.0)
-        count_answers(deployment, "large", await asyncio.gather(*asked, return_exceptions=True))
+        count_answers(deployment, "large", await asyncio.gather(*tasks, return_exceptions=True))
         await deployment.probe("after_full", WORKER_S)
 
 
-def without_transports(alteration: Callable[[], None], left: str) -> Disturb:
+@_cell(
+    "shared memory: no local socket",
+    "engines cannot connect to it",
+    "by TCP",
+    alteration=no_local_socket,
+    left="TcpTransport",
+)
+@_cell(
+    "shared memory: no socket at all",
+    "nor by TCP",
+    "by the broker",
+    alteration=no_sockets,
+    left="BusTransport",
+)
+async def without_transports(
+    deployment: Deployment, alteration: Callable[[], None], left: str
+) -> None:
     """Let engines connect to no owner by some transports; they must use the one that is left."""
-
-    async def disturb(deployment: Deployment) -> None:
-        async with altered(deployment, slots_of(deployment, "engine"), *environment(alteration)):
-            began = now()
-            async with deployment.bus("transports") as bus:
-                count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
-            await asyncio.sleep(2.0)
-            deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
-            if not num:
-                deployment.note(f"nothing was read by {left}")
-            await deployment.probe("beside_transports", WORKER_S)
-
-    return disturb
+    async with altered(deployment, deployment.slots_of("engine"), *environment(alteration)):
+        began = now()
+        async with deployment.bus("transports") as bus:
+            count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
+        await asyncio.sleep(2.0)
+        deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
+        if not num:
+            deployment.note(f"nothing was read by {left}")
+        await deployment.probe("beside_transports", WORKER_S)
 
 
 # -- building blocks --------------------------------------------------------------------------
@@ -212,7 +244,7 @@ def _send_large(
     bus: Bus, requests: int, num_images: int = 1
 ) -> "list[asyncio.Task[list[LogRecord]]]":
     """Send requests with large images; the tasks have the request ids as names."""
-    asked = []
+    tasks = []
     for number in range(requests):
         parts: list[ContentPart] = [
             ImagePart(ImageURL(url)) for url in _large_images()[:num_images]
@@ -220,12 +252,8 @@ def _send_large(
         message = Message("user", [*parts, TextPart("?")])
         request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
         id = new_id(f"large-{number}")
-        asked.append(asyncio.create_task(_all(bus, request, id), name=id))
-    return asked
-
-
-async def _all(bus: Bus, request: GenerateRequest, id: str) -> list[LogRecord]:
-    return [record async for record in client.ask(bus, request, id)]
+        tasks.append(asyncio.create_task(collect(client.ask(bus, request, id)), name=id))
+    return tasks
 
 
 async def _references(deployment: Deployment, bus: Bus, request_id: str) -> list[BlobRef]:
@@ -266,8 +294,8 @@ async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what
 
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
-    pids = {slot.pid for slot in deployment.pool.slots if slot.role == "renderer"}
-    return [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
+    pids = {slot.pid for slot in deployment.slots_of("renderer")}
+    return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
 
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:

@@ -6,31 +6,46 @@ from ops.chaos import fake_model
 from ops.chaos.alterations import RAISING_TEXT, environment, hanging_engine, raising_renderer
 from ops.chaos.broker_contents import Store
 from ops.chaos.history import WorkerEvent, read_events
+from ops.chaos.matrix.cell import cannot_run, cell
 from ops.chaos.matrix.cells.common import WORKER_S, altered, new_id, timed, wait_for_load
-from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.deployment import Deployment
 from shared.errors import PagemillError
 from shared.protocol.records import Failure, LogRecord
 from shared.protocol.sampling import SamplingParams
 
+cannot_run("poison: raises in encode", "a test: tests/encoder/test_tower.py")
 
-def poison(seed: int, code: str, count: int = 2) -> Disturb:
+
+@cell(
+    "poison: raises in a step",
+    "at every attempt",
+    "dead letter",
+    on="poison",
+    seed=fake_model.RAISES_SEED,
+    code="worker_failure",
+)
+@cell(
+    "poison: kills the worker",
+    "SIGKILL from inside",
+    "2 deaths",
+    on="poison",
+    seed=fake_model.KILLS_SEED,
+    code="poison",
+)
+async def harm_engines(deployment: Deployment, seed: int, code: str, count: int = 2) -> None:
     """Send requests that harm their engine: each ends with a dead letter and harms no other."""
-
-    async def disturb(deployment: Deployment) -> None:
-        await wait_for_load(deployment)
-        async with deployment.bus("poison") as bus:
-            asked = []
-            for number in range(count):
-                id = new_id(f"poison-{number}")
-                sampling = SamplingParams(max_tokens=8, seed=seed, temperature=1.0)
-                asked.append((id, asyncio.create_task(timed(deployment.ask(bus, id, sampling)))))
-                await asyncio.sleep(0.5)
-            for id, answer in asked:
-                await _check_poison(deployment, id, code, answer)
-        await deployment.pool.wait_ready()
-        await deployment.probe("after_poison", WORKER_S)
-
-    return disturb
+    await wait_for_load(deployment)
+    async with deployment.bus("poison") as bus:
+        tasks = []
+        for number in range(count):
+            id = new_id(f"poison-{number}")
+            sampling = SamplingParams(max_tokens=8, seed=seed, temperature=1.0)
+            tasks.append((id, asyncio.create_task(timed(deployment.ask(bus, id, sampling)))))
+            await asyncio.sleep(0.5)
+        for id, answer in tasks:
+            await _check_poison(deployment, id, code, answer)
+    await deployment.pool.wait_ready()
+    await deployment.probe("after_poison", WORKER_S)
 
 
 async def _check_poison(
@@ -47,8 +62,7 @@ async def _check_poison(
         return
     end = records[-1]
     found = end.error.code if isinstance(end, Failure) else "finish"
-    key = "poison_s"
-    deployment.outcome.figures[key] = max(took_s, deployment.outcome.figures.get(key, 0.0))
+    deployment.outcome.note_largest("poison_s", took_s)
     if found != code:
         deployment.note(f"I11: {id} ended with {found} instead of {code}")
     harmed = [
@@ -57,9 +71,7 @@ async def _check_poison(
         for event in read_events(file)
         if isinstance(event, WorkerEvent) and event.what == "harm" and event.id == id
     ]
-    deployment.outcome.figures["harmed"] = max(
-        len(harmed), int(deployment.outcome.figures.get("harmed", 0))
-    )
+    deployment.outcome.note_largest("harmed", len(harmed))
     if code == "poison" and len(harmed) > deployment.settings.max_deaths:
         deployment.note(f"I11: {id} killed {len(harmed)} workers")
     if not await _has_letter(deployment, id):
@@ -74,28 +86,26 @@ async def _has_letter(deployment: Deployment, id: str) -> bool:
         await store.close()
 
 
+@cell("poison: raises in render", "at every attempt", "dead letter", on="poison")
 async def raises_in_render(deployment: Deployment) -> None:
-    slots = [slot for slot in deployment.pool.slots if slot.role == "renderer"]
+    slots = deployment.slots_of("renderer")
     async with (
         altered(deployment, slots, *environment(raising_renderer)),
         deployment.bus("poison") as bus,
     ):
-        asked = []
+        tasks = []
         for number in range(2):
             id = new_id(f"poison-{number}")
             answer = deployment.ask(bus, id, SamplingParams(max_tokens=8), RAISING_TEXT)
-            asked.append((id, asyncio.create_task(timed(answer))))
-        for id, answer_ in asked:
-            await _check_poison(deployment, id, "worker_failure", answer_)
+            tasks.append((id, asyncio.create_task(timed(answer))))
+        for id, answering in tasks:
+            await _check_poison(deployment, id, "worker_failure", answering)
 
 
-kills = poison(fake_model.KILLS_SEED, "poison")
-raises = poison(fake_model.RAISES_SEED, "worker_failure")
-
-
+@cell("poison: hangs the step", "for ever, in every engine", "its deadline", on="poison", load_s=8)
 async def hangs(deployment: Deployment) -> None:
     """Hang the step of every engine for ever with a request that has a deadline of 15 s."""
-    engines = [slot for slot in deployment.pool.slots if slot.role == "engine"]
+    engines = deployment.slots_of("engine")
     command = (*environment(hanging_engine), "PAGEMILL_ENGINE__STEP_TIMEOUT_S=3")
     async with altered(deployment, engines, *command), deployment.bus("poison") as bus:
         sampling = SamplingParams(max_tokens=8, seed=fake_model.HANGS_SEED, temperature=1.0)

@@ -5,6 +5,7 @@ import os
 import signal
 
 from ops.chaos.history import Fault, now
+from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     BROKER_S,
     PARTITION_S,
@@ -14,75 +15,83 @@ from ops.chaos.matrix.cells.common import (
     new_id,
     port_of,
     request_json,
+    stopped,
     until_empty,
     wait_for_load,
 )
-from ops.chaos.matrix.cells.memory import starve
-from ops.chaos.matrix.deployment import Deployment, Disturb
-from ops.chaos.matrix.servers import SingleServer
+from ops.chaos.matrix.cells.memory import starve, why_no_memory_limit
+from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.plan import Mix
 from ops.chaos.processes import network
+from ops.chaos.processes.brokers import OneBroker
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 
-def _servers(deployment: Deployment) -> SingleServer:
-    assert isinstance(deployment.servers, SingleServer)
-    return deployment.servers
+def _broker(deployment: Deployment) -> OneBroker:
+    assert isinstance(deployment.brokers, OneBroker)
+    return deployment.brokers
 
 
 async def _broker_back(deployment: Deployment, old: int) -> None:
     # The restart happens in another process, of which asyncio gets no event.
-    while _servers(deployment).pid() == old or deployment.servers.pick_victim(0) is None:  # noqa: ASYNC110
+    while _broker(deployment).pid() == old or deployment.brokers.pick_victim() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
-def broker_killed(times: int, every_s: float) -> Disturb:
-    async def disturb(deployment: Deployment) -> None:
-        for turn in range(times):
-            await asyncio.sleep(every_s * deployment.rng.uniform(0.8, 1.2))
-            pid = _servers(deployment).pid()
-            deployment.pool.send_signal("kill", "broker", signal.SIGKILL, 0)
-            if turn == times - 1:
-                await _broker_back(deployment, pid)
-                await deployment.probe("after_broker", BROKER_S)
+@cell("broker: SIGKILL", "kill -9", "3 s", times=1, every_s=1.5)
+@cell("broker: killed every 2 s", "kill -9", "3 s", load_s=18, times=8, every_s=2.0)
+async def broker_killed(deployment: Deployment, times: int, every_s: float) -> None:
+    for turn in range(times):
+        await asyncio.sleep(every_s * deployment.rng.uniform(0.8, 1.2))
+        pid = _broker(deployment).pid()
+        deployment.pool.send_signal("kill", "broker", signal.SIGKILL, 0)
+        if turn == times - 1:
+            await _broker_back(deployment, pid)
+            await deployment.probe("after_broker", BROKER_S)
 
-    return disturb
 
-
+@cell("broker: SIGTERM", "kill -TERM", "3 s")
 async def broker_terminated(deployment: Deployment) -> None:
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     deployment.pool.send_signal("drain", "broker", signal.SIGTERM, 0)
     await _broker_back(deployment, pid)
     await deployment.probe("after_broker", BROKER_S)
 
 
-def broker_stopped(lasts_s: float) -> Disturb:
-    async def disturb(deployment: Deployment) -> None:
-        await wait_for_load(deployment)
-        pid = _servers(deployment).pid()
-        with deployment.outage("stop"):
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                await asyncio.sleep(lasts_s)
-            finally:
-                deployment.pool.resume(pid)
-        await deployment.probe("after_broker", BROKER_S)
-
-    return disturb
+@cell("broker: SIGSTOP 30 s", "kill -STOP", "3 s", load_s=20)
+async def broker_stopped(deployment: Deployment, lasts_s: float = 30.0) -> None:
+    await wait_for_load(deployment)
+    pid = _broker(deployment).pid()
+    with deployment.outage("stop"):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            deployment.pool.resume(pid)
+    await deployment.probe("after_broker", BROKER_S)
 
 
+@cell("broker: OOM", "memory cgroup", "3 s", needs=why_no_memory_limit)
 async def broker_out_of_memory(deployment: Deployment) -> None:
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     deployment.journal.write(Fault(now(), "kill", "broker", 0, pid))
     await asyncio.to_thread(starve, pid)
     await _broker_back(deployment, pid)
     await deployment.probe("after_broker", BROKER_S)
 
 
+@cell(
+    "broker: packet loss 30 %",
+    "iptables on its port",
+    "7 s",
+    needs=network.why_unavailable,
+    load_s=10,
+)
 async def broker_lossy(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     with deployment.outage("loss"), dropping([port_of(deployment.url)], probability=0.3):
@@ -91,12 +100,13 @@ async def broker_lossy(deployment: Deployment) -> None:
     await deployment.probe("after_loss", PARTITION_S)
 
 
+@cell("broker: disk full", "tmpfs of 24 MiB", "3 s", on="disk", load_s=10)
 async def disk_full(deployment: Deployment) -> None:
     """Fill the disk for six seconds; then free it and restart the server."""
     await wait_for_load(deployment)
-    pid = _servers(deployment).pid()
+    pid = _broker(deployment).pid()
     with deployment.outage("enospc"):
-        ballast = await asyncio.to_thread(fill, _servers(deployment).disk)
+        ballast = await asyncio.to_thread(fill, _broker(deployment).disk)
         refused = await _refusal(deployment)
         await asyncio.sleep(6.0)
         await asyncio.to_thread(ballast.unlink)
@@ -125,13 +135,17 @@ async def _refusal(deployment: Deployment) -> float | None:
     return None
 
 
+@cell(
+    "broker: queue at its limit",
+    "8 MB of requests, limit 2 MiB",
+    "refused in 1 s",
+    on="tight",
+    change={"mix": Mix(deadline=0)},
+)
 async def queue_at_its_limit(deployment: Deployment) -> None:
     """Fill REQUESTS to its limit in bytes: refused at once, accepted again when there is room."""
-    engines = [slot for slot in deployment.pool.slots if slot.role == "engine"]
-    for slot in engines:
-        deployment.signal(slot, "stop", signal.SIGSTOP)
-    sizes = []
-    try:
+    refused_s = []
+    with stopped(deployment, "engine"):
         async with deployment.bus("limit") as bus:
             for number in range(40):
                 request = GenerateRequest(
@@ -143,15 +157,12 @@ async def queue_at_its_limit(deployment: Deployment) -> None:
                         subjects.request("demo"), request_json(request), new_id(f"big-{number}")
                     )
                 except Overloaded:
-                    sizes.append(now() - began)
-    finally:
-        for slot in engines:
-            deployment.pool.resume(slot.pid)
-    if not sizes:
+                    refused_s.append(now() - began)
+    if not refused_s:
         deployment.note("I14: 8 MB of requests were accepted into a queue of 2 MiB")
     else:
-        deployment.outcome.figures["refused_after_s"] = max(sizes)
-        if max(sizes) > 1.0:
-            deployment.note(f"I14: refused after {max(sizes):.2f} s")
+        deployment.outcome.figures["refused_after_s"] = max(refused_s)
+        if max(refused_s) > 1.0:
+            deployment.note(f"I14: refused after {max(refused_s):.2f} s")
     await until_empty(deployment, 30.0)
     await deployment.probe("after_limit", WORKER_S)

@@ -1,19 +1,22 @@
 """Cells in which workers have a bad environment: no disk to write to, a wrong clock."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from ops.chaos.alterations import environment, sleep_by_select
 from ops.chaos.history import now
+from ops.chaos.matrix.cell import cannot_run, cell
 from ops.chaos.matrix.cells.common import WORKER_S, altered, fill, new_id, one_of_each
-from ops.chaos.matrix.deployment import Deployment, Disturb
-from ops.chaos.matrix.servers import mount_disk, unmount
+from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import ROOT
+from ops.chaos.processes.brokers import mount_disk, unmount
 from shared.bus.bus import Bus
 from shared.protocol.records import Failure
 from shared.protocol.sampling import SamplingParams
 
 
+@cell("disk: log disk full", "stderr of workers on a full tmpfs", "5 s")
 async def log_disk_full(deployment: Deployment) -> None:
     """Let workers log every step to a full disk."""
     disk = deployment.folder / "small"
@@ -29,6 +32,10 @@ async def log_disk_full(deployment: Deployment) -> None:
         unmount(disk)
 
 
+cannot_run("disk: cache disk full", "no worker caches anything on a disk")
+
+
+@cell("disk: read-only root", "workers in a mount namespace without a writable path", "5 s")
 async def read_only_root(deployment: Deployment) -> None:
     """Let workers run on a read-only file system; only the journal can be written."""
     folder = deployment.folder
@@ -49,23 +56,28 @@ def why_no_faketime() -> str | None:
     return None if Path(_FAKETIME).exists() else "libfaketime is not installed (apt: faketime)"
 
 
-def clock(fake_time: str) -> Disturb:
+_clock = partial(cell, bound="deadline + 2 s", needs=why_no_faketime, load_s=10)
+_HOW = "libfaketime {} on one worker of each role"
+
+
+@_clock("clock: +1 h", _HOW.format("+1h"), fake_time="+1h")
+@_clock("clock: -1 h", _HOW.format("-1h"), fake_time="-1h")
+@_clock("clock: drift 2 s/s", _HOW.format("+0 x3"), fake_time="+0 x3")
+async def clock(deployment: Deployment, fake_time: str) -> None:
     """Give worker 0 of each role another wall clock; its monotonic clock is correct."""
-
-    async def disturb(deployment: Deployment) -> None:
-        command = [
-            *environment(sleep_by_select),
-            *(f"LD_PRELOAD={_FAKETIME}", f"FAKETIME={fake_time}"),
-            *("FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"),
-        ]
-        async with altered(deployment, one_of_each(deployment), *command):
-            await deployment.probe("wrong_clock", WORKER_S)
-            async with deployment.bus("clock") as bus:
-                for number in range(6):
-                    await _deadline_is_kept(deployment, bus, number)
-        await asyncio.to_thread(_clean_up_after_faketime)
-
-    return disturb
+    command = [
+        *environment(sleep_by_select),
+        f"LD_PRELOAD={_FAKETIME}",
+        f"FAKETIME={fake_time}",
+        "FAKETIME_DONT_FAKE_MONOTONIC=1",
+        "DONT_FAKE_MONOTONIC=1",
+    ]
+    async with altered(deployment, one_of_each(deployment), *command):
+        await deployment.probe("wrong_clock", WORKER_S)
+        async with deployment.bus("clock") as bus:
+            for number in range(6):
+                await _deadline_is_kept(deployment, bus, number)
+    await asyncio.to_thread(_clean_up_after_faketime)
 
 
 def _clean_up_after_faketime() -> None:
@@ -83,15 +95,14 @@ async def _deadline_is_kept(deployment: Deployment, bus: Bus, number: int) -> No
     code = end.error.code if isinstance(end, Failure) else "finish"
     if code != "deadline_exceeded" or not 0.85 < took_s < 3.0:
         deployment.note(f"I1: a deadline of 1 s ended with {code} after {took_s:.2f} s")
-    deployment.outcome.figures["deadline_s"] = max(
-        took_s, deployment.outcome.figures.get("deadline_s", 0)
-    )
+    deployment.outcome.note_largest("deadline_s", took_s)
 
 
 # These compare the current time with the modification times of files.
 _READS_FILE_AGES = ("shared/native/library.py", "shared/vision/embedding_directory.py")
 
 
+@cell("clock: none read", "a search of the source", load_s=1)
 async def no_wall_clock(deployment: Deployment) -> None:
     """Search the product's source for reads of the wall clock, which only file ages may need."""
     for folder in ("shared", "workers"):

@@ -1,15 +1,18 @@
-"""Reads from /proc the resources of this machine, and of a process with its descendants. Linux."""
+"""This machine: its resources and its load, from /proc, and the commit that it runs. Linux."""
 
 import contextlib
 import fcntl
 import os
+import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 
+from workers.supervisor.process_usage import TICKS_PER_S, usage_of
+
 PROC = Path("/proc")
-TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -30,6 +33,21 @@ def cpu_model() -> str:
     return "unknown"
 
 
+def describe() -> str:
+    """Return the processor, the load of the last minute, the date and the commit."""
+    load, today = os.getloadavg()[0], date.today().isoformat()
+    return f"{cpu_model()}, {os.cpu_count()} cores, load {load:.1f}, {today}, commit {commit()}"
+
+
+def commit() -> str:
+    """Return the commit of this tree, with a plus sign if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
+
+
 def available_bytes() -> int:
     return _kib(PROC / "meminfo", "MemAvailable")
 
@@ -38,17 +56,12 @@ def busy_s() -> float:
     """Return processor seconds: those of all processes, and those that other machines stole."""
     ticks = [int(n) for n in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     idle, iowait = ticks[3], ticks[4]
-    return (sum(ticks) - idle - iowait) / TICKS_S
+    return (sum(ticks) - idle - iowait) / TICKS_PER_S
 
 
-def used_s(pid: int) -> float:
-    """Return processor seconds of a process and its descendants, including ended ones."""
-    total = 0
-    for each in _tree(pid):
-        with contextlib.suppress(OSError):
-            # These are utime, stime and both of the waited-for children: 14 to 17 of proc(5).
-            total += sum(int(n) for n in _stat(each)[11:15])
-    return total / TICKS_S
+def processor_s(pids: Mapping[str, int]) -> dict[str, float]:
+    """Return the processor seconds of processes and their children so far, by name."""
+    return {name: usage_of(pid).cpu_s for name, pid in pids.items()}
 
 
 def peak_bytes(pid: int) -> int:

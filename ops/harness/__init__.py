@@ -1,0 +1,1 @@
+"""Running deployments, measured values and tables, for benches, chaos runs, checks and tests."""

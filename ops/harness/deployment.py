@@ -1,0 +1,170 @@
+"""A running Pagemill on this machine, as `pagemill up` runs it: broker, workers and gateway."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from cyclopts import App
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from workers import settings
+from workers.cli.commands.worker import worker
+from workers.cli.terminal import run_app
+from workers.roles import AGENT, WorkerSpec, default_workers
+from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.preloader import Preloader, fork_preloader
+from workers.supervisor.processes import WorkerProcesses
+
+ROOT = Path(__file__).parents[2]
+DEMO_VOICE = settings.OPS / "demo_voice"
+
+
+class Deployment:
+    """Broker and workers that run, and the gateway, if there is one.
+
+    A worker that ends is replaced, as by `pagemill up`.
+    """
+
+    def __init__(self, cluster: LocalCluster, workers: Sequence[WorkerSpec], folder: Path) -> None:
+        self._cluster = cluster
+        self._workers = workers
+        self.url = cluster.url
+        """URL of the broker."""
+        self.folder = folder
+        self.log = folder / "workers.log"
+
+    @property
+    def http(self) -> str:
+        """URL of the gateway."""
+        assert self._cluster.gateway_url is not None, "there is no gateway"
+        return self._cluster.gateway_url
+
+    @contextlib.asynccontextmanager
+    async def bus(self, name: str = "bench") -> AsyncIterator[Bus]:
+        """Connect a client to the broker."""
+        bus = await Bus.connect(self.url, name)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    def pids(self, role: str, stage: str | None = None) -> list[int]:
+        """Return the process ids of the running workers of a role, or of one of its stages."""
+        specs = {w for w in self._workers if w.role == role and stage in (None, w.stage)}
+        slots = [slot for spec in specs for slot in self._cluster.supervisor.slots(spec)]
+        return [slot.pid for slot in slots if slot.pid]
+
+    def kill(self, role: str, stage: str | None = None) -> None:
+        """Kill all workers of a role, or of one of its stages."""
+        for pid in self.pids(role, stage):
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def broker_pid(self) -> int:
+        """Process id of the broker, if the deployment started it."""
+        return int((self.folder / "nats" / "nats-server.pid").read_text())
+
+    def processes(self) -> dict[str, int]:
+        """Return a process id for each stage or other role, and for the broker."""
+        names = {w.stage or w.role: (w.role, w.stage) for w in self._workers}
+        return {"broker": self.broker_pid} | {
+            name: self.pids(*worker)[0] for name, worker in names.items()
+        }
+
+
+@contextlib.asynccontextmanager
+async def deployment(
+    tree: Mapping[str, Any],
+    *,
+    workers: Sequence[WorkerSpec] | None = None,
+    url: str | None = None,
+    preloader: Preloader | None = None,
+    processes: WorkerProcesses | None = None,
+    folder: Path | None = None,
+) -> AsyncIterator[Deployment]:
+    """Run a deployment of a configuration, and drain and stop it at the end.
+
+    `tree` is the content of `pagemill.yaml`; ports that it omits are free ones, and the broker's
+    store is in `folder`, by default a temporary one. Without `workers`, the workers of
+    `pagemill up` run, with a gateway, and with an agent if the configuration has one. `url` is the
+    URL of a broker that runs already. `processes` starts workers in place of the product's.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-")))
+        file = write_config(tree, folder)
+        config = settings.load_config(file)
+        if workers is None:
+            agent = [WorkerSpec(AGENT)] if AGENT in tree else []
+            workers = [*default_workers(config), *agent, WorkerSpec("gateway")]
+        cluster = LocalCluster(
+            config,
+            file,
+            workers,
+            url,
+            folder / "workers.log",
+            preloader=preloader,
+            processes=processes,
+        )
+        try:
+            await cluster.start()
+            yield Deployment(cluster, workers, folder)
+        finally:
+            await cluster.stop()
+
+
+def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
+    """Write `pagemill.yaml` for a deployment in a folder."""
+    nats = {"port": 0, "store_dir": str(folder / "nats")} | tree.get("nats", {})
+    gateway = {"port": 0} | tree.get("gateway", {})
+    file = folder / "pagemill.yaml"
+    file.write_bytes(msgspec.json.encode({**tree, "nats": nats, "gateway": gateway}))
+    return file
+
+
+def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) -> dict[str, Any]:
+    """Return a configuration of the demo model, with the demo voice if it is `spoken`.
+
+    `model` has further settings of the model.
+    """
+    served = {"path": str(settings.DEMO_MODEL), "max_model_len": max_model_len} | model
+    if spoken:
+        stages = msgspec.yaml.decode((DEMO_VOICE / "pagemill.yaml").read_bytes())
+        stages = stages["models"]["demo"]["stages"]
+        served["stages"] = {
+            name: stage | {"path": str(DEMO_VOICE / stage["path"])}
+            for name, stage in stages.items()
+        }
+    return {"models": {"demo": served}}
+
+
+def preload(*modules: str) -> Preloader:
+    """Fork a process that imports modules and forks workers, which then need no imports.
+
+    It must be called before there is a thread or an event loop.
+    """
+    return fork_preloader(list(modules), _run_worker)
+
+
+def _run_worker() -> None:
+    app = App(name="pagemill")
+    app.command(worker)
+    run_app(app)
+
+
+@contextlib.asynccontextmanager
+async def broker(folder: Path) -> AsyncIterator[EmbeddedServer]:
+    """Run a broker that accepts all clients, with its store in a folder."""
+    server = EmbeddedServer(folder / "nats")
+    await asyncio.to_thread(server.start)
+    try:
+        yield server
+    finally:
+        await asyncio.to_thread(server.stop)

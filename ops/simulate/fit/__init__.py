@@ -1,1 +1,0 @@
-"""Cost figures of a measured engine, and the simulator beside the run that they come from."""
