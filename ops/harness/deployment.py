@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from cyclopts import App
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from workers import settings
-from workers.cli.commands.worker import worker
-from workers.cli.terminal import run_app
+from workers.cli.commands.worker import preload
 from workers.roles import AGENT, WorkerSpec, default_workers
 from workers.supervisor.cluster import LocalCluster
-from workers.supervisor.preloader import Preloader, fork_preloader
+from workers.supervisor.preloader import Preloader
 from workers.supervisor.processes import WorkerProcesses
 
 ROOT = Path(__file__).parents[2]
@@ -132,9 +130,11 @@ def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
 def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) -> dict[str, Any]:
     """Return a configuration of the demo model, with the demo voice if it is `spoken`.
 
-    `model` has further settings of the model.
+    Answers are greedy by default. `model` has further settings of the model.
     """
-    served = {"path": str(settings.DEMO_MODEL), "max_model_len": max_model_len} | model
+    greedy = {"temperature": 0.0, "max_tokens": 64}
+    served: dict[str, Any] = {"path": str(settings.DEMO_MODEL), "max_model_len": max_model_len}
+    served |= {"sampling_defaults": greedy} | model
     if spoken:
         stages = msgspec.yaml.decode((DEMO_VOICE / "pagemill.yaml").read_bytes())
         stages = stages["models"]["demo"]["stages"]
@@ -145,18 +145,13 @@ def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) 
     return {"models": {"demo": served}}
 
 
-def preload(*modules: str) -> Preloader:
-    """Fork a process that imports modules and forks workers, which then need no imports.
+def preload_for(tree: Mapping[str, Any], folder: Path) -> Preloader | None:
+    """Fork a process with the modules of a configuration's workers, which are then forked from it.
 
-    It must be called before there is a thread or an event loop.
+    It must be called before there is a thread or an event loop. None on a machine with a GPU.
     """
-    return fork_preloader(list(modules), _run_worker)
-
-
-def _run_worker() -> None:
-    app = App(name="pagemill")
-    app.command(worker)
-    run_app(app)
+    config = settings.load_config(write_config(tree, folder))
+    return preload(config, default_workers(config))
 
 
 @contextlib.asynccontextmanager

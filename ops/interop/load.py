@@ -17,7 +17,8 @@ import msgspec
 from rich.console import Console
 
 from ops.bench.servers import vllm_of_command_line
-from ops.serving import MODEL, serving
+from ops.harness.deployment import demo_tree, deployment
+from workers.settings import DEMO_MODEL
 
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 LOADS = (1, 8, 32)
@@ -50,7 +51,14 @@ class Run:
     def command(self, binary: Path, url: str, file: Path) -> list[str]:
         return [
             *(str(binary), "bench", "serve", "--backend", self.backend, "--base-url", url),
-            *("--endpoint", BACKENDS[self.backend], "--model", "demo", "--tokenizer", str(MODEL)),
+            *(
+                "--endpoint",
+                BACKENDS[self.backend],
+                "--model",
+                "demo",
+                "--tokenizer",
+                str(DEMO_MODEL),
+            ),
             *("--dataset-name", "random", "--random-input-len", str(INPUT_LEN)),
             *("--random-output-len", str(OUTPUT_LEN), "--ignore-eos", "--seed", str(self.load)),
             *("--num-prompts", str(self.num_requests), "--max-concurrency", str(self.load)),
@@ -74,10 +82,11 @@ def main() -> None:
 async def _run_all(binary: Path, console: Console) -> int:
     """Run all loads; return the number of runs that failed."""
     failed = 0
-    async with serving() as (url, folder):
+    async with deployment(demo_tree()) as site:
         for backend, load in product(BACKENDS, LOADS):
-            run, file = Run(backend, load), folder / f"{backend}-{load}.json"
-            output = await asyncio.to_thread(_call, run.command(binary, url, file), folder)
+            run, file = Run(backend, load), site.folder / f"{backend}-{load}.json"
+            command = run.command(binary, site.http, file)
+            output = await asyncio.to_thread(_call, command, site.folder)
             result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else None
             passed = result is not None and run.passed(result)
             failed += not passed
