@@ -82,6 +82,7 @@ async def deployment(
     tree: Mapping[str, Any],
     *,
     workers: Sequence[WorkerSpec] | None = None,
+    gateway: bool = True,
     url: str | None = None,
     preloader: Preloader | None = None,
     processes: WorkerProcesses | None = None,
@@ -91,8 +92,9 @@ async def deployment(
 
     `tree` is the content of `pagemill.yaml`; ports that it omits are free ones, and the broker's
     store is in `folder`, by default a temporary one. Without `workers`, the workers of
-    `pagemill up` run, with a gateway, and with an agent if the configuration has one. `url` is the
-    URL of a broker that runs already. `processes` starts workers in place of the product's.
+    `pagemill up` run, with a gateway unless `gateway` is false, and with an agent if the
+    configuration has one. `url` is the URL of a broker that runs already. `processes` starts
+    workers in place of the product's.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -100,8 +102,9 @@ async def deployment(
         file = write_config(tree, folder)
         config = settings.load_config(file)
         if workers is None:
-            agent = [WorkerSpec(AGENT)] if AGENT in tree else []
-            workers = [*default_workers(config), *agent, WorkerSpec("gateway")]
+            workers = default_workers(config)
+            workers += [WorkerSpec(AGENT)] if AGENT in tree else []
+            workers += [WorkerSpec("gateway")] if gateway else []
         cluster = LocalCluster(
             config,
             file,

@@ -14,10 +14,10 @@ from itertools import product
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from ops.bench.servers import vllm_of_command_line
 from ops.harness.deployment import demo_tree, deployment
+from ops.harness.tables import console
 from workers.settings import DEMO_MODEL
 
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
@@ -71,15 +71,7 @@ class Run:
         return result.failed == 0 and result.completed == self.num_requests
 
 
-def main() -> None:
-    console = Console(soft_wrap=True)
-    binary = vllm_of_command_line(__doc__, console)
-    if binary is None:
-        return
-    raise SystemExit(asyncio.run(_run_all(binary, console)))
-
-
-async def _run_all(binary: Path, console: Console) -> int:
+async def run_all(binary: Path) -> int:
     """Run all loads; return the number of runs that failed."""
     failed = 0
     async with deployment(demo_tree()) as site:
@@ -90,11 +82,9 @@ async def _run_all(binary: Path, console: Console) -> int:
             result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else None
             passed = result is not None and run.passed(result)
             failed += not passed
-            console.print(
-                f"{'ok' if passed else 'FAILED'}  {_describe(run, result)}", highlight=False
-            )
+            console.print(f"{'ok' if passed else 'FAILED'}  {_describe(run, result)}")
             if not passed:
-                console.print(output[-4000:], markup=False, highlight=False)
+                console.print(output[-4000:], markup=False)
     return failed
 
 
@@ -124,4 +114,5 @@ def _describe(run: Run, result: Result | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    if (binary := vllm_of_command_line(__doc__)) is not None:
+        raise SystemExit(asyncio.run(run_all(binary)))

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ops.bench.gateway.transports import Times
 from ops.bench.heldout import workloads
-from ops.bench.heldout.__main__ import report
+from ops.bench.heldout.__main__ import rows
 from ops.bench.peers.workloads import Maker
+from ops.harness.samples import Samples
 
 
 def maker(seed: int) -> Maker:
@@ -57,8 +58,8 @@ def test_ratios_above_one_are_better() -> None:
     found = dict(workloads.figures([Times(0.1, 1.0, (0.2, 0.1)), Times(0.3, 1.0, (0.4,))], 90, 3.0))
     assert found["tokens per second"] == 30
     assert found["first token p50_s"] == 0.2
-    alone = {"pagemill": {"first token_s": [1.0, 3.0]}}
-    both = {"pagemill": {"tokens per second": [4.0]}, "vllm": {"tokens per second": [2.0]}}
-    table = report({"long": both, "beside": alone})
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[2:] == [["4", "2"], ["2", "-"], ["2.00", "-"]]
+    alone = {"pagemill": {"first token_s": Samples([1.0, 3.0])}}
+    figure = "tokens per second"
+    both = {"pagemill": {figure: Samples([4.0])}, "vllm": {figure: Samples([2.0])}}
+    cells = [row[2:] for row in rows({"long": both, "beside": alone}, "vllm")]
+    assert cells == [("4", "2", "2.00"), ("2", "-", "-")]
