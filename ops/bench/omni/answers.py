@@ -5,17 +5,16 @@ times, one after the other, in NUM_TOKENS tokens. The sound of an answer whose t
 whole text would begin after the text has ended.
 """
 
+import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from cyclopts import App
-
-from ops.bench.omni.durable import running
+from ops.harness import machine
+from ops.harness.deployment import deployment, preload_for
+from ops.harness.tables import console
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -23,11 +22,8 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from tests import omni
-from workers import settings
-from workers.cli.commands.worker import worker
-from workers.cli.terminal import run_app
 from workers.roles import WorkerSpec
-from workers.supervisor.preloader import Preloader, fork_preloader
+from workers.supervisor.preloader import Preloader
 
 MODEL, NUM_TOKENS, NUM_FRAMES = "omni", 300, 300
 SPECS = [
@@ -39,7 +35,8 @@ SPECS = [
 ]
 
 
-def write_config(folder: Path) -> Path:
+def make_tree(folder: Path) -> dict[str, Any]:
+    """Write a model, and return its configuration."""
     omni.write_qwen3(folder / MODEL)
     stages = {
         "talker": {
@@ -48,18 +45,13 @@ def write_config(folder: Path) -> Path:
         },
         "code2wav": {"chunks": {"first": [4, 10], "size": 25, "left": 25, "right": 1}},
     }
-    file = folder / "pagemill.yaml"
-    tree = {
-        "models": {
-            MODEL: {"path": MODEL, "dtype": "float32", "graph": "qwen3-omni", "stages": stages}
-        },
+    model = {"path": MODEL, "dtype": "float32", "graph": "qwen3-omni", "stages": stages}
+    return {
+        "models": {MODEL: model},
         "engine": {"threads": 1, "kv_cache_mib": 64},
         "generator": {"threads": 1},
-        "nats": {"port": 0, "store_dir": str(folder / "nats")},
         "log_level": "warning",
     }
-    file.write_bytes(msgspec.json.encode(tree))
-    return file
 
 
 async def answer(bus: Bus, question: str) -> tuple[float, float]:
@@ -80,35 +72,32 @@ async def answer(bus: Bus, question: str) -> tuple[float, float]:
     return audio[0].stored_ms - text[0].stored_ms, text[-2].stored_ms - text[0].stored_ms
 
 
-async def run(number: int, preloader: Preloader) -> list[tuple[float, float]]:
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-        file = write_config(Path(name))
-        async with running(settings.load_config(file), file, SPECS, preloader) as (bus, _):
-            await answer(bus, "Hi")
-            return [await answer(bus, f"What are {n} circles?") for n in range(number)]
+async def run(
+    tree: dict[str, Any], folder: Path, preloader: Preloader | None, number: int
+) -> list[tuple[float, float]]:
+    async with (
+        deployment(tree, workers=SPECS, preloader=preloader, folder=folder) as site,
+        site.bus() as bus,
+    ):
+        await answer(bus, "Hi")
+        return [await answer(bus, f"What are {n} circles?") for n in range(number)]
 
 
-def print_report(found: Sequence[tuple[float, float]]) -> None:
-    sound, text = (statistics.median(column) for column in zip(*found, strict=True))
-    sys.stdout.write(
-        f"{len(found)} answers of {NUM_TOKENS} tokens: the first sound comes {sound:.0f} ms after"
-        f" the first token, and the text ends {text:.0f} ms after it\n"
-    )
-
-
-def _run_worker() -> None:
-    forked = App(name="pagemill")
-    forked.command(worker)
-    run_app(forked)
-
-
-def main(number: int = 8) -> None:
-    # Before there is a thread or an event loop.
-    modules = ["workers.engine.main", "workers.generator.speech_worker"]
-    preloader = fork_preloader(modules, _run_worker)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("number", type=int, nargs="?", default=8)
+    number = parser.parse_args().number
     logs.configure_logging("error", role="bench")
-    print_report(asyncio.run(run(number, preloader)))
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        folder, tree = Path(name), make_tree(Path(name))
+        answers = asyncio.run(run(tree, folder, preload_for(tree, folder), number))
+    sound, text = (statistics.median(column) for column in zip(*answers, strict=True))
+    console.print(
+        f"{number} answers of {NUM_TOKENS} tokens: the first sound comes {sound:.0f} ms after"
+        f" the first token, and the text ends {text:.0f} ms after it"
+    )
+    console.print(machine.describe())
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
