@@ -46,7 +46,7 @@ class Report:
 
     async def add(self, findings: Iterable[Finding]) -> None:
         """Print findings as they are made, in a thread: the checks wait for both servers."""
-        await asyncio.to_thread(lambda: [self._print(finding) for finding in findings])
+        await asyncio.to_thread(self._print_all, findings)
 
     def end(self) -> int:
         """Print the number of findings; return 0 only if none differs."""
