@@ -64,7 +64,8 @@ def main() -> None:
             figures = uvloop.run(_measure(model, folder, url, options.rounds))
     peer = "transformers" if url is None else "vllm"
     columns = ("workload", "figure", OURS, peer, f"of {peer}")
-    print_table(f"medians of {options.rounds} rounds, {model.name}", columns, rows(figures, peer))
+    title = f"medians of {options.rounds} rounds, {model.name}"
+    print_table(title, columns, rows(figures, peer), num_texts=2)
 
 
 def rows(figures: dict[str, Figures], peer: str) -> Iterator[tuple[str, ...]]:

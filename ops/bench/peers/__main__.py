@@ -18,7 +18,6 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from ops.bench.peers.workloads import WORKLOADS
 from ops.harness import machine
 
 MODELS = ("smollm2-135m", "mid-qwen2vl")
-FILE_WIDTH = 150
 
 
 def main() -> None:
@@ -62,18 +60,7 @@ def main() -> None:
     about = records.Machine(machine.cpu_model(), given.threads, date.today().isoformat(), found)
     if given.out:
         records.write(given.out, about, rows)
-    _print(about, rows)
-
-
-def _print(about: records.Machine, rows: Sequence[records.Row]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(report.describe(about))
-    for table in report.tables(about, rows):
-        console.print(table)
-    for line in report.differences(rows):
-        console.print(line)
+    report.print_report(about, rows)
 
 
 def _arguments() -> argparse.Namespace:
