@@ -53,11 +53,11 @@ class Report:
         console.print(f"{self._num_compared} compared, {self._num_different} differ")
         return min(self._num_different, 1)
 
-    def _print(self, finding: Finding) -> None:
-        self._num_compared += 1
-        self._num_different += not finding.equal
-        console.print(
-            f"{'[green]equal[/]' if finding.equal else '[red]DIFFERS[/]'}  {finding.what}"
-        )
-        if finding.detail:
-            console.print(f"         {finding.detail}", markup=False)
+    def _print_all(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._num_compared += 1
+            self._num_different += not finding.equal
+            mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
+            console.print(f"{mark}  {finding.what}")
+            if finding.detail:
+                console.print(f"         {finding.detail}", markup=False)
