@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -28,6 +28,7 @@ import uvloop
 from PIL import Image
 
 from ops.harness.deployment import demo_tree, deployment
+from ops.harness.load import at_rate
 from ops.harness.samples import Samples
 from ops.harness.tables import console, print_table
 from shared.telemetry import logs
@@ -40,7 +41,6 @@ TIMES = 10
 SIDE = 1500
 """Pixels of each side of a large image."""
 BIG_BODY = 4 * 2**20
-MAX_OPEN = 400
 PAUSE_S = 5.0
 LEAD_S = 2.0
 """The flood is under way when the steady tenant's answers begin to count."""
@@ -102,7 +102,7 @@ async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) ->
         answer.raise_for_status()
         took.append(time.monotonic() - began)
 
-    await _at_rate(rate, lasts_s, one)
+    await at_rate(rate, one, lambda number: number >= rate * lasts_s)
     return took
 
 
@@ -128,7 +128,7 @@ class Flood:
                 except httpx.HTTPError as error:
                     self._outcomes[f"{kind} {type(error).__name__}"] += 1
 
-            await _at_rate(rate, lasts_s, one)
+            await at_rate(rate, one, lambda number: number >= rate * lasts_s)
         return self._outcomes
 
     def _content(self, kind: str) -> bytes:
@@ -168,18 +168,6 @@ def come_first() -> bool:
     except PermissionError:
         return False
     return True
-
-
-async def _at_rate(rate: float, lasts_s: float, one: Callable[[int], Awaitable[None]]) -> None:
-    """Start a call of `one` at each tick, while fewer than `MAX_OPEN` run; wait for all."""
-    began, running = time.monotonic(), set[asyncio.Future[None]]()
-    for number in range(round(rate * lasts_s)):
-        await asyncio.sleep(began + number / rate - time.monotonic())
-        if len(running) < MAX_OPEN:
-            task = asyncio.ensure_future(one(number))
-            running.add(task)
-            task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
 
 
 async def _measure(
