@@ -143,10 +143,10 @@ class Memory:
         self.peaks: dict[str, float] = {}
 
     def sample(self) -> dict[str, float]:
-        found = {role: sum(map(_own_mib, _with_children(pid))) for role, pid in self._pids.items()}
-        for role, mib in found.items():
+        sample = {role: sum(map(_own_mib, _with_children(pid))) for role, pid in self._pids.items()}
+        for role, mib in sample.items():
             self.peaks[role] = max(mib, self.peaks.get(role, 0.0))
-        return found
+        return sample
 
     async def watch(self) -> None:
         while True:

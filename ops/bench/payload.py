@@ -103,12 +103,12 @@ def main(rounds: int, apart: bool) -> None:
         output = subprocess.run(
             [*reader, *(["--apart"] if apart else [])], stdout=subprocess.PIPE, check=True
         ).stdout
-    found = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
+    results = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
     where = "two network namespaces" if apart else "one machine"
     columns = ("transport", *(f"{size}: p50 / p99 ms, GB/s" for size in SIZES))
     rows = [
-        (name, *(_cell(by_size.get(size), found[BASE64][size]) for size in SIZES))
-        for name, by_size in found.items()
+        (name, *(_cell(by_size.get(size), results[BASE64][size]) for size in SIZES))
+        for name, by_size in results.items()
     ]
     print_table(f"tensor to tensor on {where}; x: of base64 in JSON", columns, rows)
     console.print(_image_bytes())
@@ -148,12 +148,12 @@ if __name__ == "__main__":
     parser.add_argument("--owner", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.owner:
+    options = parser.parse_args()
+    if options.owner:
         logs.configure_logging("warning", role="bench")
-        uvloop.run(run_owner(*given.owner))
-    elif given.reader:
+        uvloop.run(run_owner(*options.owner))
+    elif options.reader:
         logs.configure_logging("warning", role="bench")
-        uvloop.run(run_reader(given.reader, given.rounds, not given.apart))
+        uvloop.run(run_reader(options.reader, options.rounds, not options.apart))
     else:
-        main(given.rounds, given.namespaces)
+        main(options.rounds, options.namespaces)

@@ -150,13 +150,13 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
     fetches["inside a message"] = _inline(bus)
     fetches[BASE64] = _by_http(hello.address.tcp[0], hello.http_port)
     fetches[MEMCPY] = _copy
-    found: dict[str, dict[str, Measured]] = {name: {} for name in fetches}
+    results: dict[str, dict[str, Measured]] = {name: {} for name in fetches}
     for size, num_bytes in SIZES.items():
         for name, fetch in fetches.items():
             if name == "inside a message" and num_bytes > MAX_INLINE:
                 continue
-            found[name][size] = await _measure(fetch, num_bytes, rounds)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+            results[name][size] = await _measure(fetch, num_bytes, rounds)
+    sys.stdout.buffer.write(msgspec.json.encode(results))
     sys.stdout.flush()
     os._exit(0)
 

@@ -103,7 +103,7 @@ def _fields(name: str, cls: type[Struct]) -> str:
     rows = []
     for key, field in schema["properties"].items():
         default = field.get("default")
-        shown = "required" if key in required else "-" if default is None else code(default)
+        default_words = "required" if key in required else "-" if default is None else code(default)
         about = escaped(docs.get(key, ""))
-        rows.append([f"`{key}`", type_words(field, "`{}`".format), shown, about])
+        rows.append([f"`{key}`", type_words(field, "`{}`".format), default_words, about])
     return table(["field", "type", "default", ""], rows)

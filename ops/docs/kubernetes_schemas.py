@@ -39,8 +39,8 @@ app = App(name="write-kubernetes-schemas", help=__doc__)
 def write(wheel: Path, crd: Path, /) -> int:
     FOLDER.mkdir(exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
-        found = (_STRICT.fullmatch(name) for name in archive.namelist())
-        folders = {int(match[2]): match[1] for match in found if match is not None}
+        matches = (_STRICT.fullmatch(name) for name in archive.namelist())
+        folders = {int(match[2]): match[1] for match in matches if match is not None}
         for minor in sorted(folders)[-NUM_MINORS:]:
             _write(f"kubernetes-1.{minor}", _read_schemas(archive, folders[minor]))
     version = yaml.safe_load(crd.read_text())["spec"]["versions"][0]

@@ -130,14 +130,17 @@ def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) -> dict[str, Any]:
+def demo_tree(*, spoken: bool = False, **model: Any) -> dict[str, Any]:
     """Return a configuration of the demo model, with the demo voice if it is `spoken`.
 
-    Answers are greedy by default. `model` has further settings of the model.
+    Answers are greedy and the context has 1,024 tokens, unless `model` has other settings.
     """
-    greedy = {"temperature": 0.0, "max_tokens": 64}
-    served: dict[str, Any] = {"path": str(settings.DEMO_MODEL), "max_model_len": max_model_len}
-    served |= {"sampling_defaults": greedy} | model
+    served = {
+        "path": str(settings.DEMO_MODEL),
+        "max_model_len": 1024,
+        "sampling_defaults": {"temperature": 0.0, "max_tokens": 64},
+        **model,
+    }
     if spoken:
         stages = msgspec.yaml.decode((DEMO_VOICE / "pagemill.yaml").read_bytes())
         stages = stages["models"]["demo"]["stages"]

@@ -158,6 +158,6 @@ async def _send(client: httpx.AsyncClient, url: str, kind: Kind) -> str | None:
     except httpx.HTTPError as error:
         return type(error).__name__
     if answer.status_code != 200:
-        told = answer.json().get("error", {})
-        return f"{answer.status_code} {told.get('code')}: {told.get('message')}"
+        refusal = answer.json().get("error", {})
+        return f"{answer.status_code} {refusal.get('code')}: {refusal.get('message')}"
     return kind.find_fault(answer)

@@ -22,26 +22,26 @@ def test_a_round_has_the_same_requests_for_every_server() -> None:
     times = [arrival.after_s for arrival in first]
     assert times == sorted(times)
     assert 4 < times[-1] < 16
-    lengths = [len(arrival.asked.request.token_ids) for arrival in first]
+    lengths = [len(arrival.prepared.request.token_ids) for arrival in first]
     assert min(lengths) < 64 < 256 < max(lengths)
 
 
 def test_sampled_requests_have_penalties_and_some_a_grammar() -> None:
-    fields = [arrival.asked.fields for arrival in workloads.sampled(maker(1))]
+    fields = [arrival.prepared.fields for arrival in workloads.sampled(maker(1))]
     assert sum("structured_outputs" in each for each in fields) == 8
     assert all(each.keys() >= workloads.SAMPLING.keys() for each in fields)
 
 
 def test_a_prompt_fits_the_model() -> None:
     for max_model_len, length in ((1024, 1016), (8192, 4096)):
-        asked = workloads.long_prompt(maker(1), 4096, max_model_len).asked
-        assert len(asked.request.token_ids) == length
-        assert length + asked.request.max_tokens <= max_model_len
+        prepared = workloads.long_prompt(maker(1), 4096, max_model_len).prepared
+        assert len(prepared.request.token_ids) == length
+        assert length + prepared.request.max_tokens <= max_model_len
 
 
 def test_requests_have_several_images(tmp_path: Path) -> None:
     found = workloads.images(Maker(random.Random(1), 768, tmp_path))
-    assert [len(arrival.asked.urls) for arrival in found] == [4] * 4
+    assert [len(arrival.prepared.urls) for arrival in found] == [4] * 4
 
 
 def test_gaps_are_those_of_all_decodes() -> None:

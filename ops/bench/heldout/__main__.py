@@ -118,9 +118,9 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
     return figures
 
 
-def _report_round(number: int, name: str, found: list[tuple[str, str, float]]) -> None:
+def _report_round(number: int, name: str, values: list[tuple[str, str, float]]) -> None:
     """Write the figures of one round, for those who cannot wait for all of them."""
-    cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in found]
+    cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in values]
     sys.stderr.write(f"round {number}, {name}: {', '.join(cells)}\n")
 
 
@@ -146,28 +146,28 @@ def _workloads(
 
 
 async def _round(
-    server: Transport, asked: dict[str, list[Arrival]], name: str
+    server: Transport, by_workload: dict[str, list[Arrival]], name: str
 ) -> list[tuple[str, str, float]]:
-    found = []
-    beside = asked.pop(BESIDE)
-    for workload, arrivals in asked.items():
+    values = []
+    beside = by_workload.pop(BESIDE)
+    for workload, arrivals in by_workload.items():
         began_s = time.perf_counter()
         times = await asyncio.gather(*(_arrive(server, arrival) for arrival in arrivals))
         took_s = time.perf_counter() - began_s
-        num_tokens = sum(arrival.asked.request.max_tokens for arrival in arrivals)
+        num_tokens = sum(arrival.prepared.request.max_tokens for arrival in arrivals)
         for figure, value in workloads.figures(times, num_tokens, took_s):
-            found.append((workload, figure, value))
+            values.append((workload, figure, value))
     if name != "transformers":  # It computes one request at a time.
-        found += await _beside_decodes(server, *beside)
-    return found
+        values += await _beside_decodes(server, *beside)
+    return values
 
 
-async def _beside_decodes(server: Transport, *asked: Arrival) -> list[tuple[str, str, float]]:
+async def _beside_decodes(server: Transport, *arrivals: Arrival) -> list[tuple[str, str, float]]:
     """A long prompt that arrives while others decode: its first token, and the decodes' gaps.
 
     The last two are long prompts, of which the second comes alone.
     """
-    *others, first, second = asked
+    *others, first, second = arrivals
     decoding = [asyncio.create_task(_arrive(server, each)) for each in others]
     # Most decode by then, and none has ended.
     await asyncio.sleep(0.3)
@@ -183,7 +183,7 @@ async def _beside_decodes(server: Transport, *asked: Arrival) -> list[tuple[str,
 
 async def _arrive(server: Transport, arrival: Arrival) -> Times:
     await asyncio.sleep(arrival.after_s)
-    return await server(arrival.asked)
+    return await server(arrival.prepared)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SAMPLING = {
 class Arrival:
     after_s: float
     """Seconds from the beginning of the workload."""
-    asked: Prepared
+    prepared: Prepared
 
 
 def poisson(maker: Maker, rng: random.Random) -> list[Arrival]:

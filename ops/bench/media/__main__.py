@@ -170,7 +170,7 @@ async def measure_serving(options: argparse.Namespace) -> Missed:
                 for _ in range(options.rounds):
                     await measuring.round()
                 await measuring.clips()
-    beside = measuring.found
+    beside = measuring.results
     rows = [(name, *times.row()) for name, times in beside.items()]
     print_table("image requests beside others, ms", BESIDE_COLUMNS, rows)
     return missed + [

@@ -55,7 +55,7 @@ class Measuring:
         self._images = images
         self._folder = folder
         self._count = count
-        self.found: dict[str, Beside] = defaultdict(Beside)
+        self.results: dict[str, Beside] = defaultdict(Beside)
 
     async def round(self) -> None:
         """Measure each attack and its controls once."""
@@ -83,12 +83,12 @@ class Measuring:
         await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
 
     async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
-        found = self.found[name]
-        found.alone += await self._images.measure(self._count)
+        results = self.results[name]
+        results.alone += await self._images.measure(self._count)
         async with others as sent:
             await asyncio.sleep(PAUSE_S)
-            found.beside += await self._images.measure(self._count)
-        found.rates.append(sent.rate)
+            results.beside += await self._images.measure(self._count)
+        results.rates.append(sent.rate)
         await asyncio.sleep(PAUSE_S)
         return sent.rate
 

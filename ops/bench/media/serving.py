@@ -20,9 +20,10 @@ from workers.roles import WorkerSpec
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Bus, Sink, str]]:
     """Start a renderer of the demo model; yield a client, its sink and the broker's URL."""
-    # The coordinator makes the streams.
+    # Clips are longer than the usual context of the demo. The coordinator makes the streams.
+    tree = demo_tree(max_model_len=None)
     workers = [WorkerSpec("coordinator"), WorkerSpec("renderer")]
-    async with deployment(demo_tree(), workers=workers) as site, site.bus() as bus:
+    async with deployment(tree, workers=workers) as site, site.bus() as bus:
         yield bus, await Sink.open(bus), site.url
 
 

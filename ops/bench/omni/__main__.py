@@ -82,26 +82,26 @@ class Round:
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
-    found = Round()
+    figures = Round()
     for at_once in LEVELS:
         some = texts if at_once > 1 else texts[: len(texts) // 2]
         used_s, began_s = time.process_time(), time.perf_counter()
         floor = plain.speak(some, at_once)
-        found.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
+        figures.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
         used_s = time.process_time() - used_s
         before, began_s = site.processor_s(), time.perf_counter()
         spoken = await site.speak(some, at_once)
-        found.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
+        figures.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
         after = site.processor_s()
         check_same(floor, spoken)
         sound_s = sum(one.sound_s for one in spoken)
         used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
-        found.processor = {name: 1000 * used[name] / sound_s for name in used}
+        figures.processor = {name: 1000 * used[name] / sound_s for name in used}
     steps = [await site.steps_of(text) for text in texts[:8]]
-    found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
+    figures.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
     long = ". ".join(texts[:6])
-    found.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
-    return found
+    figures.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
+    return figures
 
 
 def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
@@ -127,15 +127,15 @@ async def run(
         await site.speak(texts[:8], 4)
         measured = [await measure(plain, site, texts) for _ in range(rounds)]
         painter = images.PlainPainter(folder / "painter")
-        await images.paint_by_queue(bus, [images.Wanted(text, 0) for text in texts[:4]], 4)
+        await images.paint_by_queue(bus, [images.Prompt(text, 0) for text in texts[:4]], 4)
         seeds = itertools.count(1)
         for one in measured:
             for at_once in LEVELS:
-                wanted = [images.Wanted(text, next(seeds)) for text in texts]
-                one.plain_images[at_once] = painter.paint(wanted, at_once)
-                made = await images.paint_by_queue(bus, wanted, at_once)
+                prompts = [images.Prompt(text, next(seeds)) for text in texts]
+                one.plain_images[at_once] = painter.paint(prompts, at_once)
+                made = await images.paint_by_queue(bus, prompts, at_once)
                 one.durable_images[at_once] = made
-            one.cached_images = await images.paint_by_queue(bus, wanted, LEVELS[-1])
+            one.cached_images = await images.paint_by_queue(bus, prompts, LEVELS[-1])
         return measured
 
 
@@ -177,7 +177,7 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     more_ms = durable[1].first_p50_ms - plain[1].first_p50_ms
     batched = durable[16].throughput / durable[1].throughput
     delay_s = max(delay for one in rounds for delay in one.delays_s)
-    found = [
+    checks = [
         ("less sound at 16", less, MAX_LESS_THROUGHPUT, less <= MAX_LESS_THROUGHPUT),
         ("later first samples at 1, ms", more_ms, MAX_MORE_FIRST_MS, more_ms <= MAX_MORE_FIRST_MS),
         ("times the sound at 16 of that at 1", batched, MIN_BATCHED, batched >= MIN_BATCHED),
@@ -187,7 +187,7 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     return [
         *(
             f"{what}: {value:.2f}, the goal is {goal:.2f}: {'reached' if ok else 'MISSED'}"
-            for what, value, goal, ok in found
+            for what, value, goal, ok in checks
         ),
         f"the plain loop makes {plain_batched:.2f} times as much at 16",
     ]

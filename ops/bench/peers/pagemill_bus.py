@@ -78,8 +78,8 @@ class PagemillBus:
     async def _records(self, request: Request, url: str | None) -> AsyncIterator[LogRecord]:
         bus, request_id = self._bus, new_request_id()
         if url is not None:
-            asked = GenerateRequest(MODEL, [message(request, url)], sampling(request))
-            async for record in ask(bus, asked, request_id):
+            generate = GenerateRequest(MODEL, [message(request, url)], sampling(request))
+            async for record in ask(bus, generate, request_id):
                 yield record
             return
         publishing = asyncio.create_task(

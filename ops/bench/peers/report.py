@@ -45,8 +45,8 @@ def describe(machine: Machine) -> str:
 def differences(rows: Sequence[Row]) -> list[str]:
     """Compare where peers' first tokens differ from ours; in bfloat16 two tokens may tie."""
     lines = []
-    for (model, workload), found in by_workload(rows):
-        first, *others = found
+    for (model, workload), group in by_workload(rows):
+        first, *others = group
         for row in others:
             lines += [
                 f"{model} {workload}: {row.peer} differs from {first.peer} in request {number}"
@@ -61,7 +61,7 @@ def by_workload(rows: Sequence[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.model, row.workload), []).append(row)
-    return [(key, sorted(found, key=lambda row: row.peer != OURS)) for key, found in groups.items()]
+    return [(key, sorted(group, key=lambda row: row.peer != OURS)) for key, group in groups.items()]
 
 
 def _partings(
@@ -76,8 +76,8 @@ def _partings(
 
 
 def _ratios(rows: Sequence[Row], limits: Limits) -> Iterator[tuple[str, ...]]:
-    for (model, workload), found in by_workload(rows):
-        by_peer = {row.peer: row for row in found}
+    for (model, workload), group in by_workload(rows):
+        by_peer = {row.peer: row for row in group}
         ours, bus = by_peer.pop(OURS, None), by_peer.pop(BUS, None)
         if ours is None:
             continue
