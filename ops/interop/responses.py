@@ -71,8 +71,8 @@ async def talk(folder: Path, server_url: str, python: Path) -> str:
             env=os.environ | names,
             stdout=subprocess.PIPE,
         )
-        output, _ = await example.communicate()
-        return output.decode()
+        told, _ = await example.communicate()
+        return told.decode()
     finally:
         system.kill()
         model.stop()
@@ -88,11 +88,11 @@ def main() -> int:
         with subprocess.Popen(command, cwd=server, stdout=subprocess.PIPE, text=True) as node:
             assert node.stdout is not None
             url = node.stdout.readline().strip()
-            output = asyncio.run(talk(folder, url, python))
+            told = asyncio.run(talk(folder, url, python))
             node.kill()
             calls = node.stdout.read().splitlines()
-    console.print(f"openai-agents: {output!r}; the server was called {len(calls)} times")
-    return int(output != EXPECTED or calls != ["multiply 6 7"] * 2)
+    console.print(f"openai-agents: {told!r}; the server was called {len(calls)} times")
+    return int(told != EXPECTED or calls != ["multiply 6 7"] * 2)
 
 
 if __name__ == "__main__":
