@@ -154,8 +154,12 @@ def print_report(rounds: Sequence[Round]) -> None:
     }
     rows = [
         (
-            *(road, n, f"{level.first_p50_ms:.0f}", f"{level.first_p99_ms:.0f}"),
-            *(f"{level.realtime_factor:.3f}", f"{level.throughput:.1f}"),
+            road,
+            n,
+            f"{level.first_p50_ms:.0f}",
+            f"{level.first_p99_ms:.0f}",
+            f"{level.realtime_factor:.3f}",
+            f"{level.throughput:.1f}",
         )
         for road, levels in roads.items()
         for n, level in levels.items()

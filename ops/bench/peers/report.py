@@ -9,13 +9,13 @@ from ops.bench.peers.roster import BUS, OURS
 from ops.harness.tables import console, print_table
 
 RATIOS = (
-    *("model", "workload", "ours", "over the bus", "best peer", ""),
-    *("ratio", "of floor", "TTFT p50 s", "peer's"),
-)
+    "model", "workload", "ours", "over the bus", "best peer", "",
+    "ratio", "of floor", "TTFT p50 s", "peer's",
+)  # fmt: skip
 ALL = (
-    *("model", "workload", "peer", "tokens/s", "wall s", "of floor"),
-    *("TTFT p50 / max s", "start s", "peak MB", "other CPU"),
-)
+    "model", "workload", "peer", "tokens/s", "wall s", "of floor",
+    "TTFT p50 / max s", "start s", "peak MB", "other CPU",
+)  # fmt: skip
 PHASES = ("model", "workload", "phase", "ms", "share")
 
 
