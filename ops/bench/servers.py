@@ -76,7 +76,7 @@ def vllm(
 ) -> Iterator[str]:
     """Run vLLM's server; yield its URL.
 
-    `path` is that of the model relative to `folder`; the string is part of every hash. With
+    `path` is the path of the model, relative to `folder`; the string is part of every hash. With
     `patient`, idle threads do not spin, which would starve another server.
     """
     port = free_port()
@@ -115,7 +115,7 @@ def bench_tree(model: Path, max_model_len: int) -> dict[str, Any]:
 
 
 def interop_tree(folder: Path, path: str) -> dict[str, Any]:
-    """Return a configuration whose answers and hashes are those of vLLM with `COMPARABLE`."""
+    """Return a configuration with the answers and hashes of vLLM with `COMPARABLE`."""
     model = {"path": str(folder / path), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     return {
         "models": {MODEL: model | {"hash_model_id": path}},

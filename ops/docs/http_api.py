@@ -1,6 +1,6 @@
 """Tables of docs/reference/http-api.md: endpoints, errors, fields of bodies and answers.
 
-The causes of errors are those of docs/operate/troubleshooting.md.
+The causes of errors come from docs/operate/troubleshooting.md.
 """
 
 import inspect

@@ -29,7 +29,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 def with_blocks(text: str, makers: Mapping[str, Callable[[list[str], set[str]], str]]) -> str:
     """Return a page with the content of its blocks written again, by the kind of the block.
 
-    A maker gets the names of its block, and those of all blocks.
+    A maker gets the names of its block, and the names of all blocks.
     """
     kinds = "|".join(makers)
     block = re.compile(rf"(<!-- ({kinds})((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)

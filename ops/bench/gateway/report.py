@@ -1,4 +1,4 @@
-"""Rows of what HTTP costs, computed from the measurements. Pure."""
+"""Rows of the cost of HTTP, computed from the measurements. Pure."""
 
 from collections.abc import Iterator
 
