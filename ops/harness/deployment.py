@@ -18,7 +18,6 @@ from workers.cli.commands.worker import preload
 from workers.roles import AGENT, WorkerSpec, default_workers
 from workers.supervisor.cluster import LocalCluster
 from workers.supervisor.preloader import Preloader
-from workers.supervisor.processes import WorkerProcesses
 
 ROOT = Path(__file__).parents[2]
 DEMO_VOICE = settings.OPS / "demo_voice"
@@ -66,7 +65,7 @@ class Deployment:
 
     @property
     def broker_pid(self) -> int:
-        """Process id of the broker, if the deployment started it."""
+        """Process id of the broker."""
         return int((self.folder / "nats" / "nats-server.pid").read_text())
 
     def processes(self) -> dict[str, int]:
@@ -83,9 +82,7 @@ async def deployment(
     *,
     workers: Sequence[WorkerSpec] | None = None,
     gateway: bool = True,
-    url: str | None = None,
     preloader: Preloader | None = None,
-    processes: WorkerProcesses | None = None,
     folder: Path | None = None,
 ) -> AsyncIterator[Deployment]:
     """Run a deployment of a configuration, and drain and stop it at the end.
@@ -93,8 +90,7 @@ async def deployment(
     `tree` is the content of `pagemill.yaml`; ports that it omits are free ones, and the broker's
     store is in `folder`, by default a temporary one. Without `workers`, the workers of
     `pagemill up` run, with a gateway unless `gateway` is false, and with an agent if the
-    configuration has one. `url` is the URL of a broker that runs already. `processes` starts
-    workers in place of the product's.
+    configuration has one. Workers are forked from the `preloader`, if there is one.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -105,15 +101,8 @@ async def deployment(
             workers = default_workers(config)
             workers += [WorkerSpec(AGENT)] if AGENT in tree else []
             workers += [WorkerSpec("gateway")] if gateway else []
-        cluster = LocalCluster(
-            config,
-            file,
-            workers,
-            url,
-            folder / "workers.log",
-            preloader=preloader,
-            processes=processes,
-        )
+        log = folder / "workers.log"
+        cluster = LocalCluster(config, file, workers, log_file=log, preloader=preloader)
         try:
             await cluster.start()
             yield Deployment(cluster, workers, folder)
