@@ -54,9 +54,8 @@ class Deployment:
 
     def pids(self, role: str, stage: str | None = None) -> list[int]:
         """Return the process ids of the running workers of a role, or of one of its stages."""
-        specs = {w for w in self._workers if w.role == role and stage in (None, w.stage)}
-        slots = [slot for spec in specs for slot in self._cluster.supervisor.slots(spec)]
-        return [slot.pid for slot in slots if slot.pid]
+        workers = {w for w in self._workers if w.role == role and stage in (None, w.stage)}
+        return [pid for worker in workers for pid in self._pids_of(worker)]
 
     def kill(self, role: str, stage: str | None = None) -> None:
         """Kill all workers of a role, or of one of its stages."""
@@ -70,10 +69,13 @@ class Deployment:
 
     def processes(self) -> dict[str, int]:
         """Return a process id for each stage or other role, and for the broker."""
-        names = {w.stage or w.role: (w.role, w.stage) for w in self._workers}
-        return {"broker": self.broker_pid} | {
-            name: self.pids(*worker)[0] for name, worker in names.items()
-        }
+        pids = {"broker": self.broker_pid}
+        for worker in self._workers:
+            pids[worker.stage or worker.role] = self._pids_of(worker)[0]
+        return pids
+
+    def _pids_of(self, worker: WorkerSpec) -> list[int]:
+        return [slot.pid for slot in self._cluster.supervisor.slots(worker) if slot.pid]
 
 
 @contextlib.asynccontextmanager
@@ -111,7 +113,7 @@ async def deployment(
 
 
 def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
-    """Write `pagemill.yaml` for a deployment in a folder."""
+    """Write `pagemill.yaml` for a deployment, whose broker has its store in a folder."""
     nats = {"port": 0, "store_dir": str(folder / "nats")} | tree.get("nats", {})
     gateway = {"port": 0} | tree.get("gateway", {})
     file = folder / "pagemill.yaml"
