@@ -199,10 +199,7 @@ first-hour: .venv/installed  ## docs/first-hour.svg: the ten commands of the gui
 	$(BIN)/python -m ops.first_hour --svg docs/first-hour.svg
 
 docs: .venv/dev  ## reference pages from the types, the settings and the metric catalog
-	$(BIN)/python -m ops.write_messages_doc
-	$(BIN)/python -m ops.write_settings_doc
-	$(BIN)/python -m ops.write_metrics_doc
-	$(BIN)/python -m ops.write_api_doc
+	$(BIN)/python -m ops.docs
 
 screenshots: .venv/dev  ## docs/page.png, page-phone.png and response.png; needs Debian's chromium-driver
 	$(BIN)/python -m ops.screenshot

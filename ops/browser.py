@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.bus.embedded_server import free_port
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 # The key of an element in WebDriver's JSON.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -175,12 +177,6 @@ def browsing(folder: Path) -> Iterator[Browser]:
         driver.terminate()
         driver.wait(10)
         profile.cleanup()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int) -> None:

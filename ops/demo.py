@@ -15,6 +15,7 @@ import time
 import wave
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from ops.demo_agent import LABEL, NAMES, NameServer, ToolAnswer, ask_with_tool
 from ops.demo_media import DemoFailed, Painting, Speech, paint, speak
+from ops.harness.deployment import Deployment, deployment, preload_for
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
@@ -32,9 +34,7 @@ from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, Token
 from shared.telemetry import logs
 from workers import settings
 from workers.cli.ask import build_request, media_parts, with_media
-from workers.cli.commands.worker import preload
-from workers.roles import AGENT, WorkerSpec, default_workers
-from workers.supervisor.cluster import LocalCluster
+from workers.supervisor.preloader import Preloader
 
 OPS = Path(__file__).parent
 IMAGES, RECORDINGS = OPS / "demo_images", OPS / "demo_recordings"
@@ -109,11 +109,10 @@ class Demo:
     painting: Painting | None = None
     with_tool: ToolAnswer | None = None
 
-    async def run(self, cluster: LocalCluster) -> None:
+    async def run(self, site: Deployment) -> None:
         """Send all questions at once and show the answers; then speak, paint and use the tool."""
-        bus = await Bus.connect(cluster.url, "demo")
         self.progress = [Progress(case) for case in self.cases]
-        try:
+        async with site.bus("demo") as bus:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
                 await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
             spoken = self.cases[-1]
@@ -121,10 +120,7 @@ class Demo:
             request = build_request("demo", spoken.question, images, {})
             self.speech = await speak(bus, replace(request, outputs=["text", "audio"]))
             self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
-            assert cluster.gateway_url is not None
-            self.with_tool = await ask_with_tool(cluster.gateway_url, LETTER, WHOSE)
-        finally:
-            await bus.close()
+            self.with_tool = await ask_with_tool(site.http, LETTER, WHOSE)
 
     async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
         case = one.case
@@ -236,16 +232,16 @@ def show_call(answer: ToolAnswer) -> bool:
     return fault is None
 
 
-async def run_demo(demo: Demo, cluster: LocalCluster) -> None:
-    """Run the questions on a cluster of their own. Raises PagemillError and DemoFailed."""
-    try:
-        with console.status("starting nats-server and the workers …"):
-            began = time.perf_counter()
-            await cluster.start()
-        console.print(f"ready after {time.perf_counter() - began:.1f} s at {cluster.url}\n")
-        await demo.run(cluster)
-    finally:
-        await cluster.stop()
+async def run_demo(
+    demo: Demo, tree: dict[str, Any], folder: Path, preloader: Preloader | None
+) -> None:
+    """Run the questions on a separate deployment. Raises PagemillError and DemoFailed."""
+    with console.status("starting nats-server and the workers …") as status:
+        began = time.perf_counter()
+        async with deployment(tree, folder=folder, preloader=preloader) as site:
+            status.stop()
+            console.print(f"ready after {time.perf_counter() - began:.1f} s at {site.url}\n")
+            await demo.run(site)
 
 
 def report(demo: Demo) -> int:
@@ -266,36 +262,26 @@ def report(demo: Demo) -> int:
     return 0 if right == num else 1
 
 
-def write_config(folder: Path, tool_url: str) -> Path:
-    """Write the embedded configuration with the model that hears, and with the tool."""
-    tree = msgspec.yaml.decode(settings.EMBEDDED)
+def demo_config(tool_url: str) -> dict[str, Any]:
+    """Return the embedded configuration with the model that hears, and with the tool."""
+    tree: dict[str, Any] = msgspec.yaml.decode(settings.EMBEDDED)
     [(name, hearing)] = msgspec.yaml.decode(HEARING.read_bytes())["models"].items()
     tree["models"][name] = hearing | {"path": str(HEARING.parent)}
     server = {"url": tool_url, "require_approval": "never"}
-    tree["agent"] = {"servers": {LABEL: server}, "mcp_networks": ["127.0.0.0/8"]}
-    tree["nats"] = {"store_dir": str(folder), "port": 0}
-    tree["gateway"] = {"port": 0}
-    file = folder / "pagemill.yaml"
-    file.write_bytes(msgspec.json.encode(tree))
-    return file
+    return tree | {"agent": {"servers": {LABEL: server}, "mcp_networks": ["127.0.0.0/8"]}}
 
 
 def main(svg: Path | None) -> int:
     demo, tool = Demo(pick_cases()), NameServer()
     logs.configure_logging("warning", role="demo")
-    with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
-        file = write_config(Path(folder), tool.start())
-        config = settings.load_config(file)
-        workers = [*default_workers(config), WorkerSpec(AGENT), WorkerSpec("gateway")]
-        # Workers that use torch are forked from one process that has imported it.
-        preloader = preload(config, workers)
-        log_file = Path(folder) / "workers.log"
-        cluster = LocalCluster(config, file, workers, log_file=log_file, preloader=preloader)
+    with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as name:
+        folder, tree = Path(name), demo_config(tool.start())
         try:
-            uvloop.run(run_demo(demo, cluster))
+            uvloop.run(run_demo(demo, tree, folder, preload_for(tree, folder)))
         except (PagemillError, DemoFailed) as error:
             console.print(f"[red]{getattr(error, 'code', 'failed')}[/]: {error}")
-            console.print(log_file.read_text() if log_file.exists() else "", markup=False)
+            log = folder / "workers.log"
+            console.print(log.read_text() if log.exists() else "", markup=False)
         finally:
             tool.stop()
     code = report(demo)

@@ -89,9 +89,9 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
-            found: dict[str, Any] = json.load(answer)
+            response: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as error:
         raise DemoFailed(f"the response is refused: {error.read().decode()}") from error
     except OSError as error:
         raise DemoFailed(f"the gateway does not answer: {error}") from error
-    return found
+    return response

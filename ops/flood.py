@@ -15,28 +15,24 @@ import json
 import multiprocessing
 import os
 import random
-import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import uvloop
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 
-from ops.bench.servers import serving
-from shared.bus.embedded_server import free_port
+from ops.harness.deployment import demo_tree, deployment
+from ops.harness.load import at_rate
+from ops.harness.samples import Samples
+from ops.harness.tables import console, print_table
 from shared.telemetry import logs
 
-OPS = Path(__file__).parent
 MODEL, CHAT = "demo", "/v1/chat/completions"
 STEADY, FLOODING, LIMITED = "steady", "flooding", "limited"
 FLOODS = {FLOODING: "beside the flood", LIMITED: "beside the flood with {} requests at one time"}
@@ -45,19 +41,17 @@ TIMES = 10
 SIDE = 1500
 """Pixels of each side of a large image."""
 BIG_BODY = 4 * 2**20
-MAX_OPEN = 400
 PAUSE_S = 5.0
 LEAD_S = 2.0
 """The flood is under way when the steady tenant's answers begin to count."""
 KINDS = ("image", "grammar", "body", "long")
-console = Console()
 
 
 def _key(name: str) -> str:
     return f"pm-flood-{name}"
 
 
-def config(port: int, max_concurrent: int) -> dict[str, Any]:
+def config(max_concurrent: int) -> dict[str, Any]:
     keys: list[dict[str, Any]] = [
         {
             "name": name,
@@ -67,12 +61,8 @@ def config(port: int, max_concurrent: int) -> dict[str, Any]:
         for name in (STEADY, FLOODING, LIMITED)
     ]
     keys[-1]["max_concurrent"] = max_concurrent
-    return {
-        "models": {MODEL: {"path": str(OPS / "demo_model"), "max_model_len": 1024}},
-        "nats": {"port": port, "store_dir": "nats"},
-        "gateway": {"port": 0, "page": False, "api_keys": keys},
-        "log_level": "warning",
-    }
+    gateway = {"page": False, "api_keys": keys}
+    return demo_tree(sampling_defaults={}) | {"gateway": gateway, "log_level": "warning"}
 
 
 def _body(content: object, max_tokens: int, **more: object) -> dict[str, Any]:
@@ -112,7 +102,7 @@ async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) ->
         answer.raise_for_status()
         took.append(time.monotonic() - began)
 
-    await _at_rate(rate, lasts_s, one)
+    await at_rate(rate, one, lambda number: number >= rate * lasts_s)
     return took
 
 
@@ -138,7 +128,7 @@ class Flood:
                 except httpx.HTTPError as error:
                     self._outcomes[f"{kind} {type(error).__name__}"] += 1
 
-            await _at_rate(rate, lasts_s, one)
+            await at_rate(rate, one, lambda number: number >= rate * lasts_s)
         return self._outcomes
 
     def _content(self, kind: str) -> bytes:
@@ -180,57 +170,48 @@ def come_first() -> bool:
     return True
 
 
-async def _at_rate(rate: float, lasts_s: float, one: Callable[[int], Awaitable[None]]) -> None:
-    """Start a call of `one` at each tick, while fewer than `MAX_OPEN` run; wait for all."""
-    began, running = time.monotonic(), set[asyncio.Future[None]]()
-    for number in range(round(rate * lasts_s)):
-        await asyncio.sleep(began + number / rate - time.monotonic())
-        if len(running) < MAX_OPEN:
-            task = asyncio.ensure_future(one(number))
-            running.add(task)
-            task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
-
-
-def p95(took: list[float]) -> float:
-    return statistics.quantiles(took, n=20)[-1]
-
-
 async def _measure(
-    url: str, rate: float, phase_s: float, rounds: int, kinds: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
-    """Return what the steady tenant's answers take alone and beside the flood of each key, and
-    what became of the flood's requests."""
-    took: dict[str, list[float]] = {key: [] for key in ("", *FLOODS)}
+    rate: float, phase_s: float, rounds: int, kinds: Sequence[str], max_concurrent: int
+) -> tuple[dict[str, Samples], dict[str, Counter[str]]]:
+    """Return how long the steady tenant waits alone and during the flood of each key.
+
+    The second value has the outcomes of the flood's requests.
+    """
+    took = {key: Samples() for key in ("", *FLOODS)}
     outcomes: dict[str, Counter[str]] = {key: Counter() for key in FLOODS}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(process, run_flood, url, kinds, FLOODING, 1.0, 1.0)
-        async with _client(url, STEADY) as http:
-            await send_steadily(http, rate, PAUSE_S)
-            for _ in range(rounds):
-                took[""] += await send_steadily(http, rate, phase_s)
-                for key in FLOODS:
-                    flooding = (url, kinds, key, TIMES * rate, phase_s + LEAD_S)
-                    flood = loop.run_in_executor(process, run_flood, *flooding)
-                    await asyncio.sleep(LEAD_S)
-                    took[key] += await send_steadily(http, rate, phase_s)
-                    outcomes[key] += await flood
-                    await asyncio.sleep(PAUSE_S)
+    async with deployment(config(max_concurrent)) as site:
+        if not come_first():
+            console.print("the client's own waiting for a processor counts: this is not root")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            loop = asyncio.get_running_loop()
+            warm_up = (site.http, kinds, FLOODING, 1.0, 1.0)
+            await loop.run_in_executor(process, run_flood, *warm_up)
+            async with _client(site.http, STEADY) as http:
+                await send_steadily(http, rate, PAUSE_S)
+                for _ in range(rounds):
+                    took[""] += await send_steadily(http, rate, phase_s)
+                    for key in FLOODS:
+                        flooding = (site.http, kinds, key, TIMES * rate, phase_s + LEAD_S)
+                        flood = loop.run_in_executor(process, run_flood, *flooding)
+                        await asyncio.sleep(LEAD_S)
+                        took[key] += await send_steadily(http, rate, phase_s)
+                        outcomes[key] += await flood
+                        await asyncio.sleep(PAUSE_S)
     return took, outcomes
 
 
-def _show(
-    took: dict[str, list[float]], outcomes: dict[str, Counter[str]], max_concurrent: int
-) -> None:
-    alone = p95(took[""])
-    table = Table("the steady tenant", "answers", "p50", "p95", "max", f"ratio of p95, goal {GOAL}")
-    for key, times in took.items():
-        name = FLOODS.get(key, "alone").format(max_concurrent)
-        cells = (statistics.median(times), p95(times), max(times))
-        shown = [f"{1000 * cell:.0f} ms" for cell in cells]
-        table.add_row(name, str(len(times)), *shown, f"{p95(times) / alone:.2f}")
-    console.print(table)
+def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]], max_concurrent: int) -> None:
+    rows = [
+        (
+            FLOODS.get(key, "alone").format(max_concurrent),
+            len(times),
+            *(f"{1000 * s:.0f} ms" for s in (times.median, times.p95, max(times))),
+            f"{times.p95 / took[''].p95:.2f}",
+        )
+        for key, times in took.items()
+    ]
+    columns = ("tenant", "answers", "p50", "p95", "max", f"ratio of p95, goal {GOAL}")
+    print_table("answers of the steady tenant", columns, rows)
     for key, counted in outcomes.items():
         console.print(f"{FLOODS[key].format(max_concurrent)}: {dict(sorted(counted.items()))}")
 
@@ -242,17 +223,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kind", action="append", choices=KINDS, help="only these requests")
     parser.add_argument("--max-concurrent", type=int, default=2, help="of the flood's second key")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     logs.configure_logging("error", role="flood")
-    kinds = tuple(asked.kind or KINDS)
-    with (
-        tempfile.TemporaryDirectory(prefix="pagemill-flood-") as name,
-        serving(Path(name), config(free_port(), asked.max_concurrent)) as url,
-    ):
-        if not come_first():
-            console.print("the client's own waiting for a processor counts: this is not root")
-        measured = uvloop.run(_measure(url, asked.rate, asked.phase, asked.rounds, kinds))
-    _show(*measured, asked.max_concurrent)
+    kinds = tuple(options.kind or KINDS)
+    _show(
+        *uvloop.run(
+            _measure(options.rate, options.phase, options.rounds, kinds, options.max_concurrent)
+        ),
+        options.max_concurrent,
+    )
     return 0
 
 

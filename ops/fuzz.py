@@ -16,7 +16,7 @@ import httpx
 import uvloop
 
 from ops.demo import IMAGES
-from ops.serving import serving
+from ops.harness.deployment import demo_tree, deployment
 from workers.gateway.openapi.document import document
 
 CHECKS = [
@@ -37,14 +37,14 @@ HANG_S = 60
 
 
 async def main(seconds: int, more: list[str]) -> int:
-    async with serving(max_model_len=256) as (url, folder):
-        code = await fuzz(url, folder, seconds, more)
+    async with deployment(demo_tree(max_model_len=256)) as site:
+        code = await fuzz(site.http, site.folder, seconds, more)
         async with httpx.AsyncClient(trust_env=False) as http:
-            metrics = (await http.get(f"{url}/metrics")).text.splitlines()
+            metrics = (await http.get(f"{site.http}/metrics")).text.splitlines()
         answered = [line for line in metrics if line.startswith("pagemill_http_requests_total")]
         sys.stdout.write("\n".join([*answered, ""]))
         if code:
-            sys.stderr.write((folder / "workers.log").read_text()[-20_000:])
+            sys.stderr.write(site.log.read_text()[-20_000:])
         return code
 
 

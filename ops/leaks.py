@@ -12,7 +12,6 @@ import contextlib
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,12 +20,9 @@ from typing import Any
 
 import httpx
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from ops.bench.servers import serving
-from shared.bus.bus import Bus
-from shared.bus.embedded_server import free_port
+from ops.harness.deployment import demo_tree, deployment
+from ops.harness.tables import console, print_table
 from shared.telemetry import logs
 
 OPS = Path(__file__).parent
@@ -40,20 +36,16 @@ MAX_IDLE_S = 90.0
 WORDS = ["red", "green", "blue", "circle", "square", "star", "how", "many", "what", "which"]
 NUM_FILES = 200
 CHAT = "/v1/chat/completions"
-console = Console()
 
 
-def config(port: int) -> dict[str, Any]:
-    """A configuration with caches that the first requests fill."""
-    return {
-        "models": {MODEL: {"path": str(OPS / "demo_model"), "max_model_len": 1024}},
-        "nats": {"port": port, "store_dir": "nats"},
-        "gateway": {"port": 0, "page": False},
-        "engine": {"kv_cache_mib": 32, "embedding_cache_mib": 4, "threads": 1},
-        "renderer": {"url_cache_mib": 4},
-        "blobs": {"arena_mib": 16},
-        "log_level": "warning",
-    }
+# Caches that the first requests fill.
+TREE = demo_tree(sampling_defaults={}) | {
+    "gateway": {"page": False},
+    "engine": {"kv_cache_mib": 32, "embedding_cache_mib": 4, "threads": 1},
+    "renderer": {"url_cache_mib": 4},
+    "blobs": {"arena_mib": 16},
+    "log_level": "warning",
+}
 
 
 class Clients:
@@ -151,10 +143,10 @@ class Memory:
         self.peaks: dict[str, float] = {}
 
     def sample(self) -> dict[str, float]:
-        found = {role: sum(map(_own_mib, _with_children(pid))) for role, pid in self._pids.items()}
-        for role, mib in found.items():
+        sample = {role: sum(map(_own_mib, _with_children(pid))) for role, pid in self._pids.items()}
+        for role, mib in sample.items():
             self.peaks[role] = max(mib, self.peaks.get(role, 0.0))
-        return found
+        return sample
 
     async def watch(self) -> None:
         while True:
@@ -190,39 +182,35 @@ def _own_mib(pid: int) -> float:
     return (kib["Pss"] - kib["Pss_Shmem"]) / 1024
 
 
-async def _pids(port: int, store_dir: Path) -> dict[str, int]:
-    bus = await Bus.connect(f"nats://127.0.0.1:{port}", "leaks")
-    found = {beat.role: beat.pid for beat in await bus.heartbeats.read()}
-    await bus.close()
-    return found | {"broker": int((store_dir / "nats-server.pid").read_text())}
-
-
-async def _measure(url: str, port: int, folder: Path, num_requests: int, seed: int) -> bool:
-    """Flood the gateway; return whether each role is back at its plateau."""
-    memory = Memory(await _pids(port, folder / "nats"))
-    clients = Clients(url, seed)
-    start = memory.sample()
-    await clients.run(PLATEAU)
-    plateau = await memory.when_idle()
-    watching = asyncio.create_task(memory.watch())
-    began = time.monotonic()
-    await clients.run(num_requests)
-    took_s = time.monotonic() - began
-    watching.cancel()
-    end = await memory.when_idle()
-    await clients.close()
+async def _measure(num_requests: int, seed: int) -> bool:
+    """Flood a gateway; return whether each role is back at its plateau."""
+    async with deployment(TREE) as site:
+        memory, clients = Memory(site.processes()), Clients(site.http, seed)
+        start = memory.sample()
+        await clients.run(PLATEAU)
+        plateau = await memory.when_idle()
+        watching = asyncio.create_task(memory.watch())
+        began = time.monotonic()
+        await clients.run(num_requests)
+        took_s = time.monotonic() - began
+        watching.cancel()
+        end = await memory.when_idle()
+        await clients.close()
     rate = (num_requests - PLATEAU) / took_s
     console.print(f"{num_requests} requests, {rate:.0f} a second; {json.dumps(clients.outcomes)}")
-    table = Table("role", "at first", "plateau", "most", "at rest", "growth")
-    leaking = []
-    for role, mib in end.items():
-        growth = mib / plateau[role] - 1
-        # The broker has an index of all logs, which stay for `token_log_age_s`.
-        if growth > MAX_GROWTH and role != "broker":
-            leaking.append(role)
-        cells = (start[role], plateau[role], memory.peaks[role], mib)
-        table.add_row(role, *(f"{cell:.1f} MiB" for cell in cells), f"{100 * growth:+.1f} %")
-    console.print(table)
+    growth = {role: mib / plateau[role] - 1 for role, mib in end.items()}
+    rows = [
+        (
+            role,
+            *(f"{m:.1f} MiB" for m in (start[role], plateau[role], memory.peaks[role], mib)),
+            f"{100 * growth[role]:+.1f} %",
+        )
+        for role, mib in end.items()
+    ]
+    columns = ("role", "at first", "plateau", "most", "at rest", "growth")
+    print_table(f"memory of {num_requests} requests", columns, rows)
+    # The broker has an index of all logs, which stay for `token_log_age_s`.
+    leaking = [role for role in growth if growth[role] > MAX_GROWTH and role != "broker"]
     console.print(f"leaking: {', '.join(leaking)}" if leaking else "all roles are at their plateau")
     return not leaking
 
@@ -231,14 +219,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     logs.configure_logging("error", role="leaks")
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="pagemill-leaks-") as name:
-        folder = Path(name)
-        with serving(folder, config(port)) as url:
-            ok = uvloop.run(_measure(url, port, folder, asked.requests, asked.seed))
-    return 0 if ok else 1
+    return 0 if uvloop.run(_measure(options.requests, options.seed)) else 1
 
 
 if __name__ == "__main__":

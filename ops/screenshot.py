@@ -4,11 +4,7 @@ Needs Debian's packages chromium and chromium-driver.
 """
 
 import asyncio
-import json
 import sys
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,9 @@ from openai import AsyncOpenAI
 
 from ops.browser import ENTER, MISSING, Browser, browsing
 from ops.demo import IMAGES
-from ops.serving import MODEL, serving
+from ops.harness.deployment import demo_tree, deployment
 from ops.tool_server import LocalToolServer
 from shared.telemetry import logs
-from workers import settings
-from workers.roles import AGENT, WorkerSpec, default_workers
-from workers.supervisor.cluster import LocalCluster
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Each has a file name, a width, a height and a colour scheme.
@@ -47,54 +40,27 @@ class ToolServer(LocalToolServer):
         return "7"
 
 
-@asynccontextmanager
-async def running_agent(url: str) -> AsyncIterator[tuple[AsyncOpenAI, Path]]:
-    """Run a system with the demo model, an agent, and the tool server in its configuration."""
-    server = {"url": url, "require_approval": "never"}
-    with tempfile.TemporaryDirectory(prefix="pagemill-") as name:
-        folder = Path(name)
-        tree = {
-            "models": {
-                "demo": {
-                    "path": str(MODEL),
-                    "max_model_len": 1024,
-                    "sampling_defaults": {"temperature": 0.0, "max_tokens": 80},
-                }
-            },
-            "nats": {"store_dir": f"{folder}/nats", "port": 0},
-            "gateway": {"port": 0},
-            "agent": {"servers": {"calc": server}, "mcp_networks": ["127.0.0.0/8"]},
-        }
-        file = folder / "pagemill.yaml"
-        file.write_text(json.dumps(tree))
-        config = settings.load_config(file)
-        logs.configure_logging("warning", role="serving")
-        workers = [*default_workers(config), WorkerSpec(AGENT), WorkerSpec("gateway")]
-        cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
-        try:
-            await cluster.start()
-            async with AsyncOpenAI(
-                base_url=f"{cluster.gateway_url}/v1", api_key="none", max_retries=0
-            ) as client:
-                yield client, folder
-        finally:
-            await cluster.stop()
-
-
 async def main() -> None:
-    async with serving(spoken=True) as (url, folder):
-        await asyncio.to_thread(take_screenshots, f"{url}/", folder)
-    async with running_agent(ToolServer().start()) as (client, folder):
+    logs.configure_logging("warning", role="serving")
+    async with deployment(demo_tree(spoken=True)) as site:
+        await asyncio.to_thread(take_screenshots, f"{site.http}/", site.folder)
+    server = {"url": ToolServer().start(), "require_approval": "never"}
+    agent = {"servers": {"calc": server}, "mcp_networks": ["127.0.0.0/8"]}
+    tree = demo_tree(sampling_defaults={"temperature": 0.0, "max_tokens": 80}) | {"agent": agent}
+    async with (
+        deployment(tree) as site,
+        AsyncOpenAI(base_url=f"{site.http}/v1", api_key="none", max_retries=0) as client,
+    ):
         tool: Any = {"type": "mcp", "server_label": "calc", "require_approval": "always"}
-        asked = await client.responses.create(
+        response = await client.responses.create(
             model="demo",
             input="Add a number.",
             tools=[tool],
             tool_choice="required",
             parallel_tool_calls=False,
         )
-        url = str(client.base_url.join(f"../page/response.html#{asked.id}"))
-        await asyncio.to_thread(show_approval, url, folder)
+        url = f"{site.http}/page/response.html#{response.id}"
+        await asyncio.to_thread(show_approval, url, site.folder)
 
 
 def show_approval(url: str, folder: Path) -> None:

@@ -36,14 +36,14 @@ class LocalToolServer:
 
     async def answer(self, request: Request) -> JSONResponse:
         """Answer one message of JSON-RPC."""
-        asked = await request.json()
+        message = await request.json()
         result: dict[str, Any] = {}
-        if asked["method"] == "tools/list":
+        if message["method"] == "tools/list":
             result = {"tools": [self._tool]}
-        elif asked["method"] == "tools/call":
-            text = await self.call(asked["params"]["arguments"])
+        elif message["method"] == "tools/call":
+            text = await self.call(message["params"]["arguments"])
             result = {"content": [{"type": "text", "text": text}]}
-        return JSONResponse({"jsonrpc": "2.0", "id": asked.get("id"), "result": result})
+        return JSONResponse({"jsonrpc": "2.0", "id": message.get("id"), "result": result})
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Carry out a call of the tool, and return its result."""

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from cyclopts import App
 
-from ops import write_settings_doc
+from ops.docs import settings
 from shared.models import families
 from shared.protocol.multimodal import Modality
 from shared.protocol.pipeline import OutputKind
@@ -220,7 +220,7 @@ def method_of(call: ast.Call) -> str:
 
 def test_every_setting_is_declared_in_one_module_and_read_in_another() -> None:
     read = {node.attr for path, node in nodes(ast.Attribute) if path != "shared/config/schema.py"}
-    keys = {key.rpartition(".")[2] for key, _ in write_settings_doc.settings()}
+    keys = {key.rpartition(".")[2] for key, _ in settings.settings()}
     # `from` is the one key that is no name in Python.
     assert {key for key in keys - {"from"} if key not in read} == set()
     assert "source" in read

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from ops import write_api_doc, write_messages_doc, write_metrics_doc, write_settings_doc
-from ops.struct_tables import structs_in
+from ops.docs import http_api, metrics, settings
+from ops.docs import messages as message_page
+from ops.docs.tables import structs_in
 from shared.config.parsing import parse_config
 from shared.errors import PagemillError
 from shared.protocol import messages, names, renderer_rpc, subjects
@@ -34,15 +35,17 @@ ANCHOR = re.compile(r'<a id="([\w-]+)">')
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
 
 
+def check_files(pages: dict[Path, str]) -> None:
+    for file, text in pages.items():
+        assert file.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
 def test_the_message_reference_is_up_to_date() -> None:
-    written = write_messages_doc.FILE.read_text(encoding="utf-8")
-    assert written == write_messages_doc.rewritten(written), "run `make docs`"
-    schemas = write_messages_doc.SCHEMAS.read_text(encoding="utf-8")
-    assert schemas == write_messages_doc.schemas(), "run `make docs`"
+    check_files(message_page.pages())
 
 
 def test_the_message_reference_has_every_subject_and_every_message() -> None:
-    written = write_messages_doc.FILE.read_text(encoding="utf-8")
+    written = message_page.FILE.read_text(encoding="utf-8")
     source = inspect.getsource(subjects)
     kinds = set(re.findall(r"(?:pm\.|KV\.pm_)[a-z]+", source)) - {"pm.tokens"}
     assert len(kinds) > 15
@@ -74,8 +77,8 @@ def test_the_encoded_names_of_models_are_those_of_the_code() -> None:
 
 
 def test_the_examples_of_messages_can_be_decoded() -> None:
-    written = write_messages_doc.FILE.read_text(encoding="utf-8")
-    examples = write_messages_doc.examples(written)
+    written = message_page.FILE.read_text(encoding="utf-8")
+    examples = message_page.examples(written)
     assert {"GenerateRequest", "TokenChunk", "Finish", "Failure"} <= {
         k.__name__ for k, _ in examples
     }
@@ -95,35 +98,32 @@ def _is_part(example: Any, decoded: Any) -> bool:
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:
-    written = write_metrics_doc.FILE.read_text(encoding="utf-8")
-    assert written == write_metrics_doc.document(), "run `make docs`"
+    check_files(metrics.pages())
 
 
 def test_the_settings_reference_is_up_to_date() -> None:
-    written = write_settings_doc.FILE.read_text(encoding="utf-8")
-    assert written == write_settings_doc.document(), "run `make docs`"
+    check_files(settings.pages())
 
 
 def test_every_setting_has_a_meaning() -> None:
-    settings = dict(write_settings_doc.settings())
-    assert len(settings) > 80
-    assert [key for key, meaning in settings.items() if not meaning] == []
+    meanings = dict(settings.settings())
+    assert len(meanings) > 80
+    assert [key for key, meaning in meanings.items() if not meaning] == []
 
 
 def test_the_api_reference_is_up_to_date() -> None:
-    written = write_api_doc.FILE.read_text(encoding="utf-8")
-    assert written == write_api_doc.rewritten(written), "run `make docs`"
+    check_files(http_api.pages())
 
 
 def test_the_api_reference_has_the_fields_of_every_body() -> None:
-    written = write_api_doc.FILE.read_text(encoding="utf-8")
-    bodies = set(re.findall(r"`(\w+)`", write_api_doc.bodies()))
+    written = http_api.FILE.read_text(encoding="utf-8")
+    bodies = set(re.findall(r"`(\w+)`", http_api.bodies()))
     assert "ChatRequest" in bodies
     assert bodies <= set(re.findall(r"<!-- fields (\w+) -->", written))
 
 
 def test_the_api_reference_has_every_type_and_every_error() -> None:
-    written = write_api_doc.FILE.read_text(encoding="utf-8")
+    written = http_api.FILE.read_text(encoding="utf-8")
     told = re.findall(r"^(?:<!-- fields (\w+) -->|`(\w+)`)$", written, re.MULTILINE)
     assert document()["components"]["schemas"].keys() == {"".join(pair) for pair in told}
     codes = set(re.findall(r"^\| \d+ \| `(\w+)` ", written, re.MULTILINE))

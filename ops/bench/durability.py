@@ -20,28 +20,27 @@ The demo model's step takes a millisecond and is all Python, so the cost of the 
 import argparse
 import asyncio
 import contextlib
-import os
 import random
-import resource
-import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
+from ops.bench import burst
+from ops.bench.burst import Burst
 from ops.bench.models import write_random_llama
+from ops.harness.deployment import Deployment, deployment
+from ops.harness.samples import in_turns
+from ops.harness.tables import print_table
 from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
 from shared.codec import envelope
-from shared.config.schema import Config
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.protocol import subjects
 from shared.protocol.records import Failure, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, Message
@@ -54,8 +53,6 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
-from workers.roles import default_workers
-from workers.supervisor.cluster import LocalCluster
 
 MODEL = "bench"
 LOADS = (1, 8, 32)
@@ -64,27 +61,16 @@ PROMPT_WORDS = 24
 DEMO, RANDOM = "demo", "random-135m"
 MAX_TOKENS = {DEMO: 256, RANDOM: 64}
 TIMEOUT_S = 300.0
-
-
-@dataclass(slots=True)
-class Run:
-    """One burst of requests; each mode has several."""
-
-    ttft_ms: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_records: int = 0
-    took_s: float = 0.0
-    cpu_s: dict[str, float] = field(default_factory=dict)
-    """Processor seconds during the burst, by process."""
+COLUMNS = ("transport", "tokens/s", "of direct", "TTFT ms", "more", "tokens/record")
 
 
 class Prompts:
     """Return new prompts of one length for every request, so that no prefix is cached."""
 
-    def __init__(self, config: Config, max_tokens: int) -> None:
+    def __init__(self, model: ModelConfig, max_tokens: int) -> None:
         self.sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         self._rng = random.Random(0)
-        self._processor = Processor(config.models[MODEL])
+        self._processor = Processor(model)
 
     def messages(self) -> list[Message]:
         words = (str(self._rng.randrange(100, 1000)) for _ in range(PROMPT_WORDS))
@@ -97,36 +83,40 @@ class Prompts:
 # -- the modes ------------------------------------------------------------------------------------
 
 
-def run_direct(core: EngineCore, prompts: Prompts, load: int) -> Run:
-    run = Run()
+async def run_direct(core: EngineCore, prompts: Prompts, load: int) -> Burst:
+    return await asyncio.to_thread(_run_direct, core, prompts, load)
+
+
+def _run_direct(core: EngineCore, prompts: Prompts, load: int) -> Burst:
+    run = Burst()
     requests = [
         EngineRequest(new_request_id(), prompts.token_ids(), [], prompts.sampling)
         for _ in range(load)
     ]
     began_s = time.perf_counter()
-    seen: set[str] = set()
-    with _timed(run, {}):
+    started: set[str] = set()
+    with run.timed({}):
         for request in requests:
             core.add(request)
         while core.has_work:
             for output in core.step():
-                if output.request_id not in seen:
-                    seen.add(output.request_id)
-                    run.ttft_ms.append(1000 * (time.perf_counter() - began_s))
+                if output.request_id not in started:
+                    started.add(output.request_id)
+                    run.first_s.append(time.perf_counter() - began_s)
                 run.num_tokens += sum(len(choice.token_ids) for choice in output.choices)
                 run.num_records += 1
     return run
 
 
-Road = Callable[["Site", Prompts], AsyncIterator[LogRecord]]
+Transport = Callable[[Bus, Prompts], AsyncIterator[LogRecord]]
 
 
-async def through_engine(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord]:
+async def through_engine(bus: Bus, prompts: Prompts) -> AsyncIterator[LogRecord]:
     request_id = new_request_id()
     publishing = asyncio.create_task(
-        publish_task(site.bus, request_id, prompts.token_ids(), prompts.sampling)
+        publish_task(bus, request_id, prompts.token_ids(), prompts.sampling)
     )
-    async for record in follow(site.bus, request_id):
+    async for record in follow(bus, request_id):
         yield record
     await publishing
 
@@ -144,179 +134,102 @@ async def publish_task(
     await bus.publish(subject, envelope.encode(task, []), f"{request_id}:engine")
 
 
-async def through_all(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord]:
+async def through_all(bus: Bus, prompts: Prompts) -> AsyncIterator[LogRecord]:
     request = GenerateRequest(MODEL, prompts.messages(), prompts.sampling)
-    async for record in ask(site.bus, request, new_request_id()):
+    async for record in ask(bus, request, new_request_id()):
         yield record
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Run a cluster; yield a client's connection to it."""
-
-    bus: Bus
-    pids: dict[str, int]
-
-
-async def run_road(transport: Road, site: Site, prompts: Prompts, load: int) -> Run:
-    run = Run()
+async def run_transport(
+    transport: Transport, site: Deployment, bus: Bus, prompts: Prompts, load: int
+) -> Burst:
+    run = Burst()
 
     async def follow_one() -> None:
         began_s = time.perf_counter()
-        first = True
-        async for record in transport(site, prompts):
+        first_s = 0.0
+        async for record in transport(bus, prompts):
             match record:
                 case TokenChunk():
-                    if first:
-                        run.ttft_ms.append(1000 * (time.perf_counter() - began_s))
-                    first = False
+                    first_s = first_s or time.perf_counter() - began_s
                     run.num_tokens += sum(len(choice.token_ids) for choice in record.choices)
                     run.num_records += 1
                 case Failure():
                     raise RuntimeError(record.error.message)
+        run.first_s.append(first_s)
 
-    with _timed(run, site.pids):
+    with run.timed(site.processes()):
         await asyncio.gather(*(follow_one() for _ in range(load)))
     return run
-
-
-@contextlib.contextmanager
-def _timed(run: Run, pids: dict[str, int]) -> Iterator[None]:
-    began_s, used_s = time.perf_counter(), _cpu_s(pids)
-    yield
-    run.took_s = time.perf_counter() - began_s
-    run.cpu_s = {name: now_s - used_s[name] for name, now_s in _cpu_s(pids).items()}
-
-
-def _cpu_s(pids: dict[str, int]) -> dict[str, float]:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return {name: _cpu_of_s(pid) for name, pid in pids.items()} | {
-        "client": used.ru_utime + used.ru_stime
-    }
-
-
-def _cpu_of_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    # These are utime and stime, fields 14 and 15 of proc(5); the first two are cut off here.
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def cluster(config: Config, config_file: Path, storage: str) -> AsyncIterator[Site]:
-    # The workers read the configuration for themselves.
-    os.environ["PAGEMILL_DELIVERY__TOKEN_LOG_STORAGE"] = storage
-    # The server's limit for streams in memory is smaller than that for streams on disk.
-    os.environ["PAGEMILL_DELIVERY__MAX_TOKEN_LOG_MIB"] = "128"
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
-        config = msgspec.structs.replace(config, nats=nats)
-        log_file = Path(folder) / "workers.log"
-        local = LocalCluster(config, config_file, default_workers(config), log_file=log_file)
-        try:
-            await local.start()
-            bus = await Bus.connect(local.url, "bench")
-            broker = int((Path(folder) / "nats-server.pid").read_text())
-            pids = {role: local.pids(role)[0] for role in ("engine", "renderer", "coordinator")}
-            yield Site(bus, {"broker": broker, **pids})
-            await bus.close()
-        finally:
-            await local.stop()
+def model_of(name: str, folder: Path) -> ModelConfig:
+    if name == DEMO:
+        return ModelConfig(str(settings.DEMO_MODEL), dtype="float32")
+    write_random_llama(folder / "model", settings.DEMO_MODEL)
+    return ModelConfig(str(folder / "model"), dtype="bfloat16")
 
 
-async def main(model: str, rounds: int) -> None:
-    logs.configure_logging("warning", role="bench")
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        file = Path(folder) / "pagemill.yaml"
-        if model == DEMO:
-            path, dtype = settings.DEMO_MODEL, "float32"
-        else:
-            path, dtype = Path(folder) / "model", "bfloat16"
-            write_random_llama(path, settings.DEMO_MODEL)
-        tree = {"models": {MODEL: {"path": str(path), "dtype": dtype}}}
-        file.write_bytes(msgspec.json.encode(tree))
-        await compare(file, MAX_TOKENS[model], rounds)
-
-
-async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
-    config = settings.load_config(config_file)
-    prompts = Prompts(config, max_tokens)
-    if config.engine.threads:
-        torch.set_num_threads(config.engine.threads)
-    core = build_core(loader.load(config.models[MODEL], config.engine), config.engine)
-    runs: dict[tuple[int, str], list[Run]] = {}
+async def compare(model: ModelConfig, max_tokens: int, rounds: int) -> None:
+    engine = EngineConfig()
+    prompts = Prompts(model, max_tokens)
+    if engine.threads:
+        torch.set_num_threads(engine.threads)
+    modes = {"direct": partial(run_direct, build_core(loader.load(model, engine), engine), prompts)}
     async with contextlib.AsyncExitStack() as stack:
-        sites = {
-            storage: await stack.enter_async_context(cluster(config, config_file, storage))
-            for storage in STORAGES
-        }
-        modes: dict[str, Callable[[int], Awaitable[Run]]] = {
-            "direct": lambda load: asyncio.to_thread(run_direct, core, prompts, load)
-        }
+        sites = {}
+        for storage in STORAGES:
+            # The server's limit for streams in memory is smaller than that for streams on disk.
+            delivery = {"token_log_storage": storage, "max_token_log_mib": 128}
+            tree = {"models": {MODEL: model}, "delivery": delivery}
+            site = await stack.enter_async_context(deployment(tree, gateway=False))
+            sites[storage] = site, await stack.enter_async_context(site.bus())
         for name, transport in (("engine", through_engine), ("request", through_all)):
-            for storage, site in sites.items():
-                modes[f"{name}, log in {storage}"] = _mode(transport, site, prompts)
+            for storage, pair in sites.items():
+                mode = partial(run_transport, transport, *pair, prompts)
+                modes[f"{name}, log in {storage}"] = mode
+        runs: dict[tuple[int, str], list[Burst]] = {}
+        setups = [(load, name) for load in LOADS for name in modes]
         # The first round compiles and fills caches.
-        for number in range(-1, rounds):
-            for load in LOADS:
-                for name, mode in modes.items():
-                    run = await mode(load)
-                    if number >= 0:
-                        runs.setdefault((load, name), []).append(run)
-    console = Console()
+        for number, (load, name) in in_turns(setups, rounds, warm_ups=1):
+            run = await modes[name](load)
+            if number >= 0:
+                runs.setdefault((load, name), []).append(run)
     for load in LOADS:
         title = f"{load} in flight, {max_tokens} tokens each: medians of {rounds} bursts"
-        console.print(_table(title, {name: runs[load, name] for name in modes}))
+        columns = (*COLUMNS, "CPU ms for 1000 tokens")
+        print_table(title, columns, _rows({name: runs[load, name] for name in modes}))
 
 
-def _mode(transport: Road, site: Site, prompts: Prompts) -> Callable[[int], Awaitable[Run]]:
-    return lambda load: run_road(transport, site, prompts, load)
-
-
-def _table(title: str, modes: dict[str, list[Run]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("transport")
-    for name in ("tokens/s", "of direct", "TTFT ms", "more", "tokens/record"):
-        table.add_column(name, justify="right")
-    table.add_column("CPU ms for 1000 tokens: engine, broker, client, others")
-    direct_tokens_s, direct_ttft_ms = _tokens_s(modes["direct"]), _ttft_ms(modes["direct"])
-    for name, runs in modes.items():
-        tokens_s, ttft_ms = _tokens_s(runs), _ttft_ms(runs)
-        num_tokens = sum(run.num_tokens for run in runs)
-        table.add_row(
+def _rows(modes: dict[str, list[Burst]]) -> list[tuple[str, ...]]:
+    direct_ms = burst.first_ms(modes["direct"]).median
+    return [
+        (
             name,
-            f"{tokens_s:,.0f}",
-            f"{tokens_s / direct_tokens_s:.2f}",
-            f"{ttft_ms:.1f}",
-            f"{ttft_ms - direct_ttft_ms:+.1f}",
-            f"{num_tokens / sum(run.num_records for run in runs):.1f}",
-            ", ".join(f"{1e6 * s / num_tokens:.0f}" for s in _cpu_shares(runs)),
+            f"{burst.tokens_s(runs):,.0f}",
+            f"{burst.tokens_s(runs) / burst.tokens_s(modes['direct']):.2f}",
+            f"{burst.first_ms(runs).median:.1f}",
+            f"{burst.first_ms(runs).median - direct_ms:+.1f}",
+            f"{sum(r.num_tokens for r in runs) / sum(r.num_records for r in runs):.1f}",
+            burst.processor_ms(runs),
         )
-    return table
+        for name, runs in modes.items()
+    ]
 
 
-def _cpu_shares(runs: list[Run]) -> list[float]:
-    """Return the seconds of engine, broker, client and the rest; a direct call is all engine."""
-    total = {name: sum(run.cpu_s[name] for run in runs) for name in runs[0].cpu_s}
-    if "engine" not in total:
-        return [total["client"]]
-    first = [total.pop(name) for name in ("engine", "broker", "client")]
-    return [*first, sum(total.values())]
-
-
-def _tokens_s(runs: list[Run]) -> float:
-    return statistics.median(run.num_tokens / run.took_s for run in runs)
-
-
-def _ttft_ms(runs: list[Run]) -> float:
-    return statistics.median(ms for run in runs for ms in run.ttft_ms)
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=(DEMO, RANDOM), default=DEMO)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    uvloop.run(main(given.model, given.rounds))
+    options = parser.parse_args()
+    logs.configure_logging("warning", role="bench")
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        model = model_of(options.model, Path(folder))
+        uvloop.run(compare(model, MAX_TOKENS[options.model], options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,11 +18,10 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ops.bench.models import TOKENIZER_FILES
+from ops.harness.tables import console, print_table
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
@@ -30,8 +29,8 @@ from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.loader import load
 from workers.engine.main import build_core
+from workers.settings import DEMO_MODEL
 
-DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 NUM_REPEATS = 3
 PROMPT_LEN = 128
 NUM_DECODED = 64
@@ -225,26 +224,25 @@ def write_random(folder: Path) -> None:
 
 
 def main() -> None:
-    console = Console()
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         write_random(Path(folder))
         for name, path in (("demo model", DEMO_MODEL), ("random Qwen2-VL", Path(folder))):
-            console.print(report(Subject.load(name, path)))
+            report(Subject.load(name, path))
 
 
-def report(subject: Subject) -> Table:
-    table = Table("streams", "phase", "engine tok/s", "transformers tok/s", "ratio")
+def report(subject: Subject) -> None:
+    rows = []
     for num_streams in (1, 16):
         ours, theirs = compare(subject, num_streams)
-        table.add_row(str(num_streams), "prefill", *_row(ours.prefill, theirs.prefill))
-        table.add_row(str(num_streams), "decode", *_row(ours.decode, theirs.decode))
+        rows.append((num_streams, "prefill", *_row(ours.prefill, theirs.prefill)))
+        rows.append((num_streams, "decode", *_row(ours.decode, theirs.decode)))
     paged, reserved = measure_waste(subject)
-    table.title = f"{subject.name}, engine on {subject.path}"
-    table.caption = (
+    columns = ("streams", "phase", "engine tok/s", "transformers tok/s", "ratio")
+    print_table(f"{subject.name}, engine on {subject.path}", columns, rows, num_texts=2)
+    console.print(
         f"KV slots without a token: {100 * paged:.1f} % in pages,"
         f" {100 * reserved:.1f} % reserved to the full length"
     )
-    return table
 
 
 def _row(ours: float, theirs: float) -> tuple[str, str, str]:

@@ -14,8 +14,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from ops.harness.tables import console, print_table
 
 if TYPE_CHECKING:
     from ops.bench.gpu_kernels import Figure, Span
@@ -28,6 +27,9 @@ GOALS = {
     "GPU idle in decode": "below 5 %",
 }
 IDLE_STEPS = 16
+KERNEL_COLUMNS = (
+    "workload", "ours", "of the copy's bandwidth", "TFLOP/s", "others, and the ratio",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -41,11 +43,10 @@ def main() -> None:
 
     if not dry and not torch.cuda.is_available():
         raise SystemExit("ops.bench.gpu: there is no CUDA device here; try --dry-run")
-    console = Console()
     console.print(f"torch {torch.__version__}, {_device_name(dry)}")
-    bandwidth = report_kernels(console, dry)
+    bandwidth = report_kernels(dry)
     for shape, one, many in workloads(dry):
-        report_model(console, shape, one, many, bandwidth, dry)
+        report_model(shape, one, many, bandwidth, dry)
 
 
 def _device_name(dry: bool) -> str:
@@ -81,7 +82,7 @@ def workloads(dry: bool) -> list[tuple["Shape", "Load", "Load"]]:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-def report_kernels(console: Console, dry: bool) -> float:
+def report_kernels(dry: bool) -> float:
     """Return the bandwidth of a copy, in bytes per second."""
     import torch
 
@@ -94,31 +95,27 @@ def report_kernels(console: Console, dry: bool) -> float:
     all_heads = [Heads("tiny", 4, 2, 64)]
     if not dry:
         all_heads = [Heads("1.5B", 12, 2, 128), Heads("7B", 28, 4, 128)]
-    table = _kernel_table("attention", ATTENTION_GOAL)
-    for heads in all_heads:
-        for span in spans(dry):
-            figure = measure_attention(heads, span, dtype, device, peers=not dry)
-            _add_kernel_row(table, figure, bandwidth)
-    console.print(table)
-    table = _kernel_table("small operations", "goal: none; all of them are bound by memory")
-    for num_tokens in (2,) if dry else (256, 8192):
-        for figure in measure_elementwise(num_tokens, 64 if dry else 3584, dtype, device):
-            _add_kernel_row(table, figure, bandwidth)
-    console.print(table)
+    rows = [
+        _kernel_row(measure_attention(heads, span, dtype, device, peers=not dry), bandwidth)
+        for heads in all_heads
+        for span in spans(dry)
+    ]
+    print_table(f"attention, {ATTENTION_GOAL}", KERNEL_COLUMNS, rows)
+    rows = [
+        _kernel_row(figure, bandwidth)
+        for num_tokens in ((2,) if dry else (256, 8192))
+        for figure in measure_elementwise(num_tokens, 64 if dry else 3584, dtype, device)
+    ]
+    print_table("small operations, all bound by memory", KERNEL_COLUMNS, rows)
     return bandwidth
 
 
-def _kernel_table(title: str, caption: str) -> Table:
-    columns = ("workload", "ours", "of the copy's bandwidth", "TFLOP/s", "others, and the ratio")
-    return Table(*columns, title=title, caption=caption)
-
-
-def _add_kernel_row(table: Table, figure: "Figure", bandwidth: float) -> None:
+def _kernel_row(figure: "Figure", bandwidth: float) -> tuple[str, ...]:
     others = [
         f"{name}: {at}" if isinstance(at, str) else f"{name}: {_us(at)}, {at / figure.ours_s:.2f}"
         for name, at in figure.others_s.items()
     ]
-    table.add_row(
+    return (
         figure.name,
         _us(figure.ours_s),
         _percent(figure.num_bytes / figure.ours_s / bandwidth),
@@ -130,9 +127,7 @@ def _add_kernel_row(table: Table, figure: "Figure", bandwidth: float) -> None:
 # -- models ---------------------------------------------------------------------------------------
 
 
-def report_model(
-    console: Console, shape: "Shape", one: "Load", many: "Load", bandwidth: float, dry: bool
-) -> None:
+def report_model(shape: "Shape", one: "Load", many: "Load", bandwidth: float, dry: bool) -> None:
     import torch
 
     from ops.bench.gpu_serving import Engine, build, measure_transformers, step_bytes
@@ -155,23 +150,24 @@ def report_model(
         del engine
     _give_back()
 
-    table = Table("workload", "engine", "transformers", "ratio", "goal", title=shape.name)
     share = ours[0].decode / limit
-    table.add_row(
-        "one stream, decode",
-        f"{ours[0].decode:,.0f} tok/s, {_percent(share)} of {limit:,.0f}",
-        f"{theirs[0].decode:,.0f} tok/s",
-        _ratio(ours[0].decode, theirs[0].decode),
-        GOALS["one stream, decode"],
-    )
+    rows = [
+        (
+            "one stream, decode",
+            f"{ours[0].decode:,.0f} tok/s, {_percent(share)} of {limit:,.0f}",
+            f"{theirs[0].decode:,.0f} tok/s",
+            _ratio(ours[0].decode, theirs[0].decode),
+            GOALS["one stream, decode"],
+        )
+    ]
     for name, kind in (("many streams, decode", "decode"), ("many streams, prefill", "prefill")):
         mine, other = getattr(ours[1], kind), getattr(theirs[1], kind)
         rates = (f"{mine:,.0f} tok/s", f"{other:,.0f} tok/s", _ratio(mine, other))
-        table.add_row(f"{name}, {many.num_streams}", *rates, GOALS.get(name, ""))
+        rows.append((f"{name}, {many.num_streams}", *rates, GOALS.get(name, "")))
     for load, share in zip((one, many), idle, strict=False):
         name = "GPU idle in decode"
-        table.add_row(f"{name}, {load.num_streams}", _percent(share), "", "", GOALS[name])
-    console.print(table)
+        rows.append((f"{name}, {load.num_streams}", _percent(share), "", "", GOALS[name]))
+    print_table(shape.name, ("workload", "engine", "transformers", "ratio", "goal"), rows)
 
 
 def _give_back() -> None:

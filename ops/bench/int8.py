@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from ops.harness.machine import peak_bytes
+from ops.harness.tables import print_table
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
 from workers.engine.loader import LoadedModel, load
@@ -166,21 +165,19 @@ def report(folder: Path, files: list[Path]) -> None:
     windows = read_windows(folder, files)
     base = BASE.load(folder)
     loaded = [variant.load(folder) for variant in VARIANTS]
-    num_tokens = sum(map(len, windows))
-    accuracy = Table("weights", "same top-1", "mean KL", "perplexity ratio")
-    for variant, each in zip(VARIANTS, loaded, strict=True):
+    names = [variant.name for variant in VARIANTS]
+    accuracy = []
+    for name, each in zip(names, loaded, strict=True):
         same, divergence, ratio = compare(base, each, windows)
-        accuracy.add_row(variant.name, f"{100 * same:.1f} %", f"{divergence:.5f}", f"{ratio:.4f}")
-    console = Console(width=120)
-    console.print(f"{len(windows)} texts, {num_tokens} tokens", accuracy)
-    speed = Table("weights", *(f"decode, {n} at once" for n in NUM_STREAMS), "prefill", "peak MB")
-    columns = [time_in_turns(loaded, partial(decode, num_streams=n)) for n in NUM_STREAMS]
+        accuracy.append((name, f"{100 * same:.1f} %", f"{divergence:.5f}", f"{ratio:.4f}"))
+    title = f"{len(windows)} texts, {sum(map(len, windows))} tokens"
+    print_table(title, ("weights", "same top-1", "mean KL", "perplexity ratio"), accuracy)
+    cells = [time_in_turns(loaded, partial(decode, num_streams=n)) for n in NUM_STREAMS]
     window = torch.ones(512, dtype=torch.int64)
-    columns.append(time_in_turns(loaded, partial(prefill, window=window)))
-    columns.append([f"{measure_peak(folder, variant) / 1e6:,.0f}" for variant in VARIANTS])
-    for variant, *cells in zip(VARIANTS, *columns, strict=True):
-        speed.add_row(variant.name, *cells)
-    console.print(speed)
+    cells.append(time_in_turns(loaded, partial(prefill, window=window)))
+    cells.append([f"{measure_peak(folder, variant) / 1e6:,.0f}" for variant in VARIANTS])
+    columns = ("weights", *(f"decode, {n} at once" for n in NUM_STREAMS), "prefill", "peak MB")
+    print_table("speed and memory", columns, zip(names, *cells, strict=True))
 
 
 def main() -> None:
@@ -188,13 +185,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.only is None:
-        report(given.model, given.text)
+    options = parser.parse_args()
+    if options.only is None:
+        report(options.model, options.text)
         return
-    (variant,) = (variant for variant in VARIANTS if variant.name == given.only)
+    (variant,) = (variant for variant in VARIANTS if variant.name == options.only)
     with contextlib.redirect_stdout(sys.stderr):
-        variant.load(given.model)
+        variant.load(options.model)
     sys.stdout.write(f"{peak_bytes(os.getpid())}\n")
 
 

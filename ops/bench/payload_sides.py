@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import torch
 
+from ops.harness.samples import Samples
 from shared.blobs import protocol
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
@@ -150,13 +150,13 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
     fetches["inside a message"] = _inline(bus)
     fetches[BASE64] = _by_http(hello.address.tcp[0], hello.http_port)
     fetches[MEMCPY] = _copy
-    found: dict[str, dict[str, Measured]] = {name: {} for name in fetches}
+    results: dict[str, dict[str, Measured]] = {name: {} for name in fetches}
     for size, num_bytes in SIZES.items():
         for name, fetch in fetches.items():
             if name == "inside a message" and num_bytes > MAX_INLINE:
                 continue
-            found[name][size] = await _measure(fetch, num_bytes, rounds)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+            results[name][size] = await _measure(fetch, num_bytes, rounds)
+    sys.stdout.buffer.write(msgspec.json.encode(results))
     sys.stdout.flush()
     os._exit(0)
 
@@ -164,7 +164,7 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
 async def _measure(fetch: Fetch, num_bytes: int, rounds: int) -> Measured:
     for _ in range(3):
         await fetch(num_bytes)
-    took_ms = []
+    took_ms = Samples()
     for _ in range(rounds):
         began_s = time.perf_counter()
         await fetch(num_bytes)
@@ -178,8 +178,7 @@ async def _measure(fetch: Fetch, num_bytes: int, rounds: int) -> Measured:
     await asyncio.gather(*(several() for _ in range(IN_FLIGHT)))
     took_s = time.perf_counter() - began_s
     total = num_bytes * (rounds // IN_FLIGHT) * IN_FLIGHT
-    cuts = statistics.quantiles(took_ms, n=100)
-    return Measured(cuts[49], cuts[98], total / took_s / 1e9)
+    return Measured(took_ms.median, took_ms.p99, total / took_s / 1e9)
 
 
 def _use(blob: Blob) -> None:

@@ -9,7 +9,6 @@ an older image all the time.
 import argparse
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from ops.cluster.compose import (
     find_compose,
 )
 from ops.cluster.door import Door
+from shared.bus.embedded_server import free_port
 
 PROJECT = "pagemill-check"
 ENGINES = 3
@@ -79,9 +79,7 @@ def write_config(folder: Path) -> Path:
 @contextlib.contextmanager
 def running(image: str, old: str | None, keep: bool) -> Iterator[tuple[Compose, int]]:
     """Start the cluster, and yield it with the door's port once all containers are healthy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
         config = write_config(Path(folder))
         env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config), "MODELS": str(VOICE)}

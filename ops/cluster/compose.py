@@ -160,8 +160,8 @@ class Compose:
         of_service = f"label=com.docker.compose.service={service}"
         listing = ["docker", "ps", "--all", "--quiet", "--filter", label, "--filter", of_service]
         ids = run(listing).split()
-        found = json.loads(run(["docker", "inspect", *ids])) if ids else []
-        return sorted((Container(d["Id"], service, d) for d in found), key=lambda c: c.name)
+        descriptions = json.loads(run(["docker", "inspect", *ids])) if ids else []
+        return sorted((Container(d["Id"], service, d) for d in descriptions), key=lambda c: c.name)
 
     def networks(self) -> list[str]:
         label = f"label=com.docker.compose.project={self.project}"

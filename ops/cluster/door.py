@@ -2,10 +2,10 @@
 
 import asyncio
 import base64
-import itertools
+import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import httpx
 import msgspec
 
 from ops.demo import IMAGES, Case
+from ops.harness.load import at_rate
+from ops.harness.samples import Samples
 
 PATH = "/v1/chat/completions"
 SPEECH_PATH = "/v1/audio/speech"
@@ -47,8 +49,7 @@ class Tally:
 
     def percentile_s(self, share: float) -> float:
         """Return the latency that this share of the requests did not exceed."""
-        ordered = sorted(self.latencies_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+        return Samples(self.latencies_s).percentile(100 * share) if self.latencies_s else 0.0
 
 
 class Door:
@@ -109,14 +110,23 @@ class Door:
 
     async def ask_steadily(self, per_s: float, stop: asyncio.Event, tally: Tally) -> None:
         """Ask so many questions a second until `stop`, and wait for the last answers."""
-        cases: Iterator[Case] = itertools.cycle(read_cases())
-        running: set[asyncio.Task[None]] = set()
-        while not stop.is_set():
-            task = asyncio.create_task(self.ask(next(cases), tally))
-            running.add(task)
-            task.add_done_callback(running.discard)
-            await asyncio.sleep(1 / per_s)
-        await asyncio.gather(*running)
+        cases = read_cases()
+        await at_rate(
+            per_s,
+            lambda number: self.ask(cases[number % len(cases)], tally),
+            lambda _: stop.is_set(),
+        )
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, path: str, body: dict[str, Any], what: str
+    ) -> AsyncIterator[httpx.Response]:
+        """Yield a response whose body is not read yet. Raises RuntimeError for a refusal."""
+        async with self._client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                reason = (await response.aread()).decode(errors="replace")[:300]
+                raise RuntimeError(f"{what}: {response.status_code} {reason}")
+            yield response
 
     async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:
         """Return `count` sampled answers of so many tokens; `begun` is set when all have begun.
@@ -136,10 +146,7 @@ class Door:
                 "stream": True,
             }
             text = ""
-            async with self._client.stream("POST", PATH, json=body) as response:
-                if response.status_code != 200:
-                    reason = (await response.aread()).decode(errors="replace")[:300]
-                    raise RuntimeError(f"answer {number}: {response.status_code} {reason}")
+            async with self._stream(PATH, body, f"answer {number}") as response:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         chunk = msgspec.json.decode(line.removeprefix("data: "))
@@ -165,10 +172,7 @@ class Door:
         async def listen(text: str) -> bytes:
             body = {"model": "demo", "input": text, "voice": "alloy", "response_format": "pcm"}
             samples = b""
-            async with self._client.stream("POST", SPEECH_PATH, json=body) as response:
-                if response.status_code != 200:
-                    reason = (await response.aread()).decode(errors="replace")[:300]
-                    raise RuntimeError(f"{text!r}: {response.status_code} {reason}")
+            async with self._stream(SPEECH_PATH, body, repr(text)) as response:
                 async for piece in response.aiter_bytes():
                     samples += piece
                     waiting.discard(text)

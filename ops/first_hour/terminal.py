@@ -57,7 +57,7 @@ class Terminal:
         """Return what is printed until `pattern` is found, and where it was found."""
         deadline = time.monotonic() + timeout_s
         seen = ""
-        while (found := pattern.search(seen)) is None:
+        while (match := pattern.search(seen)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._screen], [], [], left_s)[0]:
                 raise TerminalTimeout(f"{timeout_s:.0f} s without {pattern.pattern!r}:\n{seen}")
@@ -67,7 +67,7 @@ class Terminal:
                 raise TerminalTimeout(f"the shell has ended:\n{seen}") from error
             self.chunks.append(Chunk(time.monotonic() - self._began, text))
             seen += text
-        return seen, found
+        return seen, match
 
     def close(self) -> None:
         """End the shell and all of its jobs."""

@@ -28,7 +28,7 @@ def structs_of(kind: Any) -> list[Any]:
 def _valid(kind: Any, codec: Any) -> list[Any]:
     """Return values that the type's own decoder accepts, for each member of a union."""
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    found: list[Any] = []
+    values: list[Any] = []
     for member in typing.get_args(kind) if is_union else (kind,):
         for is_full in (False, True):
             value = _value(inspect.type_info(member), is_full, MAX_DEPTH)
@@ -36,8 +36,8 @@ def _valid(kind: Any, codec: Any) -> list[Any]:
                 codec.decode(codec.encode(value), type=kind)
             except msgspec.MsgspecError:
                 continue
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def _value(kind: inspect.Type, is_full: bool, depth: int) -> Any:

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from cyclopts import App
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from workers import settings
-from workers.cli.commands.worker import worker
-from workers.cli.terminal import run_app
+from workers.cli.commands.worker import preload
 from workers.roles import AGENT, WorkerSpec, default_workers
 from workers.supervisor.cluster import LocalCluster
-from workers.supervisor.preloader import Preloader, fork_preloader
-from workers.supervisor.processes import WorkerProcesses
+from workers.supervisor.preloader import Preloader
 
 ROOT = Path(__file__).parents[2]
 DEMO_VOICE = settings.OPS / "demo_voice"
@@ -57,9 +54,8 @@ class Deployment:
 
     def pids(self, role: str, stage: str | None = None) -> list[int]:
         """Return the process ids of the running workers of a role, or of one of its stages."""
-        specs = {w for w in self._workers if w.role == role and stage in (None, w.stage)}
-        slots = [slot for spec in specs for slot in self._cluster.supervisor.slots(spec)]
-        return [slot.pid for slot in slots if slot.pid]
+        workers = {w for w in self._workers if w.role == role and stage in (None, w.stage)}
+        return [pid for worker in workers for pid in self._pids_of(worker)]
 
     def kill(self, role: str, stage: str | None = None) -> None:
         """Kill all workers of a role, or of one of its stages."""
@@ -68,15 +64,18 @@ class Deployment:
 
     @property
     def broker_pid(self) -> int:
-        """Process id of the broker, if the deployment started it."""
+        """Process id of the broker."""
         return int((self.folder / "nats" / "nats-server.pid").read_text())
 
     def processes(self) -> dict[str, int]:
         """Return a process id for each stage or other role, and for the broker."""
-        names = {w.stage or w.role: (w.role, w.stage) for w in self._workers}
-        return {"broker": self.broker_pid} | {
-            name: self.pids(*worker)[0] for name, worker in names.items()
-        }
+        pids = {"broker": self.broker_pid}
+        for worker in self._workers:
+            pids[worker.stage or worker.role] = self._pids_of(worker)[0]
+        return pids
+
+    def _pids_of(self, worker: WorkerSpec) -> list[int]:
+        return [slot.pid for slot in self._cluster.supervisor.slots(worker) if slot.pid]
 
 
 @contextlib.asynccontextmanager
@@ -84,17 +83,16 @@ async def deployment(
     tree: Mapping[str, Any],
     *,
     workers: Sequence[WorkerSpec] | None = None,
-    url: str | None = None,
+    gateway: bool = True,
     preloader: Preloader | None = None,
-    processes: WorkerProcesses | None = None,
     folder: Path | None = None,
 ) -> AsyncIterator[Deployment]:
     """Run a deployment of a configuration, and drain and stop it at the end.
 
     `tree` is the content of `pagemill.yaml`; ports that it omits are free ones, and the broker's
     store is in `folder`, by default a temporary one. Without `workers`, the workers of
-    `pagemill up` run, with a gateway, and with an agent if the configuration has one. `url` is the
-    URL of a broker that runs already. `processes` starts workers in place of the product's.
+    `pagemill up` run, with a gateway unless `gateway` is false, and with an agent if the
+    configuration has one. Workers are forked from the `preloader`, if there is one.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -102,17 +100,11 @@ async def deployment(
         file = write_config(tree, folder)
         config = settings.load_config(file)
         if workers is None:
-            agent = [WorkerSpec(AGENT)] if AGENT in tree else []
-            workers = [*default_workers(config), *agent, WorkerSpec("gateway")]
-        cluster = LocalCluster(
-            config,
-            file,
-            workers,
-            url,
-            folder / "workers.log",
-            preloader=preloader,
-            processes=processes,
-        )
+            workers = default_workers(config)
+            workers += [WorkerSpec(AGENT)] if AGENT in tree else []
+            workers += [WorkerSpec("gateway")] if gateway else []
+        log = folder / "workers.log"
+        cluster = LocalCluster(config, file, workers, log_file=log, preloader=preloader)
         try:
             await cluster.start()
             yield Deployment(cluster, workers, folder)
@@ -121,7 +113,7 @@ async def deployment(
 
 
 def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
-    """Write `pagemill.yaml` for a deployment in a folder."""
+    """Write `pagemill.yaml` for a deployment, whose broker has its store in a folder."""
     nats = {"port": 0, "store_dir": str(folder / "nats")} | tree.get("nats", {})
     gateway = {"port": 0} | tree.get("gateway", {})
     file = folder / "pagemill.yaml"
@@ -129,12 +121,17 @@ def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) -> dict[str, Any]:
+def demo_tree(*, spoken: bool = False, **model: Any) -> dict[str, Any]:
     """Return a configuration of the demo model, with the demo voice if it is `spoken`.
 
-    `model` has further settings of the model.
+    Answers are greedy and the context has 1,024 tokens, unless `model` has other settings.
     """
-    served = {"path": str(settings.DEMO_MODEL), "max_model_len": max_model_len} | model
+    served = {
+        "path": str(settings.DEMO_MODEL),
+        "max_model_len": 1024,
+        "sampling_defaults": {"temperature": 0.0, "max_tokens": 64},
+        **model,
+    }
     if spoken:
         stages = msgspec.yaml.decode((DEMO_VOICE / "pagemill.yaml").read_bytes())
         stages = stages["models"]["demo"]["stages"]
@@ -145,18 +142,13 @@ def demo_tree(max_model_len: int = 1024, *, spoken: bool = False, **model: Any) 
     return {"models": {"demo": served}}
 
 
-def preload(*modules: str) -> Preloader:
-    """Fork a process that imports modules and forks workers, which then need no imports.
+def preload_for(tree: Mapping[str, Any], folder: Path) -> Preloader | None:
+    """Fork a process with the modules of a configuration's workers, which are then forked from it.
 
-    It must be called before there is a thread or an event loop.
+    It must be called before there is a thread or an event loop. None on a machine with a GPU.
     """
-    return fork_preloader(list(modules), _run_worker)
-
-
-def _run_worker() -> None:
-    app = App(name="pagemill")
-    app.command(worker)
-    run_app(app)
+    config = settings.load_config(write_config(tree, folder))
+    return preload(config, default_workers(config))
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ def available_bytes() -> int:
 
 
 def busy_s() -> float:
-    """Return processor seconds: those of all processes, and those that other machines stole."""
+    """Return the processor seconds of all processes, and the seconds that other machines stole."""
     ticks = [int(n) for n in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     idle, iowait = ticks[3], ticks[4]
     return (sum(ticks) - idle - iowait) / TICKS_PER_S

@@ -9,23 +9,22 @@ from ops.harness import machine
 
 FILE_WIDTH = 150
 
-console = Console()
+console = Console(highlight=False)
 if not console.is_terminal:
     console.width = FILE_WIDTH
 
 
-def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table whose first column is text and whose other columns are numbers."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], num_texts: int = 1
+) -> None:
+    """Print a table, with the machine, its load and the commit that was measured.
+
+    The first `num_texts` columns are texts, the others numbers.
+    """
+    table = Table(title=title, title_justify="left")
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
+        table.add_column(name, justify="left" if number < num_texts else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    return table
-
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, with the machine, its load and the commit that was measured."""
-    table = make_table(title, columns, rows)
-    table.caption = machine.describe()
     console.print(table)
+    console.print(machine.describe(), style="dim")

@@ -8,22 +8,22 @@ one server to the other, except for the hashes of images with other pixels. Exit
 everything that must be equal is.
 """
 
-from rich.console import Console
+import asyncio
+from pathlib import Path
 
 from ops.bench.models import write_tiny
 from ops.bench.servers import vllm_of_command_line
 from ops.interop.checks import check_all
-from ops.interop.pairs import report, serve_both
+from ops.interop.pairs import Report, serve_both
 
 
-def main() -> None:
-    console = Console(soft_wrap=True)
-    binary = vllm_of_command_line(__doc__, console)
-    if binary is None:
-        return
-    with serve_both(console, binary, "tiny-qwen2vl", write_tiny) as (us, them):
-        report(console, check_all(us, them))
+async def compare(binary: Path) -> int:
+    report = Report()
+    async with serve_both(binary, "tiny-qwen2vl", write_tiny) as pair:
+        await report.add(check_all(*pair))
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    if (binary := vllm_of_command_line(__doc__)) is not None:
+        raise SystemExit(asyncio.run(compare(binary)))

@@ -14,10 +14,11 @@ from itertools import product
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from ops.bench.servers import vllm_of_command_line
-from ops.serving import MODEL, serving
+from ops.harness.deployment import demo_tree, deployment
+from ops.harness.tables import console
+from workers.settings import DEMO_MODEL
 
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 LOADS = (1, 8, 32)
@@ -49,43 +50,34 @@ class Run:
 
     def command(self, binary: Path, url: str, file: Path) -> list[str]:
         return [
-            *(str(binary), "bench", "serve", "--backend", self.backend, "--base-url", url),
-            *("--endpoint", BACKENDS[self.backend], "--model", "demo", "--tokenizer", str(MODEL)),
-            *("--dataset-name", "random", "--random-input-len", str(INPUT_LEN)),
-            *("--random-output-len", str(OUTPUT_LEN), "--ignore-eos", "--seed", str(self.load)),
-            *("--num-prompts", str(self.num_requests), "--max-concurrency", str(self.load)),
-            *("--save-result", "--result-dir", str(file.parent), "--result-filename", file.name),
+            str(binary), "bench", "serve", "--backend", self.backend, "--base-url", url,
+            "--endpoint", BACKENDS[self.backend], "--model", "demo", "--tokenizer", str(DEMO_MODEL),
+            "--dataset-name", "random", "--random-input-len", str(INPUT_LEN),
+            "--random-output-len", str(OUTPUT_LEN), "--ignore-eos", "--seed", str(self.load),
+            "--num-prompts", str(self.num_requests), "--max-concurrency", str(self.load),
+            "--save-result", "--result-dir", str(file.parent), "--result-filename", file.name,
             "--disable-tqdm",
-        ]
+        ]  # fmt: skip
 
     def passed(self, result: Result) -> bool:
         # Numbers of tokens differ, because the client tokenizes the text again.
         return result.failed == 0 and result.completed == self.num_requests
 
 
-def main() -> None:
-    console = Console(soft_wrap=True)
-    binary = vllm_of_command_line(__doc__, console)
-    if binary is None:
-        return
-    raise SystemExit(asyncio.run(_run_all(binary, console)))
-
-
-async def _run_all(binary: Path, console: Console) -> int:
+async def run_all(binary: Path) -> int:
     """Run all loads; return the number of runs that failed."""
     failed = 0
-    async with serving() as (url, folder):
+    async with deployment(demo_tree()) as site:
         for backend, load in product(BACKENDS, LOADS):
-            run, file = Run(backend, load), folder / f"{backend}-{load}.json"
-            output = await asyncio.to_thread(_call, run.command(binary, url, file), folder)
+            run, file = Run(backend, load), site.folder / f"{backend}-{load}.json"
+            command = run.command(binary, site.http, file)
+            output = await asyncio.to_thread(_call, command, site.folder)
             result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else None
             passed = result is not None and run.passed(result)
             failed += not passed
-            console.print(
-                f"{'ok' if passed else 'FAILED'}  {_describe(run, result)}", highlight=False
-            )
+            console.print(f"{'ok' if passed else 'FAILED'}  {_describe(run, result)}")
             if not passed:
-                console.print(output[-4000:], markup=False, highlight=False)
+                console.print(output[-4000:], markup=False)
     return failed
 
 
@@ -115,4 +107,5 @@ def _describe(run: Run, result: Result | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    if (binary := vllm_of_command_line(__doc__)) is not None:
+        raise SystemExit(asyncio.run(run_all(binary)))

@@ -6,11 +6,12 @@ As `python -m ops.interop`, with a random model of each family that vLLM has and
 hears sounds. Exits 0 only if everything that must be equal is.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from rich.console import Console
 
 from ops.bench.servers import vllm_of_command_line
 from ops.interop import models
@@ -26,7 +27,7 @@ from ops.interop.checks import (
     tokens_of,
 )
 from ops.interop.media_cases import omni_cases, sound_cases, video_cases
-from ops.interop.pairs import report, serve_both
+from ops.interop.pairs import Report, serve_both
 
 CHAT = "/v1/chat/completions"
 Write = Callable[[Path], None]
@@ -58,19 +59,15 @@ MODELS: dict[str, tuple[Write, Callable[[], list[Case]], Check]] = {
 }
 
 
-def main() -> None:
-    console = Console(soft_wrap=True)
-    binary = vllm_of_command_line(__doc__, console)
-    if binary is not None:
-        report(console, _check(console, binary))
-
-
-def _check(console: Console, binary: Path) -> Iterator[Finding]:
+async def compare_all(binary: Path) -> int:
+    report = Report()
     for name, (write, cases, check) in MODELS.items():
-        with serve_both(console, binary, name, write) as (us, them):
-            for finding in check(cases(), us, them):
-                yield Finding(f"{name}: {finding.what}", finding.equal, finding.detail)
+        async with serve_both(binary, name, write) as pair:
+            named = (replace(f, what=f"{name}: {f.what}") for f in check(cases(), *pair))
+            await report.add(named)
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    if (binary := vllm_of_command_line(__doc__)) is not None:
+        raise SystemExit(asyncio.run(compare_all(binary)))

@@ -15,7 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.rolling.fleet import MAKES_MEDIA, NEW, WORKERS, Fleet, running, unpack
+from ops.harness.deployment import ROOT
+from ops.rolling.fleet import MAKES_MEDIA, WORKERS, Fleet, running, unpack
 from ops.rolling.load import MEDIA, PLAIN, VIDEO, Kind, send_all
 from shared.protocol.versions import range_words
 from shared.telemetry import logs
@@ -63,7 +64,7 @@ class Run:
 
     async def cell(self, fleet: Fleet, name: str, kinds: tuple[Kind, ...]) -> None:
         began = time.monotonic()
-        tally = await send_all(await fleet.gateways(), self._number, kinds)
+        tally = await send_all(await fleet.processes.gateways(), self._number, kinds)
         self.num_cells += 1
         self.num_requests += tally.total
         self.num_failures += tally.failures.total()
@@ -78,19 +79,18 @@ class Run:
 
 async def _versions(fleet: Fleet) -> str:
     """Return the ranges that the workers' heartbeats tell; older ones tell none."""
-    ranges = Counter(range_words(beat.reads) for beat in await fleet.beats())
+    ranges = Counter(range_words(beat.reads) for beat in await fleet.processes.beats())
     return ", ".join(f"{words}: {count}" for words, count in sorted(ranges.items()))
 
 
 async def beside(run: Run, older: Older, trees: dict[str, Path], base: str) -> None:
     """Start a fleet of `base`, and replace it by the other version."""
-    with tempfile.TemporaryDirectory(prefix="pagemill-rolling-") as folder:
-        async with running(Path(folder), trees, makes_media=older.makes_media) as fleet:
-            await fleet.start(base, "coordinator")
-            await fleet.start(base, *(name for name in older.workers if name != "coordinator"))
-            await replace_all(run, older, fleet, base)
-            if older.changes_streams:
-                await replace_all(run, older, fleet, OTHER[base])
+    async with running(trees, makes_media=older.makes_media) as fleet:
+        await fleet.start(base, "coordinator")
+        await fleet.start(base, *(name for name in older.workers if name != "coordinator"))
+        await replace_all(run, older, fleet, base)
+        if older.changes_streams:
+            await replace_all(run, older, fleet, OTHER[base])
 
 
 async def replace_all(run: Run, older: Older, fleet: Fleet, base: str) -> None:
@@ -118,7 +118,7 @@ async def check(arguments: argparse.Namespace) -> int:
         if arguments.old not in (None, older.commit):
             continue
         with tempfile.TemporaryDirectory(prefix="pagemill-old-") as folder:
-            trees = {"old": unpack(older.commit, Path(folder)), "new": NEW}
+            trees = {"old": unpack(older.commit, Path(folder)), "new": ROOT}
             for base in ["old"] if older.changes_streams else arguments.base or OTHER:
                 say(f"{older.commit} is the old version")
                 await beside(run, older, trees, base)

@@ -12,14 +12,14 @@ from typing import Any
 
 import httpx
 
-from ops.rolling.fleet import NEW
+from ops.harness.deployment import ROOT
 
 AT_ONCE = 8
 TIMEOUT_S = 120.0
 # The header of a WAV file has 44 bytes.
 MIN_SOUND_BYTES = 1000
-_IMAGE = NEW / "ops" / "demo_images" / "red.png"
-_VIDEO = NEW / "ops" / "demo_recordings" / "star_moves_right.webp"
+_IMAGE = ROOT / "ops" / "demo_images" / "red.png"
+_VIDEO = ROOT / "ops" / "demo_recordings" / "star_moves_right.webp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,6 @@ async def _send(client: httpx.AsyncClient, url: str, kind: Kind) -> str | None:
     except httpx.HTTPError as error:
         return type(error).__name__
     if answer.status_code != 200:
-        told = answer.json().get("error", {})
-        return f"{answer.status_code} {told.get('code')}: {told.get('message')}"
+        refusal = answer.json().get("error", {})
+        return f"{answer.status_code} {refusal.get('code')}: {refusal.get('message')}"
     return kind.find_fault(answer)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ops.bench.gateway.transports import Times
 from ops.bench.heldout import workloads
-from ops.bench.heldout.__main__ import report
+from ops.bench.heldout.__main__ import rows
 from ops.bench.peers.workloads import Maker
+from ops.harness.samples import Samples
 
 
 def maker(seed: int) -> Maker:
@@ -21,26 +22,26 @@ def test_a_round_has_the_same_requests_for_every_server() -> None:
     times = [arrival.after_s for arrival in first]
     assert times == sorted(times)
     assert 4 < times[-1] < 16
-    lengths = [len(arrival.asked.request.token_ids) for arrival in first]
+    lengths = [len(arrival.prepared.request.token_ids) for arrival in first]
     assert min(lengths) < 64 < 256 < max(lengths)
 
 
 def test_sampled_requests_have_penalties_and_some_a_grammar() -> None:
-    fields = [arrival.asked.fields for arrival in workloads.sampled(maker(1))]
+    fields = [arrival.prepared.fields for arrival in workloads.sampled(maker(1))]
     assert sum("structured_outputs" in each for each in fields) == 8
     assert all(each.keys() >= workloads.SAMPLING.keys() for each in fields)
 
 
 def test_a_prompt_fits_the_model() -> None:
     for max_model_len, length in ((1024, 1016), (8192, 4096)):
-        asked = workloads.long_prompt(maker(1), 4096, max_model_len).asked
-        assert len(asked.request.token_ids) == length
-        assert length + asked.request.max_tokens <= max_model_len
+        prepared = workloads.long_prompt(maker(1), 4096, max_model_len).prepared
+        assert len(prepared.request.token_ids) == length
+        assert length + prepared.request.max_tokens <= max_model_len
 
 
 def test_requests_have_several_images(tmp_path: Path) -> None:
     found = workloads.images(Maker(random.Random(1), 768, tmp_path))
-    assert [len(arrival.asked.urls) for arrival in found] == [4] * 4
+    assert [len(arrival.prepared.urls) for arrival in found] == [4] * 4
 
 
 def test_gaps_are_those_of_all_decodes() -> None:
@@ -57,8 +58,8 @@ def test_ratios_above_one_are_better() -> None:
     found = dict(workloads.figures([Times(0.1, 1.0, (0.2, 0.1)), Times(0.3, 1.0, (0.4,))], 90, 3.0))
     assert found["tokens per second"] == 30
     assert found["first token p50_s"] == 0.2
-    alone = {"pagemill": {"first token_s": [1.0, 3.0]}}
-    both = {"pagemill": {"tokens per second": [4.0]}, "vllm": {"tokens per second": [2.0]}}
-    table = report({"long": both, "beside": alone})
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[2:] == [["4", "2"], ["2", "-"], ["2.00", "-"]]
+    alone = {"pagemill": {"first token_s": Samples([1.0, 3.0])}}
+    figure = "tokens per second"
+    both = {"pagemill": {figure: Samples([4.0])}, "vllm": {figure: Samples([2.0])}}
+    cells = [row[2:] for row in rows({"long": both, "beside": alone}, "vllm")]
+    assert cells == [("4", "2", "2.00"), ("2", "-", "-")]

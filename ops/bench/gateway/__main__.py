@@ -7,36 +7,31 @@ them the demo model is used, or vLLM left out. Text goes as token ids to /v1/com
 /v1/chat/completions; all answers are streamed, greedy and of full length. No prompt is repeated.
 
 First one request at a time, with a short answer, on an idle engine: the difference to NATS is that
-of each pair. Then bursts of 1, 8 and 32. NATS and gateway take turns at every repetition, each time
-in the other order; then vLLM, which is left to come to rest.
+of each pair. Then bursts of 1, 8 and 32. All servers take turns at every repetition, each time in
+the other order; vLLM is left to come to rest after its turn.
 """
 
 import argparse
 import asyncio
-import contextlib
-import os
 import random
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import msgspec
 import uvloop
-from rich.console import Console
 
+from ops.bench.burst import Burst
 from ops.bench.gateway import report
-from ops.bench.gateway.report import Burst
 from ops.bench.gateway.transports import OverHttp, OverNats, Prepared, Transport
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
-from ops.bench.servers import bench_tree, vllm, vllm_binary
+from ops.bench.servers import bench_tree, model_in, vllm_if_installed
 from ops.harness import machine
 from ops.harness.deployment import deployment
+from ops.harness.samples import Samples, in_turns
+from ops.harness.tables import print_table
 from shared.telemetry import logs
-from workers.settings import DEMO_MODEL
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
@@ -72,106 +67,87 @@ WORKS = (
 
 
 def main() -> None:
-    given = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [work.name for work in WORKS]
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
+    parser.add_argument("--works", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(f"{machine.cpu_model()}, {os.cpu_count()} cores, {date.today().isoformat()}")
     for work in WORKS:
-        if work.name in given.works:
+        if work.name in options.works:
             with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-                _measure(work, given.peers.absolute(), Path(name), console)
+                _measure(work, options.peers.absolute(), Path(name))
 
 
-def _measure(work: Work, peers: Path, folder: Path, console: Console) -> None:
-    found = peers / "models" / work.model
-    model = found if found.is_dir() else DEMO_MODEL
-    binary = vllm_binary(peers)
-    with _maybe(binary, folder, model) as theirs:
-        singles, bursts = uvloop.run(_compare(work, model, folder, theirs))
-    console.print(report.of_singles(f"{work.name}, {model.name}: one at a time", singles))
+def _measure(work: Work, peers: Path, folder: Path) -> None:
+    model = model_in(peers, work.model)
+    with vllm_if_installed(peers, folder, str(model), VLLM_OPTIONS, patient=False) as url:
+        singles, bursts = uvloop.run(_compare(work, model, folder, url))
+    title = f"{work.name}, {model.name}"
+    print_table(f"{title}: one at a time", report.SINGLES, report.of_singles(singles))
     for load in LOADS:
-        console.print(report.of_bursts(f"{work.name}, {model.name}: {load} at once", bursts[load]))
+        print_table(f"{title}: {load} at once", report.BURSTS, report.of_bursts(bursts[load]))
 
 
-@contextlib.contextmanager
-def _maybe(binary: Path | None, folder: Path, model: Path) -> Iterator[str | None]:
-    if binary is None:
-        yield None
-        return
-    with vllm(binary, folder, str(model), VLLM_OPTIONS, patient=False) as url:
-        yield url
-
-
-Singles = dict[str, list[float]]
-"""Seconds to the first token, by transport."""
 Bursts = dict[int, dict[str, list[Burst]]]
 
 
 async def _compare(
-    work: Work, model: Path, folder: Path, theirs: str | None
-) -> tuple[Singles, Bursts]:
+    work: Work, model: Path, folder: Path, vllm_url: str | None
+) -> tuple[dict[str, Samples], Bursts]:
     requests = _Requests(work, model, folder)
     async with deployment(bench_tree(model, MAX_MODEL_LEN)) as site, site.bus() as bus:
         pids = {name: site.processes()[name] for name in ("gateway", "engine", "broker")}
         transports: dict[str, Transport] = {"nats": OverNats(bus), "gateway": OverHttp(site.http)}
-        if theirs is not None:
-            transports["vllm"] = OverHttp(theirs)
+        if vllm_url is not None:
+            transports["vllm"] = OverHttp(vllm_url)
         # The first request of each shape compiles, connects and fills caches.
         for load in LOADS:
             for transport in transports.values():
                 await _burst(transport, requests.make(load, SHORT), pids)
-        return await _singles(work, transports, requests), await _bursts(
-            work, transports, requests, pids
-        )
+        singles = await _singles(work, transports, requests)
+        return singles, await _bursts(work, transports, requests, pids)
 
 
-async def _singles(work: Work, transports: dict[str, Transport], requests: "_Requests") -> Singles:
-    singles: Singles = {name: [] for name in transports}
+async def _singles(
+    work: Work, transports: dict[str, Transport], requests: "_Requests"
+) -> dict[str, Samples]:
+    """Return the seconds to the first token, by transport."""
+    singles = {name: Samples() for name in transports}
+
+    async def run(name: str) -> None:
+        (request,) = requests.make(1, SHORT)
+        singles[name].append((await transports[name](request)).first_s)
+        await asyncio.sleep(PAUSE_S)
+
     for _ in range(work.singles // BLOCK):
-        for number in range(BLOCK):
-            for name in _turn(OURS, number):
-                await _single(transports[name], requests, singles[name])
+        for _, name in in_turns(OURS, BLOCK):
+            await run(name)
         for name in transports.keys() - set(OURS):
             for _ in range(BLOCK):
-                await _single(transports[name], requests, singles[name])
+                await run(name)
             await asyncio.sleep(CALM_S)
     return singles
-
-
-async def _single(transport: Transport, requests: "_Requests", first_s: list[float]) -> None:
-    (asked,) = requests.make(1, SHORT)
-    first_s.append((await transport(asked)).first_s)
-    await asyncio.sleep(PAUSE_S)
 
 
 async def _bursts(
     work: Work, transports: dict[str, Transport], requests: "_Requests", pids: dict[str, int]
 ) -> Bursts:
     bursts: Bursts = {load: {name: [] for name in transports} for load in LOADS}
-    for number in range(work.bursts):
-        for load in LOADS:
-            for name in [*_turn(OURS, number), *(transports.keys() - set(OURS))]:
-                asked = requests.make(load, work.max_tokens)
-                bursts[load][name].append(await _burst(transports[name], asked, pids))
-                await asyncio.sleep(PAUSE_S if name in OURS else CALM_S)
+    setups = [(load, name) for load in LOADS for name in transports]
+    for _, (load, name) in in_turns(setups, work.bursts):
+        batch = requests.make(load, work.max_tokens)
+        bursts[load][name].append(await _burst(transports[name], batch, pids))
+        await asyncio.sleep(PAUSE_S if name in OURS else CALM_S)
     return bursts
 
 
 async def _burst(transport: Transport, requests: list[Prepared], pids: dict[str, int]) -> Burst:
-    used_s = machine.processor_s(pids)
-    client_s, began_s = time.process_time(), time.perf_counter()
-    times = await asyncio.gather(*(transport(asked) for asked in requests))
-    took_s = time.perf_counter() - began_s
-    cpu_s = {name: s - used_s[name] for name, s in machine.processor_s(pids).items()}
-    cpu_s["client"] = time.process_time() - client_s
-    num_tokens = sum(asked.request.max_tokens for asked in requests)
-    return Burst([each.first_s for each in times], num_tokens, took_s, cpu_s)
-
-
-def _turn(names: Sequence[str], number: int) -> Sequence[str]:
-    return names if number % 2 else names[::-1]
+    burst = Burst(num_tokens=sum(prepared.request.max_tokens for prepared in requests))
+    with burst.timed(pids):
+        times = await asyncio.gather(*(transport(prepared) for prepared in requests))
+    burst.first_s = [each.first_s for each in times]
+    return burst
 
 
 class _Requests:
@@ -191,14 +167,6 @@ class _Requests:
             image = self._maker.image(IMAGE_SIDE)
             return Request(max_tokens, image=image, text=self._maker.text())
         return Request(max_tokens, self._maker.token_ids(self._work.prompt_len))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [work.name for work in WORKS]
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
-    parser.add_argument("--works", nargs="+", choices=names, default=names)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Times:
 
 
 class Transport(Protocol):
-    async def __call__(self, asked: Prepared) -> Times:
+    async def __call__(self, prepared: Prepared) -> Times:
         """Send one request; raise RuntimeError for an answer that is not as requested."""
 
 
@@ -73,10 +73,10 @@ class OverNats:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def __call__(self, asked: Prepared) -> Times:
+    async def __call__(self, prepared: Prepared) -> Times:
         began_s = time.perf_counter()
         first_s, num_tokens = 0.0, 0
-        async for record in ask(self._bus, _message_of(asked), new_request_id()):
+        async for record in ask(self._bus, _message_of(prepared), new_request_id()):
             match record:
                 case TokenChunk():
                     first_s = first_s or time.perf_counter() - began_s
@@ -84,7 +84,7 @@ class OverNats:
                     num_tokens = record.usage.completion_tokens
                 case Failure():
                     raise RuntimeError(record.error.message)
-        return _checked(asked, num_tokens, first_s, time.perf_counter() - began_s)
+        return _checked(prepared, num_tokens, first_s, time.perf_counter() - began_s)
 
 
 class OverHttp:
@@ -95,10 +95,10 @@ class OverHttp:
         self._port = int(port)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def __call__(self, asked: Prepared) -> Times:
+    async def __call__(self, prepared: Prepared) -> Times:
         began_s = time.perf_counter()
         first_s, before_s, gaps_s, last = 0.0, 0.0, list[float](), b""
-        async for data in self._events(*_body_of(asked)):
+        async for data in self._events(*_body_of(prepared)):
             now_s = time.perf_counter() - began_s
             if first_s:
                 gaps_s.append(now_s - before_s)
@@ -107,7 +107,7 @@ class OverHttp:
                 last = data
         took_s = time.perf_counter() - began_s
         usage = msgspec.json.decode(last).get("usage") or {}
-        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s, gaps_s)
+        return _checked(prepared, usage.get("completion_tokens", 0), first_s, took_s, gaps_s)
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
@@ -144,26 +144,26 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _checked(
-    asked: Prepared, num_tokens: int, first_s: float, took_s: float, gaps_s: Sequence[float] = ()
+    prepared: Prepared, num_tokens: int, first_s: float, took_s: float, gaps_s: Sequence[float] = ()
 ) -> Times:
-    if num_tokens != asked.request.max_tokens:
-        raise RuntimeError(f"{num_tokens} tokens instead of {asked.request.max_tokens}")
+    if num_tokens != prepared.request.max_tokens:
+        raise RuntimeError(f"{num_tokens} tokens instead of {prepared.request.max_tokens}")
     return Times(first_s, took_s, tuple(gaps_s))
 
 
-def _message_of(asked: Prepared) -> GenerateRequest:
-    request = asked.request
-    if not asked.urls:
+def _message_of(prepared: Prepared) -> GenerateRequest:
+    request = prepared.request
+    if not prepared.urls:
         return GenerateRequest(
             MODEL, prompt_token_ids=request.token_ids, sampling_params=sampling(request)
         )
-    images: list[ContentPart] = [ImagePart(ImageURL(url)) for url in asked.urls]
+    images: list[ContentPart] = [ImagePart(ImageURL(url)) for url in prepared.urls]
     parts = [*images, TextPart(request.text)]
     return GenerateRequest(MODEL, [Message("user", parts)], sampling(request))
 
 
-def _body_of(asked: Prepared) -> tuple[str, bytes]:
-    request = asked.request
+def _body_of(prepared: Prepared) -> tuple[str, bytes]:
+    request = prepared.request
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": request.max_tokens,
@@ -171,11 +171,11 @@ def _body_of(asked: Prepared) -> tuple[str, bytes]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **asked.fields,
+        **prepared.fields,
     }
-    if not asked.urls:
+    if not prepared.urls:
         return "/v1/completions", msgspec.json.encode(body | {"prompt": request.token_ids})
-    images = [{"type": "image_url", "image_url": {"url": url}} for url in asked.urls]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in prepared.urls]
     parts = [*images, {"type": "text", "text": request.text}]
     body["messages"] = [{"role": "user", "content": parts}]
     return "/v1/chat/completions", msgspec.json.encode(body)

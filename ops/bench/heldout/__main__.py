@@ -13,30 +13,27 @@ decodes is also compared with that of one alone.
 
 import argparse
 import asyncio
-import contextlib
 import random
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from ops.bench.gateway.transports import OverHttp, Times, Transport
 from ops.bench.heldout import workloads
 from ops.bench.heldout.plain_loop import PlainLoop
 from ops.bench.heldout.workloads import Arrival
 from ops.bench.peers.workloads import Maker
-from ops.bench.servers import bench_tree, vllm, vllm_binary
+from ops.bench.servers import bench_tree, model_in, vllm_if_installed
 from ops.harness import machine
 from ops.harness.deployment import deployment
+from ops.harness.samples import Samples, in_turns
+from ops.harness.tables import print_table
 from shared.telemetry import logs
 from workers.settings import DEMO_MODEL
 
@@ -48,7 +45,7 @@ SPARE_TOKENS = 512
 """Tokens of a model's context beyond the long prompt."""
 LONG, BESIDE = "long prompt", "beside 16 decodes"
 
-Figures = dict[str, dict[str, list[float]]]
+Figures = dict[str, dict[str, Samples]]
 """Figures of the rounds, by workload and figure, and by server."""
 
 
@@ -57,49 +54,38 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--model", choices=LONG_PROMPTS, default=TEXT_MODEL)
-    given = parser.parse_args()
+    options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    found = given.peers.absolute() / "models" / given.model
-    model = found if found.is_dir() else DEMO_MODEL
-    console.print(f"{machine.cpu_model()}, {date.today().isoformat()}, {model.name}")
-    binary = vllm_binary(given.peers.absolute())
-    with (
-        machine.alone(),
-        tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name,
-        _vllm(binary, model, Path(name)) as url,
-    ):
-        figures = uvloop.run(_measure(model, Path(name), url, given.rounds))
-    console.print(report(figures))
+    peers = options.peers.absolute()
+    model = model_in(peers, options.model)
+    with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        folder = Path(name)
+        with vllm_if_installed(peers, folder, str(model), _vllm_options(model)) as url:
+            figures = uvloop.run(_measure(model, folder, url, options.rounds))
+    peer = "transformers" if url is None else "vllm"
+    columns = ("workload", "figure", OURS, peer, f"of {peer}")
+    title = f"medians of {options.rounds} rounds, {model.name}"
+    print_table(title, columns, rows(figures, peer), num_texts=2)
 
 
-def report(figures: dict[str, Figures]) -> Table:
+def rows(figures: dict[str, Figures], peer: str) -> Iterator[tuple[str, ...]]:
     """Return each figure of both servers, and how many times as good ours is: medians of rounds."""
-    peer = next(name for each in figures.values() for name in each if name != OURS)
-    table = Table("workload", "figure", OURS, peer, f"of {peer}")
     for workload, by_server in figures.items():
         for figure, mine in by_server[OURS].items():
-            theirs = by_server.get(peer, {}).get(figure)
-            pairs = zip(mine, theirs or (), strict=bool(theirs))
-            ratios = [workloads.ratio(figure, *pair) for pair in pairs]
-            cells = [f"{median(theirs):.3g}", f"{median(ratios):.2f}"] if theirs else ["-", "-"]
-            table.add_row(workload, figure, f"{median(mine):.3g}", *cells)
-    return table
+            cells = ["-", "-"]
+            if theirs := by_server.get(peer, {}).get(figure):
+                pairs = zip(mine, theirs, strict=True)
+                ratios = Samples(workloads.ratio(figure, *pair) for pair in pairs)
+                cells = [f"{theirs.median:.3g}", f"{ratios.median:.2f}"]
+            yield workload, figure, f"{mine.median:.3g}", *cells
 
 
-@contextlib.contextmanager
-def _vllm(binary: Path | None, model: Path, folder: Path) -> Iterator[str | None]:
-    if binary is None:
-        yield None
-        return
+def _vllm_options(model: Path) -> list[str]:
     options = ["--dtype", "bfloat16", "--max-num-seqs", "32"]
     options += ["--max-model-len", str(_long_prompt(model) + SPARE_TOKENS)]
     if model.name == SEEING_MODEL:
         options += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
-    with vllm(binary, folder, str(model), options) as url:
-        yield url
+    return options
 
 
 def _long_prompt(model: Path) -> int:
@@ -111,31 +97,30 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
     text = config.get("text_config", config)
     long_prompt = _long_prompt(model)
     max_model_len = min(long_prompt + SPARE_TOKENS, text["max_position_embeddings"])
-    figures: dict[str, Figures] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    figures: dict[str, Figures] = defaultdict(lambda: defaultdict(lambda: defaultdict(Samples)))
     async with deployment(bench_tree(model, max_model_len)) as site:
         servers: dict[str, Transport] = {OURS: OverHttp(site.http)}
         if url is not None:
             servers["vllm"] = OverHttp(url)
         else:
             servers["transformers"] = PlainLoop(str(model), model == DEMO_MODEL)
-        for number in range(rounds + 1):
-            for name in [*servers] if number % 2 else [*servers][::-1]:
-                # The same requests for both; others in each round, so that no cache is warm.
-                rng = random.Random(1000 * number + 23)
-                maker = Maker(rng, text["vocab_size"], folder)
-                asked = _workloads(maker, rng, model, max_model_len)
-                found = await _round(servers[name], asked, name)
-                _report_round(number, name, found)
-                if number == 0:  # The first round compiles, connects and fills caches.
-                    continue
-                for workload, figure, value in found:
+        # The first round compiles, connects and fills caches.
+        for number, name in in_turns([*servers], rounds, warm_ups=1):
+            # The same requests for both; others in each round, so that no cache is warm.
+            rng = random.Random(1000 * number + 1023)
+            maker = Maker(rng, text["vocab_size"], folder)
+            arrivals = _workloads(maker, rng, model, max_model_len)
+            values = await _round(servers[name], arrivals, name)
+            _report_round(number, name, values)
+            if number >= 0:
+                for workload, figure, value in values:
                     figures[workload][name][figure].append(value)
     return figures
 
 
-def _report_round(number: int, name: str, found: list[tuple[str, str, float]]) -> None:
+def _report_round(number: int, name: str, values: list[tuple[str, str, float]]) -> None:
     """Write the figures of one round, for those who cannot wait for all of them."""
-    cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in found]
+    cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in values]
     sys.stderr.write(f"round {number}, {name}: {', '.join(cells)}\n")
 
 
@@ -161,28 +146,28 @@ def _workloads(
 
 
 async def _round(
-    server: Transport, asked: dict[str, list[Arrival]], name: str
+    server: Transport, by_workload: dict[str, list[Arrival]], name: str
 ) -> list[tuple[str, str, float]]:
-    found = []
-    beside = asked.pop(BESIDE)
-    for workload, arrivals in asked.items():
+    values = []
+    beside = by_workload.pop(BESIDE)
+    for workload, arrivals in by_workload.items():
         began_s = time.perf_counter()
         times = await asyncio.gather(*(_arrive(server, arrival) for arrival in arrivals))
         took_s = time.perf_counter() - began_s
-        num_tokens = sum(arrival.asked.request.max_tokens for arrival in arrivals)
+        num_tokens = sum(arrival.prepared.request.max_tokens for arrival in arrivals)
         for figure, value in workloads.figures(times, num_tokens, took_s):
-            found.append((workload, figure, value))
+            values.append((workload, figure, value))
     if name != "transformers":  # It computes one request at a time.
-        found += await _beside_decodes(server, *beside)
-    return found
+        values += await _beside_decodes(server, *beside)
+    return values
 
 
-async def _beside_decodes(server: Transport, *asked: Arrival) -> list[tuple[str, str, float]]:
+async def _beside_decodes(server: Transport, *arrivals: Arrival) -> list[tuple[str, str, float]]:
     """A long prompt that arrives while others decode: its first token, and the decodes' gaps.
 
     The last two are long prompts, of which the second comes alone.
     """
-    *others, first, second = asked
+    *others, first, second = arrivals
     decoding = [asyncio.create_task(_arrive(server, each)) for each in others]
     # Most decode by then, and none has ended.
     await asyncio.sleep(0.3)
@@ -198,7 +183,7 @@ async def _beside_decodes(server: Transport, *asked: Arrival) -> list[tuple[str,
 
 async def _arrive(server: Transport, arrival: Arrival) -> Times:
     await asyncio.sleep(arrival.after_s)
-    return await server(arrival.asked)
+    return await server(arrival.prepared)
 
 
 if __name__ == "__main__":

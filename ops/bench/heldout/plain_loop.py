@@ -24,25 +24,25 @@ class PlainLoop:
             self._model.float()
         self._turn = asyncio.Lock()
 
-    async def __call__(self, asked: Prepared) -> Times:
+    async def __call__(self, prepared: Prepared) -> Times:
         began_s = time.perf_counter()
         async with self._turn:
-            return await asyncio.to_thread(self._generate, asked, began_s)
+            return await asyncio.to_thread(self._generate, prepared, began_s)
 
     @torch.inference_mode()
-    def _generate(self, asked: Prepared, began_s: float) -> Times:
+    def _generate(self, prepared: Prepared, began_s: float) -> Times:
         stamps: list[float] = []
 
         def note_time(token_ids: Any, scores: Any, **_: Any) -> Any:
             stamps.append(time.perf_counter() - began_s)
             return torch.zeros(len(token_ids), dtype=torch.bool)
 
-        fields = {name: asked.fields[name] for name in KNOWN if name in asked.fields}
-        token_ids = torch.tensor([asked.request.token_ids])
+        fields = {name: prepared.fields[name] for name in KNOWN if name in prepared.fields}
+        token_ids = torch.tensor([prepared.request.token_ids])
         self._model.generate(
             input_ids=token_ids,
             attention_mask=torch.ones_like(token_ids),
-            max_new_tokens=asked.request.max_tokens,
+            max_new_tokens=prepared.request.max_tokens,
             do_sample=bool(fields),
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([note_time]),

@@ -5,12 +5,12 @@ prompts, several images in a request. Pure but for the files of images.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
 from typing import Any
 
 from ops.bench.gateway.transports import Prepared, Times
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
+from ops.harness.samples import Samples
 
 NUM_ARRIVALS, ARRIVALS_PER_S = 64, 8.0
 PROMPT_LENS, ANSWER_LENS = (16, 1024), (8, 256)
@@ -39,7 +39,7 @@ SAMPLING = {
 class Arrival:
     after_s: float
     """Seconds from the beginning of the workload."""
-    asked: Prepared
+    prepared: Prepared
 
 
 def poisson(maker: Maker, rng: random.Random) -> list[Arrival]:
@@ -82,21 +82,20 @@ def decodes(maker: Maker) -> list[Arrival]:
 
 def figures(times: Sequence[Times], num_tokens: int, took_s: float) -> Iterator[tuple[str, float]]:
     """Figures of a workload by name; a name ends with `_s` where less is better."""
-    first_s = [each.first_s for each in times]
+    first_s = Samples(each.first_s for each in times)
     yield "tokens per second", num_tokens / took_s
-    yield "first token p50_s", median(first_s)
+    yield "first token p50_s", first_s.median
     if len(first_s) > 1:
-        yield "first token p95_s", quantiles(first_s, n=20, method="inclusive")[-1]
-        yield "longest gap p50_s", median(each.gap_s for each in times)
+        yield "first token p95_s", first_s.p95
+        yield "longest gap p50_s", Samples(each.gap_s for each in times).median
 
 
 def gaps(times: Sequence[Times]) -> Iterator[tuple[str, float]]:
     """Figures of the times between the events of decodes."""
-    found = [gap for each in times for gap in each.gaps_s]
-    p99_s = quantiles(found, n=100, method="inclusive")[-1]
-    yield "longest gap of decodes p50_s", median(each.gap_s for each in times)
-    yield "gap of decodes p99_s", p99_s
-    yield "gap p99 to its median_s", p99_s / median(found)
+    gaps_s = Samples(gap for each in times for gap in each.gaps_s)
+    yield "longest gap of decodes p50_s", Samples(each.gap_s for each in times).median
+    yield "gap of decodes p99_s", gaps_s.p99
+    yield "gap p99 to its median_s", gaps_s.p99 / gaps_s.median
 
 
 def ratio(name: str, mine: float, theirs: float) -> float:

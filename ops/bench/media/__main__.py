@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import transformers
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from ops.bench.media import fields
 from ops.bench.media.beside import MAX_P95, Measuring
 from ops.bench.media.clips import SIZE, make_clip, make_speech, renamed
 from ops.bench.media.fields import Timing, measure
 from ops.bench.media.serving import Images, measure_rates, serving
+from ops.harness.tables import console, print_table
 from shared.telemetry import logs
 from workers.settings import DEMO_MODEL
 
@@ -37,6 +36,10 @@ MAX_PIXELS = 644 * 364
 MAX_MODEL_LEN = 32_768
 MAX_FIELDS_MS, MAX_FEATURES_MS, MAX_DECODER_KIB = 1500.0, 60.0, 100 * 1024
 MIN_REPEATED = 20.0
+COLUMNS = ("by", "p50 ms", "p99 ms", "processor ms", "output")
+BESIDE_COLUMNS = (
+    "the others", "files a second", "p50 alone", "p50 beside", "p95 alone", "p95 beside", "p95 x",
+)  # fmt: skip
 
 
 def write_video_model(folder: Path) -> Path:
@@ -60,46 +63,41 @@ def _change(file: Path, **settings: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def table_of_fields(folder: Path, count: int, torchvision: Path) -> tuple[Table, list[str]]:
-    """Return a table of times, and the targets that were missed."""
-    table = Table(title="bytes to fields, one file after the other", title_justify="left")
-    for name in ("what", "by", "p50 ms", "p99 ms", "processor ms", "output"):
-        table.add_column(name, justify="left" if name in ("what", "by", "output") else "right")
-    missed: list[str] = []
+Missed = list[str]
+"""Goals that were missed, in words."""
 
-    def add(what: str, by: str, timing: Timing) -> None:
-        numbers = (timing.p50_ms, timing.p99_ms, timing.cpu_ms)
-        table.add_row(what, by, *(f"{number:.0f}" for number in numbers), timing.output)
 
+def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
+    """Print the times from a file to fields, ours and those of transformers."""
     clip = make_clip()
     clips = [renamed(clip) for _ in range(count + 1)]
-    what = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
     video_model = write_video_model(folder / "video")
     with fields.ours(video_model, fields.MODALITIES["video"]) as (process, decoders):
         process(clips[0])
         spawner = fields.spawner_pid(decoders)
         before_kib = fields.peak_kib()
         decoder_kib, stop = _watching(spawner)
-        add(what, "Pagemill", ours := measure(process, clips, spawner))
+        ours = measure(process, clips, spawner)
         stop()
-    memory = f"{fields.peak_kib() - before_kib} KiB here, {decoder_kib()} KiB in a decoder"
-    table.add_row("its memory", "Pagemill", "", "", "", memory)
+    grown_kib = fields.peak_kib() - before_kib
+    rows = [("Pagemill", *ours.row())]
+    theirs = _measure_apart(video_model, NUM_FRAMES, clip, count, torchvision)
+    if theirs is None:
+        console.print(f"no row of transformers: torchvision does not load from {torchvision}")
+    else:
+        rows.append(("PyAV, transformers", *theirs.row()))
+        ratios = (ours.p50_ms / theirs.p50_ms, ours.p99_ms / theirs.p99_ms)
+        cells = [f"{ratio:.2f}" for ratio in (*ratios, ours.cpu_ms / theirs.cpu_ms)]
+        rows.append(("ratio", *cells, ""))
+    what = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
+    print_table(f"bytes to fields, one file after the other: {what}", COLUMNS, rows)
+    console.print(f"memory of ours: {grown_kib} KiB here, {decoder_kib()} KiB in a decoder")
+    missed = []
     if ours.p50_ms > MAX_FIELDS_MS:
         missed.append(f"a clip took {ours.p50_ms:.0f} ms")
     if decoder_kib() > MAX_DECODER_KIB:
         missed.append(f"a decoder had {decoder_kib()} KiB")
-    other = _measure_apart(video_model, NUM_FRAMES, clip, count, torchvision)
-    if other is None:
-        Console().print(f"no line of transformers: torchvision does not load from {torchvision}")
-    else:
-        add(what, "PyAV, transformers", other)
-        ratios = (
-            ours.p50_ms / other.p50_ms,
-            ours.p99_ms / other.p99_ms,
-            ours.cpu_ms / other.cpu_ms,
-        )
-        table.add_row("ratio", "Pagemill to transformers", *(f"{r:.2f}" for r in ratios), "")
-    return table, missed
+    return missed
 
 
 def _measure_apart(
@@ -138,80 +136,69 @@ def _watching(spawner: int) -> tuple[Callable[[], int], Callable[[], None]]:
     return lambda: max(peaks), stop
 
 
-def table_of_features(folder: Path, count: int) -> tuple[Table, list[str]]:
-    table = Table(title="10 s of speech to features", title_justify="left")
-    for name in ("by", "p50 ms", "p99 ms", "processor ms", "output"):
-        table.add_column(name, justify="left" if name in ("by", "output") else "right")
+def measure_features(folder: Path, count: int) -> Missed:
+    """Print the times from ten seconds of speech to features."""
     folder.mkdir()
     kind: Any = transformers
-    extractor = kind.WhisperFeatureExtractor(feature_size=128)
-    extractor.save_pretrained(folder)
+    kind.WhisperFeatureExtractor(feature_size=128).save_pretrained(folder)
     sounds = [make_speech() + bytes([number]) for number in range(count + 1)]
     with fields.our_features(folder) as (process, decoders):
         process(sounds[0])
         ours = measure(process, sounds, fields.spawner_pid(decoders))
-    other = measure(fields.transformers_audio(folder), sounds, None)
-    for by, timing in (("Pagemill", ours), ("soundfile, soxr, transformers", other)):
-        numbers = (timing.p50_ms, timing.p99_ms, timing.cpu_ms)
-        table.add_row(by, *(f"{number:.1f}" for number in numbers), timing.output)
-    missed = [] if ours.p50_ms < MAX_FEATURES_MS else [f"features took {ours.p50_ms:.0f} ms"]
-    return table, missed
+    theirs = measure(fields.transformers_audio(folder), sounds, None)
+    rows = [("Pagemill", *ours.row()), ("soundfile, soxr, transformers", *theirs.row())]
+    print_table("10 s of speech to features", COLUMNS, rows)
+    return [] if ours.p50_ms < MAX_FEATURES_MS else [f"features took {ours.p50_ms:.0f} ms"]
 
 
-async def tables_of_serving(args: argparse.Namespace) -> tuple[list[Table], list[str]]:
-    rates = Table(title="a renderer of the demo model", title_justify="left")
-    rates.add_column("requests a second")
-    rates.add_column("figure", justify="right")
-    beside = Table(title="image requests beside others", title_justify="left")
-    beside.add_column("the others")
-    for name in ("files a second", "p50 alone", "p50 beside", "p95 alone", "p95 beside", "p95 x"):
-        beside.add_column(name, justify="right")
-    missed = []
+async def measure_serving(options: argparse.Namespace) -> Missed:
+    """Print the requests a second of a renderer, and the times of images beside other requests."""
+    missed: Missed = []
     async with serving() as (bus, sink, url):
-        if not args.only_beside:
-            fresh, again = await measure_rates(bus, sink, make_clip(), args.count)
-            rates.add_row("a new clip each", f"{fresh:.1f}")
-            rates.add_row("one clip", f"{again:.1f}")
+        if not options.only_beside:
+            fresh, again = await measure_rates(bus, sink, make_clip(), options.count)
+            rates = [("a new clip each", f"{fresh:.1f}"), ("one clip", f"{again:.1f}")]
+            print_table("a renderer of the demo model", ("requests a second", "figure"), rates)
             if again < MIN_REPEATED * fresh:
                 missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
         with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
             async with Images(sink) as images:
                 await images.measure(20)
-                measuring = Measuring(bus, url, images, Path(folder), args.images // args.rounds)
-                for _ in range(args.rounds):
+                count = options.images // options.rounds
+                measuring = Measuring(bus, url, images, Path(folder), count)
+                for _ in range(options.rounds):
                     await measuring.round()
                 await measuring.clips()
-    for name, found in measuring.found.items():
-        beside.add_row(name, *found.row())
-        if found.ratio > MAX_P95:
-            missed.append(f"beside {name.strip()} the p95 of images is {found.ratio:.1f} x")
-    return ([] if args.only_beside else [rates]) + [beside], missed
+    beside = measuring.results
+    rows = [(name, *times.row()) for name, times in beside.items()]
+    print_table("image requests beside others, ms", BESIDE_COLUMNS, rows)
+    return missed + [
+        f"beside {name.strip()} the p95 of images is {times.ratio:.1f} x"
+        for name, times in beside.items()
+        if times.ratio > MAX_P95
+    ]
 
 
-def main(args: argparse.Namespace) -> int:
-    logs.configure_logging("warning", role="bench")
-    torch.set_num_threads(1)
-    missed = []
-    if not args.only_beside:
-        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-            for table, targets in (
-                table_of_fields(Path(name), args.count, args.torchvision),
-                table_of_features(Path(name) / "sound", 10 * args.count),
-            ):
-                Console().print(table)
-                missed += targets
-    tables, targets = uvloop.run(tables_of_serving(args))
-    Console().print(*tables, sep="\n")
-    for target in [*missed, *targets]:
-        Console().print(f"missed: {target}")
-    return 1 if missed or targets else 0
-
-
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only-beside", action="store_true", help="only images beside others")
     parser.add_argument("--torchvision", type=Path, default=Path("build/torchvision"))
-    raise SystemExit(main(parser.parse_args()))
+    options = parser.parse_args()
+    logs.configure_logging("warning", role="bench")
+    torch.set_num_threads(1)
+    missed: Missed = []
+    if not options.only_beside:
+        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+            missed += measure_fields(Path(name), options.count, options.torchvision)
+            missed += measure_features(Path(name) / "sound", 10 * options.count)
+    missed += uvloop.run(measure_serving(options))
+    for goal in missed:
+        console.print(f"missed: {goal}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

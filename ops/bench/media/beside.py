@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean
 
 from ops.bench.media.clips import make_bombs, make_clip, padded, renamed
 from ops.bench.media.senders import Sent, Use, ask_about, sending
 from ops.bench.media.serving import Images
+from ops.harness.samples import Samples
 from shared import client
 from shared.bus.bus import Bus
 
@@ -34,24 +34,18 @@ PAUSE_S = 0.5
 class Beside:
     """Milliseconds of image requests, alone and beside one kind of other work."""
 
-    alone: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    alone: Samples = field(default_factory=Samples)
+    beside: Samples = field(default_factory=Samples)
+    rates: Samples = field(default_factory=Samples)
     """Files of the others a second, in each round."""
 
     @property
-    def p95(self) -> tuple[float, float]:
-        return float(np.percentile(self.alone, 95)), float(np.percentile(self.beside, 95))
-
-    @property
     def ratio(self) -> float:
-        alone, beside = self.p95
-        return beside / alone
+        return self.beside.p95 / self.alone.p95
 
     def row(self) -> tuple[str, ...]:
-        medians = [float(np.median(took)) for took in (self.alone, self.beside)]
-        numbers = (np.mean(self.rates), *medians, *self.p95)
-        return *(f"{number:.1f}" for number in numbers), f"{self.ratio:.2f}"
+        medians, p95s = zip(*((t.median, t.p95) for t in (self.alone, self.beside)), strict=True)
+        return *(f"{n:.1f}" for n in (fmean(self.rates), *medians, *p95s)), f"{self.ratio:.2f}"
 
 
 class Measuring:
@@ -61,7 +55,7 @@ class Measuring:
         self._images = images
         self._folder = folder
         self._count = count
-        self.found: dict[str, Beside] = defaultdict(Beside)
+        self.results: dict[str, Beside] = defaultdict(Beside)
 
     async def round(self) -> None:
         """Measure each attack and its controls once."""
@@ -89,12 +83,12 @@ class Measuring:
         await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
 
     async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
-        found = self.found[name]
-        found.alone += await self._images.measure(self._count)
+        results = self.results[name]
+        results.alone += await self._images.measure(self._count)
         async with others as sent:
             await asyncio.sleep(PAUSE_S)
-            found.beside += await self._images.measure(self._count)
-        found.rates.append(sent.rate)
+            results.beside += await self._images.measure(self._count)
+        results.rates.append(sent.rate)
         await asyncio.sleep(PAUSE_S)
         return sent.rate
 

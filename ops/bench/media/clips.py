@@ -73,10 +73,10 @@ def _stretched(clip: bytes, num_frames: int, seconds_each: Fraction) -> bytes:
     file = io.BytesIO()
     with av.open(io.BytesIO(clip), "r") as source, av.open(file, "w", format="mp4") as output:
         stream = source.streams.video[0]
-        found = [bytes(packet) for packet in source.demux(stream) if packet.size]
+        packets = [bytes(packet) for packet in source.demux(stream) if packet.size]
         target = output.add_stream_from_template(stream)
         for number in range(num_frames):
-            packet = av.Packet(found[min(number, len(found) - 1)])
+            packet = av.Packet(packets[min(number, len(packets) - 1)])
             packet.stream, packet.time_base = target, seconds_each
             packet.pts = packet.dts = number
             packet.is_keyframe = number == 0

@@ -2,24 +2,22 @@
 
 import asyncio
 import io
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
+from ops.harness.samples import Samples
 from shared.config.schema import ModelConfig, RendererConfig
 from shared.models.families.qwen2_audio import Qwen2AudioLayout
-from shared.models.media import DecodedAudio
 from shared.protocol.multimodal import AUDIO, DEFAULT_SAMPLING, VIDEO, Modality
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.processing.processor import Processor
 from workers.renderer.threads import Args, Result
+from workers.supervisor.process_usage import usage_of
 
 Process = Callable[[bytes], str]
 """From a file to what is made of it, in words."""
@@ -35,22 +33,25 @@ class Timing:
     """Mean processor time of this process and, of ours, of the decoders."""
     output: str
 
+    def row(self) -> tuple[str, ...]:
+        return *(f"{ms:.1f}" for ms in (self.p50_ms, self.p99_ms, self.cpu_ms)), self.output
+
 
 async def _in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
     return await asyncio.to_thread(function, *args)
 
 
 @contextmanager
-def ours(folder: Path, modality: Modality) -> Iterator[tuple[Process, MediaDecoders]]:
-    """Yield a function from a file to what the engine would get, and the decoders behind it."""
-    processor = Processor(ModelConfig(str(folder)))
+def _decoding(
+    modality: Modality, pack: Callable[[Any], int]
+) -> Iterator[tuple[Process, MediaDecoders]]:
+    """Yield a function that decodes and packs a file, and the decoders that it uses."""
     decoders = MediaDecoders(RendererConfig(), _in_thread)
     decoders.start()
 
     def process(data: bytes) -> str:
         with decoders.open(modality, data, FIELD) as media:
-            made = processor.process(media, FIELD, "")
-        return f"{made.num_tokens} tokens"
+            return f"{pack(media)} tokens"
 
     try:
         yield process, decoders
@@ -58,25 +59,22 @@ def ours(folder: Path, modality: Modality) -> Iterator[tuple[Process, MediaDecod
         decoders.close()
 
 
-@contextmanager
-def our_features(folder: Path) -> Iterator[tuple[Process, MediaDecoders]]:
-    """Yield the same for a feature extractor alone, as Qwen2-Audio has it."""
+def ours(folder: Path, modality: Modality) -> AbstractContextManager[tuple[Process, MediaDecoders]]:
+    """Return a context with a function from a file to the fields that the engine would get."""
+    processor = Processor(ModelConfig(str(folder)))
+    return _decoding(modality, lambda media: processor.process(media, FIELD, "").num_tokens)
+
+
+def our_features(folder: Path) -> AbstractContextManager[tuple[Process, MediaDecoders]]:
+    """Return the same for a feature extractor alone, as Qwen2-Audio has it."""
     tower = SimpleNamespace(num_mel_bins=128, max_source_positions=1500)
     layout = Qwen2AudioLayout(folder, SimpleNamespace(audio_config=tower))
-    decoders = MediaDecoders(RendererConfig(), _in_thread)
-    decoders.start()
 
-    def process(data: bytes) -> str:
-        with decoders.open(AUDIO, data, FIELD) as media:
-            assert isinstance(media, DecodedAudio)
-            plan = layout.plan(media.probe, DEFAULT_SAMPLING, FIELD)
-            _, num_tokens = layout.pack(media.read(plan), plan, FIELD)
-        return f"{num_tokens} tokens"
+    def pack(media: Any) -> int:
+        plan = layout.plan(media.probe, DEFAULT_SAMPLING, FIELD)
+        return layout.pack(media.read(plan), plan, FIELD)[1]
 
-    try:
-        yield process, decoders
-    finally:
-        decoders.close()
+    return _decoding(AUDIO, pack)
 
 
 def spawner_pid(decoders: MediaDecoders) -> int:
@@ -88,7 +86,7 @@ def spawner_pid(decoders: MediaDecoders) -> int:
 def measure(process: Process, files: list[bytes], spawner: int | None) -> Timing:
     """Process each file once; the first is not counted."""
     output = process(files[0])
-    took_ms = []
+    took_ms = Samples()
     before_s = _cpu_s(spawner)
     for file in files[1:]:
         began = time.perf_counter()
@@ -96,16 +94,11 @@ def measure(process: Process, files: list[bytes], spawner: int | None) -> Timing
         took_ms.append(1000 * (time.perf_counter() - began))
     time.sleep(0.05)  # the last decoder has been waited for
     cpu_ms = 1000 * (_cpu_s(spawner) - before_s) / len(took_ms)
-    p50_ms, p99_ms = np.percentile(took_ms, [50, 99])
-    return Timing(p50_ms, p99_ms, cpu_ms, output)
+    return Timing(took_ms.median, took_ms.p99, cpu_ms, output)
 
 
 def _cpu_s(spawner: int | None) -> float:
-    own = time.process_time()
-    if spawner is None:
-        return own
-    fields = Path(f"/proc/{spawner}/stat").read_text().rpartition(")")[2].split()
-    return own + sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + (usage_of(spawner).cpu_s if spawner is not None else 0.0)
 
 
 def watch_decoder(spawner: int, stop: Callable[[], bool]) -> int:

@@ -1,11 +1,8 @@
-"""Renderer processes behind a broker, with a sink in the place of the engine."""
+"""Tasks for renderers, and a sink that receives their results in place of the engine."""
 
 import asyncio
 import base64
-import contextlib
 import io
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -14,12 +11,9 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.codec import envelope
-from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task, TaskHeader
-from workers.roles import WorkerSpec
-from workers.supervisor.cluster import LocalCluster
 
 MODEL = "demo"
 SIZE = (448, 448)
@@ -74,25 +68,10 @@ class Sink:
         """Publish a task, and return the request's id."""
         return await send_task(self._bus, messages)
 
-    async def take(self) -> None:
-        await self.take_id()
-
-    async def take_id(self) -> str:
+    async def take(self) -> str:
         """Receive a result, and return its request's id."""
         async with asyncio.timeout(60):
             delivery = await self._inbox.next()
         await delivery.ack()
         task, _ = envelope.decode(delivery.data, Task[EngineBody])
         return task.header.request_id
-
-
-@contextlib.asynccontextmanager
-async def renderers(config: Config, url: str, count: int, log_file: Path) -> AsyncIterator[None]:
-    """Start new processes; yield when they are ready."""
-    specs = [WorkerSpec("renderer")] * count
-    cluster = LocalCluster(config, None, specs, url, log_file)
-    try:
-        await cluster.start()
-        yield
-    finally:
-        await cluster.stop()

@@ -19,6 +19,7 @@ import uvloop
 
 from ops.bench.media.clips import renamed
 from ops.bench.media.renderers import send_task
+from ops.harness.load import at_rate
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, Unavailable
@@ -28,7 +29,6 @@ from shared.telemetry import logs
 Use = Literal["stored", "asked", "refused"]
 """What is done with each file: it is stored; there is a request for it as well; its error is waited
 for."""
-MAX_OPEN = 400
 RECEIPT = "bench.receipt"
 """Where the end of a request is confirmed; without an answer the renderer would hold the task for
 half a second."""
@@ -113,18 +113,6 @@ class Senders:
         while True:
             await self.send()
 
-    async def send_at_rate(self, rate: float) -> None:
-        began, number = time.monotonic(), 0
-        async with asyncio.TaskGroup() as group:
-            open_ones: set[asyncio.Task[None]] = set()
-            while True:
-                await asyncio.sleep(began + number / rate - time.monotonic())
-                number += 1
-                if len(open_ones) < MAX_OPEN:
-                    task = group.create_task(self.send())
-                    open_ones.add(task)
-                    task.add_done_callback(open_ones.discard)
-
 
 async def _run(args: argparse.Namespace) -> None:
     bus = await Bus.connect(args.url, "bench")
@@ -133,7 +121,7 @@ async def _run(args: argparse.Namespace) -> None:
     if args.rate is None:
         works = [senders.send_always() for _ in range(args.at_once)]
     else:
-        works = [senders.send_at_rate(args.rate)]
+        works = [at_rate(args.rate, lambda _: senders.send(), lambda _: False)]
     began = time.monotonic()
     sending = asyncio.gather(*works)
     sys.stdout.write("\n")

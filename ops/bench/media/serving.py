@@ -3,38 +3,28 @@
 import asyncio
 import contextlib
 import itertools
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 from ops.bench.media.clips import renamed
-from ops.bench.media.renderers import Sink, question, renderers
+from ops.bench.media.renderers import Sink, question
 from ops.bench.media.senders import ask_about
+from ops.harness.deployment import demo_tree, deployment
+from ops.harness.samples import Samples
 from shared import client
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
-from shared.config.schema import Config
 from shared.protocol.requests import Message
-from workers import settings
+from workers.roles import WorkerSpec
 
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Bus, Sink, str]]:
-    """Start a broker and a renderer of the demo model; yield when they are ready, with a URL."""
-    config: Config = settings.load_config(None)
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        broker = EmbeddedServer(Path(folder) / "nats")
-        broker.start()
-        try:
-            bus = await Bus.connect(broker.url, "bench")
-            await bus.streams.prepare(config.nats, config.delivery)
-            sink = await Sink.open(bus)
-            async with renderers(config, broker.url, 1, Path(folder) / "workers.log"):
-                yield bus, sink, broker.url
-            await bus.close()
-        finally:
-            broker.stop()
+    """Start a renderer of the demo model; yield a client, its sink and the broker's URL."""
+    # Clips are longer than the usual context of the demo. The coordinator makes the streams.
+    tree = demo_tree(max_model_len=None)
+    workers = [WorkerSpec("coordinator"), WorkerSpec("renderer")]
+    async with deployment(tree, workers=workers) as site, site.bus() as bus:
+        yield bus, await Sink.open(bus), site.url
 
 
 async def measure_rates(bus: Bus, sink: Sink, clip: bytes, count: int) -> tuple[float, float]:
@@ -81,9 +71,9 @@ class Images:
             await self._waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
         del self._waiting[request_id]
 
-    async def measure(self, count: int) -> list[float]:
+    async def measure(self, count: int) -> Samples:
         """Return the milliseconds of each request."""
-        took_ms = []
+        took_ms = Samples()
         for seed in itertools.islice(self._numbers, count):
             messages = question(seed)
             began = time.perf_counter()
@@ -94,5 +84,5 @@ class Images:
     async def _take_all(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            request_id = await self._sink.take_id()
+            request_id = await self._sink.take()
             self._waiting.setdefault(request_id, loop.create_future()).set_result(None)

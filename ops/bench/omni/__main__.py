@@ -11,31 +11,27 @@
 rounds. Speeches of both have the same samples, or this ends with an error.
 """
 
+import argparse
 import asyncio
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
-from cyclopts import App
-from msgspec.structs import replace
 
 from ops.bench.omni import images
-from ops.bench.omni.durable import MODEL, SPECS, STEPS, TALKER, VOCODER, Site, running
+from ops.bench.omni.durable import MODEL, SPECS, STEPS, TALKER, VOCODER, Site
 from ops.bench.omni.figures import Level, Spoken, level_of
 from ops.bench.omni.plain import PlainLoop
-from ops.chaos.plan import ROOT
-from shared.config.schema import Config
+from ops.harness.deployment import demo_tree, deployment, preload_for
+from ops.harness.tables import console, print_table
 from shared.telemetry import logs
 from workers import settings
-from workers.cli.commands.worker import worker
-from workers.cli.terminal import run_app
-from workers.supervisor.preloader import Preloader, fork_preloader
+from workers.supervisor.preloader import Preloader
 
 LEVELS = (1, 4, 16)
 ACK_WAIT_S = 4.0
@@ -56,24 +52,16 @@ def make_texts(number: int) -> list[str]:
     ]
 
 
-def write_config(folder: Path) -> tuple[Path, Config]:
-    config = settings.load_config(ROOT / "ops" / "demo_voice" / "pagemill.yaml")
-    tree = msgspec.to_builtins(
-        replace(
-            config,
-            delivery=replace(config.delivery, ack_wait_s=ACK_WAIT_S),
-            nats=replace(config.nats, port=0, store_dir=str(folder / "nats")),
-            engine=replace(config.engine, threads=1),
-            log_level="warning",
-        )
-    )
-    painter = folder / "painter"
-    images.write_painter(painter)
+def make_tree(painter: Path) -> dict[str, Any]:
+    """Return a configuration of the demo voice and of a painter."""
+    tree = demo_tree(spoken=True)
     tree["models"][images.MODEL] = images.model_config(painter)
-    tree["generator"]["threads"] = 1
-    file = folder / "pagemill.yaml"
-    file.write_bytes(msgspec.json.encode(tree))
-    return file, settings.load_config(file)
+    return tree | {
+        "delivery": {"ack_wait_s": ACK_WAIT_S},
+        "engine": {"threads": 1},
+        "generator": {"threads": 1},
+        "log_level": "warning",
+    }
 
 
 class Round:
@@ -94,26 +82,26 @@ class Round:
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
-    found = Round()
+    figures = Round()
     for at_once in LEVELS:
         some = texts if at_once > 1 else texts[: len(texts) // 2]
         used_s, began_s = time.process_time(), time.perf_counter()
         floor = plain.speak(some, at_once)
-        found.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
+        figures.plain[at_once] = level_of(at_once, floor, time.perf_counter() - began_s)
         used_s = time.process_time() - used_s
         before, began_s = site.processor_s(), time.perf_counter()
         spoken = await site.speak(some, at_once)
-        found.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
+        figures.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
         after = site.processor_s()
         check_same(floor, spoken)
         sound_s = sum(one.sound_s for one in spoken)
         used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
-        found.processor = {name: 1000 * used[name] / sound_s for name in used}
+        figures.processor = {name: 1000 * used[name] / sound_s for name in used}
     steps = [await site.steps_of(text) for text in texts[:8]]
-    found.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
+    figures.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
     long = ". ".join(texts[:6])
-    found.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
-    return found
+    figures.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
+    return figures
 
 
 def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
@@ -123,29 +111,32 @@ def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
         raise SystemExit(f"only {same} of {len(floor)} speeches are those of the plain loop")
 
 
-async def run(rounds: int, num_texts: int, preloader: Preloader) -> list[Round]:
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-        file, config = write_config(Path(name))
-        plain = PlainLoop(config, MODEL, TALKER, VOCODER)
-        texts = make_texts(num_texts)
-        plain.speak(texts[:4], 4)
-        first_frames = 7
-        specs = [*SPECS, *images.SPECS[1:]]
-        async with running(config, file, specs, preloader) as (bus, cluster):
-            site = Site(bus, cluster, first_frames, Path(name, "nats", "nats-server.pid"))
-            await site.speak(texts[:8], 4)
-            found = [await measure(plain, site, texts) for _ in range(rounds)]
-            painter = images.PlainPainter(Path(name) / "painter")
-            await images.paint_by_queue(bus, [images.Wanted(text, 0) for text in texts[:4]], 4)
-            seeds = itertools.count(1)
-            for one in found:
-                for at_once in LEVELS:
-                    wanted = [images.Wanted(text, next(seeds)) for text in texts]
-                    one.plain_images[at_once] = painter.paint(wanted, at_once)
-                    made = await images.paint_by_queue(bus, wanted, at_once)
-                    one.durable_images[at_once] = made
-                one.cached_images = await images.paint_by_queue(bus, wanted, LEVELS[-1])
-            return found
+async def run(
+    tree: dict[str, Any], folder: Path, preloader: Preloader | None, rounds: int, num_texts: int
+) -> list[Round]:
+    plain = PlainLoop(settings.load_config(folder / "pagemill.yaml"), MODEL, TALKER, VOCODER)
+    texts = make_texts(num_texts)
+    plain.speak(texts[:4], 4)
+    first_frames = 7
+    workers = [*SPECS, *images.SPECS[1:]]
+    async with (
+        deployment(tree, workers=workers, preloader=preloader, folder=folder) as running,
+        running.bus() as bus,
+    ):
+        site = Site(bus, running, first_frames)
+        await site.speak(texts[:8], 4)
+        measured = [await measure(plain, site, texts) for _ in range(rounds)]
+        painter = images.PlainPainter(folder / "painter")
+        await images.paint_by_queue(bus, [images.Prompt(text, 0) for text in texts[:4]], 4)
+        seeds = itertools.count(1)
+        for one in measured:
+            for at_once in LEVELS:
+                prompts = [images.Prompt(text, next(seeds)) for text in texts]
+                one.plain_images[at_once] = painter.paint(prompts, at_once)
+                made = await images.paint_by_queue(bus, prompts, at_once)
+                one.durable_images[at_once] = made
+            one.cached_images = await images.paint_by_queue(bus, prompts, LEVELS[-1])
+        return measured
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -157,29 +148,31 @@ def median_level(levels: Sequence[Level]) -> Level:
 
 
 def print_report(rounds: Sequence[Round]) -> None:
-    lines = [
-        "| road | at once | first p50 ms | first p99 ms | real-time factor | sound s / s |",
-        "|---|---|---|---|---|---|",
-    ]
     roads = {
         "plain loop": {n: median_level([one.plain[n] for one in rounds]) for n in LEVELS},
         "durable": {n: median_level([one.durable[n] for one in rounds]) for n in LEVELS},
     }
-    for name, levels in roads.items():
-        for n, level in levels.items():
-            lines.append(
-                f"| {name} | {n} | {level.first_p50_ms:.0f} | {level.first_p99_ms:.0f}"
-                f" | {level.realtime_factor:.3f} | {level.throughput:.1f} |"
-            )
+    rows = [
+        (
+            road,
+            n,
+            f"{level.first_p50_ms:.0f}",
+            f"{level.first_p99_ms:.0f}",
+            f"{level.realtime_factor:.3f}",
+            f"{level.throughput:.1f}",
+        )
+        for road, levels in roads.items()
+        for n, level in levels.items()
+    ]
+    columns = ("road", "at once", "first p50 ms", "first p99 ms", "real-time factor", "sound s / s")
+    print_table("speeches", columns, rows)
     steps = {name: statistics.median(one.steps[name] for one in rounds) for name in STEPS}
-    lines.append("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
+    console.print("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
     used = {k: statistics.median(one.processor[k] for one in rounds) for k in rounds[0].processor}
-    lines.append(
-        f"processor ms for a second of sound, at {LEVELS[-1]}: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in used.items())
-    )
-    lines += [*goals(roads, rounds), *image_lines(rounds)]
-    sys.stdout.write("\n".join(lines) + "\n")
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in used.items())
+    console.print(f"processor ms for a second of sound, at {LEVELS[-1]}: {parts}")
+    console.print(*goals(roads, rounds), sep="\n")
+    print_table("images a minute", ("at once", "plain loop", "durable"), image_rows(rounds))
 
 
 def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[str]:
@@ -188,7 +181,7 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     more_ms = durable[1].first_p50_ms - plain[1].first_p50_ms
     batched = durable[16].throughput / durable[1].throughput
     delay_s = max(delay for one in rounds for delay in one.delays_s)
-    found = [
+    checks = [
         ("less sound at 16", less, MAX_LESS_THROUGHPUT, less <= MAX_LESS_THROUGHPUT),
         ("later first samples at 1, ms", more_ms, MAX_MORE_FIRST_MS, more_ms <= MAX_MORE_FIRST_MS),
         ("times the sound at 16 of that at 1", batched, MIN_BATCHED, batched >= MIN_BATCHED),
@@ -198,36 +191,37 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     return [
         *(
             f"{what}: {value:.2f}, the goal is {goal:.2f}: {'reached' if ok else 'MISSED'}"
-            for what, value, goal, ok in found
+            for what, value, goal, ok in checks
         ),
         f"the plain loop makes {plain_batched:.2f} times as much at 16",
     ]
 
 
-def image_lines(rounds: Sequence[Round]) -> list[str]:
-    found = ["| images a minute, at once | plain loop | durable |", "|---|---|---|"]
+def image_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+    rows = []
     for at_once in LEVELS:
         plain = statistics.median(one.plain_images[at_once] for one in rounds)
         durable = statistics.median(one.durable_images[at_once] for one in rounds)
-        found.append(f"| {at_once} | {plain:.0f} | {durable:.0f} |")
+        rows.append((str(at_once), f"{plain:.0f}", f"{durable:.0f}"))
     cached = statistics.median(one.cached_images for one in rounds)
-    return [*found, f"| {LEVELS[-1]}, painted before | - | {cached:.0f} |"]
+    return [*rows, (f"{LEVELS[-1]}, painted before", "-", f"{cached:.0f}")]
 
 
-def _run_worker() -> None:
-    forked = App(name="pagemill")
-    forked.command(worker)
-    run_app(forked)
-
-
-def main(rounds: int = 3, num_texts: int = 48) -> None:
-    # Before there is a thread or an event loop.
-    modules = ["workers.engine.main", "workers.generator.speech_worker"]
-    preloader = fork_preloader(modules, _run_worker)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", type=int, nargs="?", default=3)
+    parser.add_argument("num_texts", type=int, nargs="?", default=48)
+    options = parser.parse_args()
     logs.configure_logging("error", role="bench")
-    torch.set_num_threads(1)
-    print_report(asyncio.run(run(rounds, num_texts, preloader)))
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        folder = Path(name)
+        images.write_painter(folder / "painter")
+        tree = make_tree(folder / "painter")
+        preloader = preload_for(tree, folder)
+        torch.set_num_threads(1)
+        rounds = asyncio.run(run(tree, folder, preloader, options.rounds, options.num_texts))
+    print_report(rounds)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

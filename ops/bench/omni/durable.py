@@ -2,28 +2,22 @@
 
 import asyncio
 import base64
-import contextlib
-import os
-import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ops.bench.omni.figures import Spoken
+from ops.harness.deployment import Deployment
+from ops.harness.machine import processor_s
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
-from shared.config.schema import Config
 from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Finish
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from workers.roles import WorkerSpec
-from workers.supervisor.cluster import LocalCluster
-from workers.supervisor.preloader import Preloader
-from workers.supervisor.process_usage import usage_of
 
 MODEL, TALKER, VOCODER, CODES, AUDIO = "demo", "talker", "code2wav", "codes", "audio"
 SPECS = [
@@ -48,14 +42,11 @@ class _Heard(NamedTuple):
 class Site:
     """A running cluster, and a connection to its broker."""
 
-    def __init__(
-        self, bus: Bus, cluster: LocalCluster, first_frames: int, server_pid_file: Path
-    ) -> None:
+    def __init__(self, bus: Bus, deployment: Deployment, first_frames: int) -> None:
         """`first_frames` are the frames that the first chunk needs."""
         self._bus = bus
-        self._cluster = cluster
+        self._deployment = deployment
         self._first_frames = first_frames
-        self._server_pid_file = server_pid_file
 
     async def speak(self, texts: Sequence[str], at_once: int) -> list[Spoken]:
         """Speak all texts, `at_once` of them at a time; the next begins when one has ended."""
@@ -113,13 +104,7 @@ class Site:
 
     def processor_s(self) -> dict[str, float]:
         """Processor time of each part so far."""
-        specs = {spec.stage or spec.role: spec for spec in SPECS}
-        found = {
-            name: sum(usage_of(slot.pid).cpu_s for slot in self._cluster.supervisor.slots(spec))
-            for name, spec in specs.items()
-        }
-        server = usage_of(int(self._server_pid_file.read_text()))
-        return found | {"broker": server.cpu_s, "client": time.process_time()}
+        return processor_s(self._deployment.processes()) | {"client": time.process_time()}
 
     async def delay_of_kill(self, text: str) -> float:
         """Return by how much a kill of the talker delays the last sample of a speech.
@@ -129,28 +114,11 @@ class Site:
         (undisturbed,) = await self.speak([text], 1)
         speaking = asyncio.create_task(self.speak([text], 1))
         await asyncio.sleep(undisturbed.first_s)
-        for slot in self._cluster.supervisor.slots(SPECS[1]):
-            os.kill(slot.pid, signal.SIGKILL)
+        self._deployment.kill("engine", TALKER)
         (killed,) = await speaking
         if killed.sound != undisturbed.sound:
             raise SystemExit("the speech of a killed talker has other samples")
         return killed.last_s - undisturbed.last_s
-
-
-@contextlib.asynccontextmanager
-async def running(
-    config: Config, file: Path, specs: list[WorkerSpec], preloader: Preloader
-) -> AsyncIterator[tuple[Bus, LocalCluster]]:
-    """Run workers, and a broker for them."""
-    log_file = file.with_name("workers.log")
-    cluster = LocalCluster(config, file, specs, log_file=log_file, preloader=preloader)
-    try:
-        await cluster.start()
-        bus = await Bus.connect(cluster.url, "bench")
-        yield bus, cluster
-        await bus.close()
-    finally:
-        await cluster.stop()
 
 
 now_s = time.perf_counter

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ops.harness.samples import Samples
+
 
 class Spoken(NamedTuple):
     """One speech, as its client had it."""
@@ -29,17 +31,7 @@ class Level(NamedTuple):
 
 
 def level_of(at_once: int, spoken: Sequence[Spoken], wall_s: float) -> Level:
-    first = sorted(1000 * one.first_s for one in spoken)
-    factors = sorted(one.last_s / one.sound_s for one in spoken if one.sound_s)
-    return Level(
-        at_once,
-        percentile(first, 50),
-        percentile(first, 99),
-        percentile(factors, 50),
-        sum(one.sound_s for one in spoken) / wall_s,
-    )
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The percentile of sorted values, of which there is at least one."""
-    return values[min(len(values) - 1, len(values) * percent // 100)]
+    first_ms = Samples(1000 * one.first_s for one in spoken)
+    factors = Samples(one.last_s / one.sound_s for one in spoken if one.sound_s)
+    sound_s = sum(one.sound_s for one in spoken)
+    return Level(at_once, first_ms.median, first_ms.p99, factors.median, sound_s / wall_s)

@@ -37,10 +37,10 @@ SPECS = [WorkerSpec("coordinator"), WorkerSpec("generator", MODEL, STAGE)]
 PARAMS = PaintParams(SIZE)
 
 
-class Wanted(NamedTuple):
+class Prompt(NamedTuple):
     """An image to paint. With an equal prompt and seed, a cluster takes it from its cache."""
 
-    prompt: str
+    text: str
     seed: int
 
 
@@ -93,9 +93,9 @@ class PlainPainter:
     def __init__(self, folder: Path) -> None:
         self._model: ImageModel = load_painter(folder, "float32", [SIZE], STAGE)
 
-    def paint(self, wanted: Sequence[Wanted], at_once: int) -> float:
+    def paint(self, prompts: Sequence[Prompt], at_once: int) -> float:
         """Paint all images; return the images of a minute."""
-        began_s, waiting = time.perf_counter(), deque(wanted)
+        began_s, waiting = time.perf_counter(), deque(prompts)
         open_: list[_Canvas] = []
         while waiting or open_:
             while waiting and len(open_) < at_once:
@@ -106,24 +106,24 @@ class PlainPainter:
                 if canvas.step == PARAMS.steps:
                     to_png(self._model.pixels(canvas.latents))
             open_ = [canvas for canvas in open_ if canvas.step < PARAMS.steps]
-        return 60 * len(wanted) / (time.perf_counter() - began_s)
+        return 60 * len(prompts) / (time.perf_counter() - began_s)
 
-    def _begin(self, wanted: Wanted) -> _Canvas:
+    def _begin(self, prompt: Prompt) -> _Canvas:
         shape = self._model.latents_shape(*parse_size(SIZE))
-        noise = noise_of(wanted.seed, 0, shape, np.dtype(np.float32))
-        return _Canvas(self._model.encode(wanted.prompt, "prompt"), noise)
+        noise = noise_of(prompt.seed, 0, shape, np.dtype(np.float32))
+        return _Canvas(self._model.encode(prompt.text, "prompt"), noise)
 
 
-async def paint_by_queue(bus: Bus, wanted: Sequence[Wanted], at_once: int) -> float:
+async def paint_by_queue(bus: Bus, prompts: Sequence[Prompt], at_once: int) -> float:
     """Have workers paint all images; return the images of a minute."""
-    began_s, waiting = time.perf_counter(), deque(wanted)
+    began_s, waiting = time.perf_counter(), deque(prompts)
 
     async def paint_some() -> None:
         while waiting:
-            prompt, seed = waiting.popleft()
+            text, seed = waiting.popleft()
             image = ImageParams(SIZE, seed=seed)
             request = GenerateRequest(
-                MODEL, prompt=prompt, outputs=[OUTPUT], image=image, timeout_s=60.0
+                MODEL, prompt=text, outputs=[OUTPUT], image=image, timeout_s=60.0
             )
             log = client.ask(bus, request, client.new_request_id())
             last = [record async for record in log][-1]
@@ -131,4 +131,4 @@ async def paint_by_queue(bus: Bus, wanted: Sequence[Wanted], at_once: int) -> fl
                 raise SystemExit(f"an image has failed: {last}")
 
     await asyncio.gather(*(paint_some() for _ in range(at_once)))
-    return 60 * len(wanted) / (time.perf_counter() - began_s)
+    return 60 * len(prompts) / (time.perf_counter() - began_s)

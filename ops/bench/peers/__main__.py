@@ -18,7 +18,6 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -32,48 +31,36 @@ from ops.bench.peers.workloads import WORKLOADS
 from ops.harness import machine
 
 MODELS = ("smollm2-135m", "mid-qwen2vl")
-FILE_WIDTH = 150
 
 
 def main() -> None:
-    given = _arguments()
+    options = _arguments()
     console = Console(stderr=True)
     began_s = time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="pagemill-bench-peers-"))
     console.print(f"what the peers write: {logs}")
     plan = Plan(
-        peers=given.peers,
-        models=given.models_folder or given.peers / "models",
-        specs=[spec for spec in ROSTER if spec.name in given.only],
-        workloads=[workload for workload in WORKLOADS if workload.name in given.workloads],
-        repetitions=given.repetitions,
-        setup=Setup("", given.threads, profile=given.profile),
+        peers=options.peers,
+        models=options.models_folder or options.peers / "models",
+        specs=[spec for spec in ROSTER if spec.name in options.only],
+        workloads=[workload for workload in WORKLOADS if workload.name in options.workloads],
+        repetitions=options.repetitions,
+        setup=Setup("", options.threads, profile=options.profile),
         logs=logs,
-        apart=given.apart,
+        apart=options.apart,
         tell=lambda news: console.print(f"{time.monotonic() - began_s:5.0f} s  {news}"),
     )
-    missing = [model for model in given.models if not (plan.models / model).is_dir()]
+    missing = [model for model in options.models if not (plan.models / model).is_dir()]
     if missing:
         raise SystemExit(f"{plan.models}: no {', '.join(missing)}; see ops/bench/peers/install.sh")
     with machine.alone():
-        before = limits(given.threads)
-        rows = [row for model in given.models for row in measure_model(plan, model)]
-        found = before.best(limits(given.threads))
-    about = records.Machine(machine.cpu_model(), given.threads, date.today().isoformat(), found)
-    if given.out:
-        records.write(given.out, about, rows)
-    _print(about, rows)
-
-
-def _print(about: records.Machine, rows: Sequence[records.Row]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(report.describe(about))
-    for table in report.tables(about, rows):
-        console.print(table)
-    for line in report.differences(rows):
-        console.print(line)
+        before = limits(options.threads)
+        rows = [row for model in options.models for row in measure_model(plan, model)]
+        best = before.best(limits(options.threads))
+    about = records.Machine(machine.cpu_model(), options.threads, date.today().isoformat(), best)
+    if options.out:
+        records.write(options.out, about, rows)
+    report.print_report(about, rows)
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,12 +77,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="never two peers in memory")
     parser.add_argument("--profile", action="store_true", help="ours alone: time by phase")
     parser.add_argument("--out", type=Path, help="a file for all figures, as JSON lines")
-    given = parser.parse_args()
-    if given.repetitions < 1:
+    options = parser.parse_args()
+    if options.repetitions < 1:
         parser.error("--repetitions: at least 1")
-    if given.profile:
-        given.only = [OURS]
-    return given
+    if options.profile:
+        options.only = [OURS]
+    return options
 
 
 if __name__ == "__main__":

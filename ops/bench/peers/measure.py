@@ -97,11 +97,11 @@ class _Session:
         processes = {spec: self._process(spec, workload) for spec in list(self._specs)}
         taking_part = {spec: p for spec, p in processes.items() if p is not None}
         measured: dict[Spec, list[Measured]] = {spec: [] for spec in taking_part}
-        asked: list[list[Request]] = []
+        batches: list[list[Request]] = []
         for number in range(WARM_UP, WARM_UP + 1 + self._plan.repetitions):
             requests = workload.requests(number, self._vocab_size, images)
             if number > WARM_UP:
-                asked.append(requests)
+                batches.append(requests)
             for spec in list(measured):
                 brief = number == WARM_UP and not spec.compiles
                 run = self._run(taking_part[spec], requests[:NUM_WARM] if brief else requests)
@@ -110,7 +110,7 @@ class _Session:
                 elif number > WARM_UP:
                     measured[spec].append(run)
                     self._tell(workload, spec, f"{run.result.wall_s:.2f} s")
-        work = _work(workload, asked, [run for runs in measured.values() for run in runs])
+        work = _work(workload, batches, [run for runs in measured.values() for run in runs])
         return [
             self._row(workload, work, taking_part[spec], runs) for spec, runs in measured.items()
         ]
@@ -164,15 +164,15 @@ class _Session:
         )
 
 
-def _work(workload: Workload, asked: list[list[Request]], runs: Iterable[Measured]) -> Work:
+def _work(workload: Workload, batches: list[list[Request]], runs: Iterable[Measured]) -> Work:
     """Return the shape of a repetition; prompts of tokens have their mean length over all."""
-    requests = asked[-1]
-    num_tokens = sum(len(r.token_ids) for each in asked for r in each) // len(asked)
+    requests = batches[-1]
+    num_tokens = sum(len(r.token_ids) for batch in batches for r in batch) // len(batches)
     if workload.image_side:
         # Only the peer that applied the template knows the length of a prompt with an image.
-        told = [a.num_prompt_tokens or 0 for run in runs for a in run.result.answers]
+        lengths = [a.num_prompt_tokens or 0 for run in runs for a in run.result.answers]
         of_images = (workload.image_side // IMAGE_PLACE) ** 2
-        num_tokens = len(requests) * max(told, default=of_images)
+        num_tokens = len(requests) * max(lengths, default=of_images)
     shared = workload.shared_prefix_len * (len(requests) - 1)
     pixels = len(requests) * workload.image_side**2
     return Work(len(requests), requests[0].max_tokens, num_tokens - shared, pixels)

@@ -7,24 +7,23 @@ coordinator and renderer, as the PNG file that a client sends.
 import asyncio
 import base64
 import contextlib
-import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import uvloop
 
-from ops.bench.durability import MODEL, Site, cluster, publish_task
+from ops.bench.durability import MODEL, publish_task
 from ops.bench.peers.child import serve
 from ops.bench.peers.pagemill import Tally, engine_config, message, model_config, sampling
 from ops.bench.peers.protocol import Answer, Request, Setup
+from ops.harness.deployment import deployment
+from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.telemetry import logs
-from workers import settings
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class PagemillBus:
         self._running = contextlib.AsyncExitStack()
 
     def load(self, setup: Setup) -> None:
-        self._site: Site = self._wait_for(self._start(setup))
+        self._bus: Bus = self._wait_for(self._start(setup))
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, str | None]]:
         return [(request, request.image and _data_url(request.image)) for request in requests]
@@ -54,13 +53,10 @@ class PagemillBus:
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _start(self, setup: Setup) -> Site:
-        folder = self._running.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-"))
+    async def _start(self, setup: Setup) -> Bus:
         tree = {"models": {MODEL: model_config(setup)}, "engine": engine_config(setup)}
-        file = Path(folder) / "pagemill.yaml"
-        file.write_bytes(msgspec.json.encode(tree))
-        config = settings.load_config(file)
-        return await self._running.enter_async_context(cluster(config, file, "file"))
+        site = await self._running.enter_async_context(deployment(tree, gateway=False))
+        return await self._running.enter_async_context(site.bus())
 
     async def _run(self, work: list[tuple[Request, str | None]], began_s: float) -> list[Answer]:
         return await asyncio.gather(*(self._answer(*each, began_s) for each in work))
@@ -80,10 +76,10 @@ class PagemillBus:
         return tally.answer()
 
     async def _records(self, request: Request, url: str | None) -> AsyncIterator[LogRecord]:
-        bus, request_id = self._site.bus, new_request_id()
+        bus, request_id = self._bus, new_request_id()
         if url is not None:
-            asked = GenerateRequest(MODEL, [message(request, url)], sampling(request))
-            async for record in ask(bus, asked, request_id):
+            generate = GenerateRequest(MODEL, [message(request, url)], sampling(request))
+            async for record in ask(bus, generate, request_id):
                 yield record
             return
         publishing = asyncio.create_task(

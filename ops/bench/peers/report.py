@@ -1,21 +1,34 @@
-"""Tables of a run: Pagemill against the best peer, each peer alone, and differing answers."""
+"""Report of a run: Pagemill against the best peer, each peer alone, and differing answers."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from rich.table import Table
-
 from ops.bench.peers.floors import Limits
 from ops.bench.peers.records import Machine, Row
 from ops.bench.peers.roster import BUS, OURS
+from ops.harness.tables import console, print_table
+
+RATIOS = (
+    "model", "workload", "ours", "over the bus", "best peer", "",
+    "ratio", "of floor", "TTFT p50 s", "peer's",
+)  # fmt: skip
+ALL = (
+    "model", "workload", "peer", "tokens/s", "wall s", "of floor",
+    "TTFT p50 / max s", "start s", "peak MB", "other CPU",
+)  # fmt: skip
+PHASES = ("model", "workload", "phase", "ms", "share")
 
 
-def tables(machine: Machine, rows: Sequence[Row]) -> Iterator[Table]:
+def print_report(machine: Machine, rows: Sequence[Row]) -> None:
+    console.print(describe(machine))
     if any(row.peer == OURS for row in rows):
-        yield _ratios(rows, machine.limits)
-    yield _everybody(rows, machine.limits)
+        title = "ours against the best peer: tokens put out in a second"
+        print_table(title, RATIOS, _ratios(rows, machine.limits), num_texts=2)
+    print_table("all peers", ALL, _all(rows, machine.limits), num_texts=3)
     if any(r.phases for row in rows for r in row.repetitions):
-        yield _phases(rows)
+        print_table("where our time goes", PHASES, _phases(rows), num_texts=3)
+    for line in differences(rows):
+        console.print(line)
 
 
 def describe(machine: Machine) -> str:
@@ -32,8 +45,8 @@ def describe(machine: Machine) -> str:
 def differences(rows: Sequence[Row]) -> list[str]:
     """Compare where peers' first tokens differ from ours; in bfloat16 two tokens may tie."""
     lines = []
-    for (model, workload), found in by_workload(rows):
-        first, *others = found
+    for (model, workload), group in by_workload(rows):
+        first, *others = group
         for row in others:
             lines += [
                 f"{model} {workload}: {row.peer} differs from {first.peer} in request {number}"
@@ -48,7 +61,7 @@ def by_workload(rows: Sequence[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.model, row.workload), []).append(row)
-    return [(key, sorted(found, key=lambda row: row.peer != OURS)) for key, found in groups.items()]
+    return [(key, sorted(group, key=lambda row: row.peer != OURS)) for key, group in groups.items()]
 
 
 def _partings(
@@ -62,14 +75,9 @@ def _partings(
                 break
 
 
-def _ratios(rows: Sequence[Row], limits: Limits) -> Table:
-    table = _table(
-        "ours against the best peer: tokens put out in a second",
-        ("model", "workload"),
-        ("ours", "over the bus", "best peer", "", "ratio", "of floor", "TTFT p50 s", "peer's"),
-    )
-    for (model, workload), found in by_workload(rows):
-        by_peer = {row.peer: row for row in found}
+def _ratios(rows: Sequence[Row], limits: Limits) -> Iterator[tuple[str, ...]]:
+    for (model, workload), group in by_workload(rows):
+        by_peer = {row.peer: row for row in group}
         ours, bus = by_peer.pop(OURS, None), by_peer.pop(BUS, None)
         if ours is None:
             continue
@@ -78,7 +86,7 @@ def _ratios(rows: Sequence[Row], limits: Limits) -> Table:
         if best is not None:
             ratio = f"{ours.speed_against(best):.2f}"
             theirs = (f"{best.tokens_s:.1f}", best.peer, ratio, f"{best.ttft_s:.3f}")
-        table.add_row(
+        yield (
             model,
             workload,
             f"{ours.tokens_s:.1f}",
@@ -88,18 +96,12 @@ def _ratios(rows: Sequence[Row], limits: Limits) -> Table:
             f"{ours.ttft_s:.3f}",
             theirs[3],
         )
-    return table
 
 
-def _everybody(rows: Sequence[Row], limits: Limits) -> Table:
-    table = _table(
-        "everybody",
-        ("model", "workload", "peer"),
-        ("tokens/s", "wall s", "of floor", "TTFT p50 / max s", "start s", "peak MB", "other CPU"),
-    )
-    for _, found in by_workload(rows):
-        for row in sorted(found, key=lambda row: row.wall_s):
-            table.add_row(
+def _all(rows: Sequence[Row], limits: Limits) -> Iterator[tuple[str, ...]]:
+    for _, group in by_workload(rows):
+        for row in sorted(group, key=lambda row: row.wall_s):
+            yield (
                 row.model,
                 row.workload,
                 row.peer,
@@ -111,30 +113,15 @@ def _everybody(rows: Sequence[Row], limits: Limits) -> Table:
                 f"{row.peak_bytes / 1e6:,.0f}",
                 f"{row.other_cpu:.0%}",
             )
-        table.add_section()
-    return table
 
 
-def _phases(rows: Sequence[Row]) -> Table:
-    """Table the phases of the last repetition; the rest of its time is outside the steps."""
-    table = _table("where our time goes", ("model", "workload", "phase"), ("ms", "share"))
+def _phases(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Return the phases of the last repetition; the rest of its time is outside the steps."""
     for row in rows:
         last = row.repetitions[-1]
         if not last.phases:
             continue
         outside = {"outside the steps": last.wall_s - sum(last.phases.values())}
-        phases = sorted((last.phases | outside).items(), key=lambda phase: -phase[1])
-        for phase, took_s in phases:
+        for phase, took_s in sorted((last.phases | outside).items(), key=lambda each: -each[1]):
             share = f"{took_s / last.wall_s:.1%}"
-            table.add_row(row.model, row.workload, phase, f"{1000 * took_s:.1f}", share)
-        table.add_section()
-    return table
-
-
-def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name)
-    for name in figures:
-        table.add_column(name, justify="right")
-    return table
+            yield row.model, row.workload, phase, f"{1000 * took_s:.1f}", share

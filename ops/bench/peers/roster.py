@@ -36,8 +36,8 @@ class Spec:
         """Return the interpreter, or None if the peer is not installed."""
         if self.home is None:
             return Path(sys.executable)
-        found = peers / self.home / "bin" / "python"
-        return found if found.exists() else None
+        python = peers / self.home / "bin" / "python"
+        return python if python.exists() else None
 
     def folder(self, models: Path, model: str, *, images: bool) -> Path | None:
         """Return the model's folder for this peer; None if unsupported or absent."""

@@ -1,11 +1,11 @@
-"""Write the tables of docs/reference/messages.md, and schemas.json beside it.
+"""Tables of docs/reference/messages.md, and schemas.json in the same folder.
 
-The tables stand between `<!-- fields NAMES -->` or `<!-- types -->` and `<!-- end -->`; the prose
-around them stays as it is. A test compares both files with the output, and decodes the examples.
+Tests also decode the examples of the page.
 """
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ops.struct_tables import (
+from ops.docs.tables import (
     HEAD,
+    REFERENCE,
     class_doc,
     escaped,
     field_rows,
@@ -22,6 +23,7 @@ from ops.struct_tables import (
     one_line,
     structs_in,
     table,
+    with_blocks,
 )
 from shared.protocol import (
     audit,
@@ -34,31 +36,21 @@ from shared.protocol import (
     task_messages,
 )
 
-MODULES = (
-    *(audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages),
-)
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
-FILE = FOLDER / "messages.md"
-SCHEMAS = FOLDER / "schemas.json"
+MODULES = (audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages)
+FILE, SCHEMAS = REFERENCE / "messages.md", REFERENCE / "schemas.json"
 
-_BLOCK = re.compile(r"(<!-- (?:fields ([\w ]+)|types) -->\n).*?(<!-- end -->)", re.DOTALL)
 _EXAMPLE = re.compile(r"<!-- example (\w+) -->\n\n```json\n(.*?)```", re.DOTALL)
 
 
-def rewritten(text: str) -> str:
-    """Return the page with its tables replaced by those of the types."""
+def pages() -> dict[Path, str]:
+    """Return the page with its tables written again, and the schemas."""
     kinds = structs()
-    above = " ".join(names for _, names, _ in _BLOCK.findall(text)).split()
-
-    def block(match: re.Match[str]) -> str:
-        begin, names, end = match.groups()
-        if names:
-            tables = "\n".join(_section(kinds[name]) for name in names.split())
-        else:
-            tables = _types([kinds[name] for name in sorted(kinds.keys() - set(above))])
-        return f"{begin}\n{tables}\n{end}"
-
-    return _BLOCK.sub(block, text)
+    makers: dict[str, Callable[[list[str], set[str]], str]] = {
+        "fields": lambda names, named: "\n".join(_section(kinds[name]) for name in names),
+        "types": lambda names, named: _types([kinds[n] for n in sorted(kinds.keys() - named)]),
+    }
+    text = with_blocks(FILE.read_text(encoding="utf-8"), makers)
+    return {FILE: text, SCHEMAS: schemas()}
 
 
 def schemas() -> str:
@@ -114,8 +106,3 @@ def _types(kinds: list[type[Struct]]) -> str:
 
 def _link(name: str) -> str:
     return f"[{name}](#{name.lower()})"
-
-
-if __name__ == "__main__":
-    FILE.write_text(rewritten(FILE.read_text(encoding="utf-8")), encoding="utf-8")
-    SCHEMAS.write_text(schemas(), encoding="utf-8")

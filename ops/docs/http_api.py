@@ -1,53 +1,47 @@
-"""Write the tables of docs/reference/http-api.md: endpoints, errors, fields of bodies and answers.
+"""Tables of docs/reference/http-api.md: endpoints, errors, fields of bodies and answers.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`. The prose around the tables is left
-unchanged. The causes of errors are those of docs/operate/troubleshooting.md. A test checks that the
-file is up to date.
+The causes of errors come from docs/operate/troubleshooting.md.
 """
 
 import inspect
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from msgspec import Struct
 
-from ops.struct_tables import code, escaped, field_docs, structs_in, table, type_words
+from ops.docs.tables import (
+    REFERENCE,
+    code,
+    escaped,
+    field_docs,
+    structs_in,
+    table,
+    type_words,
+    with_blocks,
+)
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.http import errors
 from workers.gateway.openapi.document import OPERATIONS, document, types_of
 from workers.gateway.schemas.sampling_fields import SAME_FORM, SamplingFields
 
-DOCS = Path(__file__).parent.parent / "docs"
-FILE = DOCS / "reference" / "http-api.md"
-TROUBLESHOOTING = DOCS / "operate" / "troubleshooting.md"
-BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+FILE = REFERENCE / "http-api.md"
+TROUBLESHOOTING = REFERENCE.parent / "operate" / "troubleshooting.md"
 _CAUSE = re.compile(r"^\| `(\w+)` \| (\d+|-) \| (?:yes|no) \| ([^|]+) \|", re.MULTILINE)
 
 
-def main() -> None:
-    FILE.write_text(rewritten(FILE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def rewritten(text: str) -> str:
+def pages() -> dict[Path, str]:
+    """Return the page with its tables written again."""
     structs = structs_in([*types_of(OPERATIONS), errors.ErrorAnswer])
-    above = {name for _, kind, name, _ in BLOCK.findall(text) if kind == "fields"}
-
-    def block(match: re.Match[str]) -> str:
-        begin, kind, name, end = match.groups()
-        match kind:
-            case "endpoints":
-                made = _endpoints()
-            case "errors":
-                made = _errors()
-            case "types":
-                made = _types(structs, above)
-            case _:
-                made = _fields(name, structs[name])
-        return f"{begin}\n{made}\n{end}"
-
-    return BLOCK.sub(block, text)
+    makers: dict[str, Callable[[list[str], set[str]], str]] = {
+        "endpoints": lambda names, named: _endpoints(),
+        "errors": lambda names, named: _errors(),
+        "types": lambda names, named: _types(structs, named),
+        "fields": lambda names, named: _fields(names[0], structs[names[0]]),
+    }
+    return {FILE: with_blocks(FILE.read_text(encoding="utf-8"), makers)}
 
 
 def _endpoints() -> str:
@@ -93,9 +87,9 @@ def _schemas() -> dict[str, Any]:
     return dict(document()["components"]["schemas"])
 
 
-def _types(structs: dict[str, Any], above: set[str]) -> str:
-    """Return a table of each type that has none above."""
-    rest = sorted(structs.keys() - above)
+def _types(structs: dict[str, Any], named: set[str]) -> str:
+    """Return a table of each type that has no block."""
+    rest = sorted(structs.keys() - named)
     return "\n".join(f"`{name}`\n\n{_fields(name, structs[name])}" for name in rest)
 
 
@@ -109,11 +103,7 @@ def _fields(name: str, cls: type[Struct]) -> str:
     rows = []
     for key, field in schema["properties"].items():
         default = field.get("default")
-        shown = "required" if key in required else "-" if default is None else code(default)
+        default_words = "required" if key in required else "-" if default is None else code(default)
         about = escaped(docs.get(key, ""))
-        rows.append([f"`{key}`", type_words(field, "`{}`".format), shown, about])
+        rows.append([f"`{key}`", type_words(field, "`{}`".format), default_words, about])
     return table(["field", "type", "default", ""], rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
-"""Writes docs/reference/metrics.md from `shared.telemetry.catalog`. A test compares the file."""
+"""docs/reference/metrics.md, from `shared.telemetry.catalog`."""
 
 from pathlib import Path
 
+from ops.docs.tables import REFERENCE
 from shared.telemetry.catalog import METRICS, PREFIX, MetricSpec
 
-FILE = Path(__file__).parent.parent / "docs" / "reference" / "metrics.md"
+FILE = REFERENCE / "metrics.md"
 
 INTRODUCTION = """\
 # Metrics
@@ -21,8 +22,8 @@ machines do not matter; they are accurate to about a millisecond.
 """
 
 
-def document() -> str:
-    return INTRODUCTION + "".join(_row(spec) for spec in METRICS.values())
+def pages() -> dict[Path, str]:
+    return {FILE: INTRODUCTION + "".join(_row(spec) for spec in METRICS.values())}
 
 
 def _row(spec: MetricSpec) -> str:
@@ -30,7 +31,3 @@ def _row(spec: MetricSpec) -> str:
     return (
         f"| `{PREFIX}{spec.name}` | {spec.kind} | {labels} | {spec.source} | {spec.description} |\n"
     )
-
-
-if __name__ == "__main__":
-    FILE.write_text(document(), encoding="utf-8")

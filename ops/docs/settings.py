@@ -1,7 +1,4 @@
-"""Write docs/reference/settings.md: every key of the configuration, from `shared.config.schema`.
-
-A test compares the file with the output.
-"""
+"""docs/reference/settings.md: every key of the configuration, from `shared.config.schema`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +7,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
+from ops.docs.tables import (
+    REFERENCE,
+    class_doc,
+    default_of,
+    escaped,
+    field_docs,
+    one_line,
+    table,
+    type_words,
+)
 from shared.config.schema import (
     ApiKey,
     Config,
@@ -24,7 +30,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec
 from shared.protocol.steps import ToolFilter
 
-FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
+FILE = REFERENCE / "settings.md"
 
 INTRODUCTION = """\
 # Settings
@@ -50,7 +56,7 @@ NESTED: dict[str, type[Struct]] = {
 HEAD = ["key", "type", "default", "environment variable", "meaning"]
 
 
-def document() -> str:
+def pages() -> dict[Path, str]:
     _, schemas = msgspec.json.schema_components([Config])
     parts = [INTRODUCTION, _section("Top level", "", Config, schemas)]
     for name, kind in _sections(Config):
@@ -58,7 +64,7 @@ def document() -> str:
     parts.append(_section("`models.NAME`", "models.NAME.", ModelConfig, schemas))
     for title, kind in NESTED.items():
         parts.append(_section(f"`{title}`", "", kind, schemas, in_list=True))
-    return "\n".join(parts)
+    return {FILE: "\n".join(parts)}
 
 
 def settings() -> Iterator[tuple[str, str]]:
@@ -108,7 +114,7 @@ def _section(
             [
                 f"`{key}`",
                 type_words(described[field.encode_name], _link),
-                _default(field),
+                default_of(field),
                 variable,
                 escaped(docs.get(field.name, "")),
             ]
@@ -128,15 +134,3 @@ def _link(name: str) -> str:
         "McpServerConfig": "[server](#agentserverslabel)",
         "ToolFilter": "[filter](#agentserverslabelallowed_tools)",
     }[name]
-
-
-def _default(field: Any) -> str:
-    if field.required:
-        return "required"
-    if field.default_factory is not msgspec.NODEFAULT:
-        return code(field.default_factory())
-    return "-" if field.default is None else code(field.default)
-
-
-if __name__ == "__main__":
-    FILE.write_text(document(), encoding="utf-8")

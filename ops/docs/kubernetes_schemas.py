@@ -1,6 +1,6 @@
 """Write the schemas that tests hold manifests against, from kubernetes-validate and KEDA's CRD.
 
-python -m ops.write_kubernetes_schemas WHEEL CRD
+python -m ops.docs.kubernetes_schemas WHEEL CRD
 
 WHEEL has the strict schemas of Kubernetes: `pip download --no-deps kubernetes-validate`. CRD is
 `config/crd/bases/keda.sh_scaledobjects.yaml` of KEDA.
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from cyclopts import App
 
-FOLDER = Path(__file__).parent.parent / "tests" / "cli" / "manifests" / "schemas"
+FOLDER = Path(__file__).parents[2] / "tests" / "cli" / "manifests" / "schemas"
 KINDS = (
     "configmap-v1",
     "deployment-apps-v1",
@@ -39,12 +39,12 @@ app = App(name="write-kubernetes-schemas", help=__doc__)
 def write(wheel: Path, crd: Path, /) -> int:
     FOLDER.mkdir(exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
-        found = (_STRICT.fullmatch(name) for name in archive.namelist())
-        folders = {int(match[2]): match[1] for match in found if match is not None}
+        matches = (_STRICT.fullmatch(name) for name in archive.namelist())
+        folders = {int(match[2]): match[1] for match in matches if match is not None}
         for minor in sorted(folders)[-NUM_MINORS:]:
             _write(f"kubernetes-1.{minor}", _read_schemas(archive, folders[minor]))
     version = yaml.safe_load(crd.read_text())["spec"]["versions"][0]
-    _write("keda", {"ScaledObject": _strict(version["schema"]["openAPIV3Schema"])})
+    _write("keda", {"ScaledObject": _stripped(version["schema"]["openAPIV3Schema"], is_crd=True)})
     return 0
 
 
@@ -75,37 +75,25 @@ def _references(node: Any) -> list[str]:
     return own + [name for child in node.values() for name in _references(child)]
 
 
-def _stripped(node: Any) -> Any:
-    """Return a schema without descriptions, whose references are to its own file."""
+def _stripped(node: Any, *, is_crd: bool = False) -> Any:
+    """Return a schema without descriptions, whose references are to its own file.
+
+    The schema of a CRD then allows no unknown fields. Its metadata stays open, because the API
+    server checks that itself.
+    """
     if isinstance(node, list):
-        return [_stripped(child) for child in node]
+        return [_stripped(child, is_crd=is_crd) for child in node]
     if not isinstance(node, dict):
         return node
     kept = {
-        key: _stripped(child)
+        key: _stripped(child, is_crd=is_crd)
         for key, child in node.items()
-        if key != "description" or not isinstance(child, str)
+        if (key != "description" or not isinstance(child, str))
+        and not (is_crd and key.startswith("x-kubernetes"))
     }
     if isinstance(kept.get("$ref"), str):
         kept["$ref"] = kept["$ref"].replace(_REF, "#/$defs/")
-    return kept
-
-
-def _strict(node: Any) -> Any:
-    """Return a schema of a CRD without descriptions, which allows no unknown fields.
-
-    Metadata stays open, because the API server checks that itself.
-    """
-    if isinstance(node, list):
-        return [_strict(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    kept = {
-        key: _strict(child)
-        for key, child in node.items()
-        if not key.startswith("x-kubernetes") and (key != "description" or isinstance(child, dict))
-    }
-    if isinstance(kept.get("properties"), dict) and kept.get("type") == "object":
+    if is_crd and isinstance(kept.get("properties"), dict) and kept.get("type") == "object":
         kept["additionalProperties"] = False
     return kept
 

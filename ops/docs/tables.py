@@ -1,10 +1,15 @@
-"""Markdown tables of Struct fields: key, type in words, default, and the field's docstring."""
+"""Markdown tables of Struct fields: key, type in words, default, and the field's docstring.
+
+They stand between `<!-- KIND NAMES -->` and `<!-- end -->` of a page.
+"""
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -12,12 +17,29 @@ from msgspec import Struct
 
 Link = Callable[[str], str]
 
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 HEAD = ["field", "type", "default", "meaning"]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_blocks(text: str, makers: Mapping[str, Callable[[list[str], set[str]], str]]) -> str:
+    """Return a page with the content of its blocks written again, by the kind of the block.
+
+    A maker gets the names of its block, and the names of all blocks.
+    """
+    kinds = "|".join(makers)
+    block = re.compile(rf"(<!-- ({kinds})((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+    named = {name for match in block.finditer(text) for name in match[3].split()}
+
+    def write(match: re.Match[str]) -> str:
+        begin, kind, names, end = match.groups()
+        return f"{begin}\n{makers[kind](names.split(), named)}\n{end}"
+
+    return block.sub(write, text)
 
 
 def structs_in(kinds: Iterable[Any]) -> dict[str, type[Struct]]:
@@ -74,11 +96,12 @@ def field_rows(cls: type[Struct], schema: dict[str, Any], link: Link) -> list[li
         # The tag of a union has no field.
         field = names.get(key)
         about = docs.get(field.name, "") if field else ""
-        rows.append([f"`{key}`", type_words(described, link), _default(field), escaped(about)])
+        rows.append([f"`{key}`", type_words(described, link), default_of(field), escaped(about)])
     return rows
 
 
-def _default(field: Any) -> str:
+def default_of(field: Any) -> str:
+    """Return the default of a field in words; a field that does not exist has none."""
     if field is None or field.required:
         return "required" if field else "-"
     if field.default_factory is not msgspec.NODEFAULT:
