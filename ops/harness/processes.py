@@ -70,7 +70,7 @@ class Processes:
         bus = await Bus.connect(Login(self.url), "harness")
         try:
             pids = {process.pid for process in self.running.values()}
-            return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
+            return [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
         finally:
             await bus.close()
 

@@ -171,7 +171,7 @@ async def test_a_bus_finds_back_after_a_partition(broker: EmbeddedServer) -> Non
     proxy = Proxy(broker.port)
     await proxy.start()
     bus = await Bus.connect(proxy.url, "test")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     await proxy.blackhole()
     # Longer than the pings need to give the connection up.
     await asyncio.sleep(7)

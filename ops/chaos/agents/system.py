@@ -45,7 +45,7 @@ class AgentSystem:
         model = ScriptedModel(self.broker.url, script)
         try:
             async with self.bus() as bus:
-                await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+                await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
             model.start()
             yield model
         finally:

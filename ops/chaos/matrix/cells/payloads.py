@@ -295,7 +295,7 @@ async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
     pids = {slot.pid for slot in deployment.slots_of("renderer")}
-    return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
+    return [beat for beat in await bus.heartbeats.read() if beat.pid in pids]
 
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:
