@@ -5,9 +5,8 @@ import base64
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import AudioChunk, OutputEnd, OutputRecord
 from tests import preloaded
 from tests.generator import voices
+from tests.support.waiting import until
 from workers.generator.loader import load_vocoder
 
 
@@ -98,14 +98,6 @@ async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
     async with asyncio.timeout(150):
         while {b.stage or b.role for b in await bus.read_heartbeats()} < set(workers):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-
-
-async def until(look: Callable[[], Awaitable[Any]], limit_s: float = 30.0) -> Any:
-    """Wait until what `look` returns is true, and return it."""
-    async with asyncio.timeout(limit_s):
-        while not (found := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:

@@ -14,8 +14,9 @@ from shared.protocol import subjects
 from shared.protocol.records import Finish, LogRecord
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from tests.cluster.conftest import Cluster, living, stopped
-from tests.cluster.processes import until, until_nothing_is_left
+from tests.cluster.processes import until_nothing_is_left
 from tests.cluster.streams import assert_gapless, text_of
+from tests.support.waiting import until
 
 
 def kill_broker(cluster: Cluster) -> None:

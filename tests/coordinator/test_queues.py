@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Forward, WorkerLoop
+from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
 
 CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})
@@ -127,12 +128,6 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     assert slots["a1"] == slots["a2"] is not None
     assert len({slots["a1"], slots["a-other"], slots["b"]}) == 3
     assert slots["none"] is None
-
-
-async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while not await is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def admit_first(bus: Bus, subject: str, data: bytes) -> int:

@@ -14,6 +14,7 @@ from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RequestTicket, TaskHeader
 from shared.stage import tasks
 from tests.engine.test_engine_worker import start_worker
+from tests.support.waiting import until
 
 TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
 SLOTS = 4
@@ -38,9 +39,7 @@ async def test_a_hot_queue_fills_both_engines(bus: Bus, slots: int) -> None:
     names = [f"{model}-{number}" for number in range(8)]
     for name in names:
         await publish(bus, model, name, slots)
-    async with asyncio.timeout(20):
-        while sum(len(worker._requests) for worker, _, _ in started) < len(names):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(len(worker._requests) for worker, _, _ in started) >= len(names))
     loads = [worker._pull_load() for worker, _, _ in started]
     num_claimed = [worker._loop.num_claimed for worker, _, _ in started]
     for _, runner, _ in started:
@@ -64,14 +63,12 @@ async def test_prompts_that_have_not_begun_count_by_their_tokens(bus: Bus) -> No
     serving = asyncio.create_task(worker.serve())
     await publish(bus, model, f"{model}-r", SLOTS)
     async with asyncio.timeout(20):
-        while not worker._requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: worker._requests)
         # More than a hit would save, as far as is known at the start: a step's tokens.
         assert worker._pull_load() == 64 / (64 + 16 / 2)
         runner.go_on.release(1000)
         _ = [record async for record in follow(bus, f"{model}-r")]
-        while worker._loop.num_claimed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not worker._loop.num_claimed)
     assert worker._pull_load() == 0.0
     context.shutdown.asked.set()
     await serving

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 import pytest
 
@@ -20,6 +20,7 @@ from shared.state.request_status import find
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_events import put_task
 from tests.engine.test_engine_worker import start_worker
+from tests.support.waiting import until
 from workers.engine import worker as engine_worker
 from workers.engine.core.sequence import SpokenText
 from workers.engine.stage_output import Progress, Rendered, TextOutput
@@ -65,13 +66,8 @@ class Rig:
         worker._output = self.typist
         self.name = f"typed-{secrets.token_hex(8)}"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
     async def until_it_waits(self) -> None:
-        await self.until(lambda: self.worker._stats.num_without_input == 1)
+        await until(lambda: self.worker._stats.num_without_input == 1)
 
 
 @pytest.fixture
@@ -105,8 +101,8 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
     async with asyncio.timeout(20):
         while await outcomes() != ["open", "requeued"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await rig.until(lambda: not rig.worker._requests)
-    await rig.until(lambda: rig.worker._stats.num_free_blocks == rig.worker._stats.num_blocks)
+    await until(lambda: not rig.worker._requests)
+    await until(lambda: rig.worker._stats.num_free_blocks == rig.worker._stats.num_blocks)
 
 
 async def test_a_request_goes_on_as_its_text_comes(
@@ -121,7 +117,7 @@ async def test_a_request_goes_on_as_its_text_comes(
 
     monkeypatch.setattr(rig.worker._stage.claims, "progressed", progressed)
     (opened,) = rig.worker._requests.values()
-    await rig.until(lambda: [opened.job] in reported)
+    await until(lambda: [opened.job] in reported)
     assert rig.worker._load()["without_input"] == 1
     async with asyncio.timeout(20):
         while "wait for more of a text" not in (await find(rig.bus, rig.name)).why:  # noqa: ASYNC110
@@ -140,7 +136,7 @@ async def test_a_request_goes_on_as_its_text_comes(
     assert last.usage.completion_tokens == NUM_TOKENS
     # A step that the thread does not begin is not counted: of the prompt's first part, and tokens.
     assert rig.worker._stats.num_steps == 1 + NUM_TOKENS
-    await rig.until(lambda: not rig.worker._requests)
+    await until(lambda: not rig.worker._requests)
     assert all(record.attempt == 1 for record in chunks)
 
 
@@ -150,7 +146,7 @@ async def test_a_text_that_cannot_be_read_fails_its_request(rig: Rig) -> None:
         (record,) = [record async for record in follow(rig.bus, rig.name)]
     assert isinstance(record, Failure)
     assert record.error.code == LogTruncated.code
-    await rig.until(lambda: rig.worker._stats.num_running == 0)
+    await until(lambda: rig.worker._stats.num_running == 0)
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
@@ -160,5 +156,5 @@ async def test_a_request_that_ends_while_it_waits_is_let_go(rig: Rig, is_noticed
         await rig.bus.notify(subjects.ended(rig.name))
     else:
         rig.typist.typed.put_nowait(RequestEnded())
-    await rig.until(lambda: not rig.worker._requests)
-    await rig.until(lambda: rig.worker._stats.num_running == 0)
+    await until(lambda: not rig.worker._requests)
+    await until(lambda: rig.worker._stats.num_running == 0)

@@ -26,6 +26,7 @@ from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Tas
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
+from tests.support.waiting import until
 from tests.tasks import engine_task
 from workers.engine import kv_transfer, prefill
 from workers.engine.core.sequence import Batch, SampledToken
@@ -60,9 +61,7 @@ class Rig:
         return envelope.decode(delivery.data, Task[EngineBody])[0]
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(10):
-            while self.worker._loop.num_claimed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.worker._loop.num_claimed)
 
 
 async def put(
@@ -291,9 +290,7 @@ async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
     assert (await rig.next()).body.kv == []
     await rig.until_idle()
     go_on.set()
-    async with asyncio.timeout(10):
-        while rig.worker._load()["draining"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not rig.worker._load()["draining"])
     await rig.put(PROMPT)
     assert (await rig.next()).body.kv
 

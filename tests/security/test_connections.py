@@ -15,6 +15,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.protocol.permissions import OPERATOR
+from tests.support.waiting import until
 from workers.keyring import TENANT_CONNECTIONS, Keyring
 
 
@@ -86,9 +87,7 @@ async def test_a_connection_of_a_tenant_has_a_limit_on_subscriptions(tmp_path: P
         with contextlib.suppress(NatsError, OSError):
             await client.subscribe("pm.tokens.more")
             await client.flush()
-        async with asyncio.timeout(10):
-            while not client.is_closed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: client.is_closed)
         assert "maximum subscriptions exceeded" in log_of(server)
 
 

@@ -13,6 +13,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 TASKS = subjects.stage_consumer("renderer", "demo", "batch")
 WHERE = subjects.stage_filter("renderer", "demo", "batch")
@@ -69,9 +70,7 @@ async def fill(bus: Bus, queue: str, name: str) -> None:
 
 
 async def until_answered(bus: Bus) -> None:
-    async with asyncio.timeout(ANSWER_S):
-        while bus.outages.is_open or bus._is_stale:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not (bus.outages.is_open or bus._is_stale), ANSWER_S)
 
 
 @pytest.mark.parametrize("queue", ["tasks", "slots", "requests", "cancels", "responses"])
@@ -107,11 +106,8 @@ async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
     coordinator.creates_streams = False
     with capture_logs() as logs:
         await bus._js.delete_stream(subjects.STAGES_STREAM)
-        async with asyncio.timeout(ANSWER_S):
-            while not bus.outages.is_open:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            while bus.outages._refusals[subjects.STAGES_STREAM, TASKS] < 8:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: bus.outages.is_open, ANSWER_S)
+        await until(lambda: bus.outages._refusals[subjects.STAGES_STREAM, TASKS] >= 8, ANSWER_S)
         coordinator.creates_streams = True
         coordinator.check_streams()
         await put(coordinator, "after")

@@ -11,6 +11,7 @@ from shared.bus.consumer import Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import WAIT_S, SlotConsumer, SlotQueue
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 LANE = "batch"
 SLOTS = range(4)
@@ -52,12 +53,6 @@ async def consume(
     consumer.on_reconnect()
     await until(lambda: all(queue.waits for queue in consumer._by_durable.values()))
     return consumer
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def put(bus: Bus, model: str, name: str, slot: int | None) -> None:
