@@ -78,6 +78,11 @@ class Scheduler:
         """False while steps admit nobody: they would not before something else has changed."""
 
     @property
+    def running(self) -> list[Sequence]:
+        """Running sequences in order of priority."""
+        return self._running
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Waiting sequences in order of priority."""
         return self._waiting
