@@ -241,7 +241,7 @@ async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: 
 
         def owned() -> list[set[int]]:
             return [
-                {q.slot for q in one._by_durable.values() if q.is_owned and q.slot is not None}
+                {q.slot for q in one.queues.values() if q.is_owned and q.slot is not None}
                 for one in consumers
             ]
 
