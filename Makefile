@@ -87,8 +87,9 @@ tests: .venv/dev
 
 TESTS = $(BIN)/pytest -m "not long" --override-ini cache_dir=.pytest_cache/tests
 
-tests-long: .venv/dev  ## cells that repeat others with another family or schedule; two minutes
-	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m long
+tests-long: .venv/dev  ## cells that repeat others, and 200 examples of each property
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+		--hypothesis-profile long --timeout 900 -m "long or hypothesis"
 
 coverage: .venv/dev  ## the tests of packages without I/O, and how much of these they run
 	$(BIN)/python -m slipcover -m pytest -m "not long" --timeout 900 $(PURE_TESTS)

@@ -1,5 +1,6 @@
 """Fixtures and hooks for all tests: a broker per session, rules about errors, skips and order."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import httpcore2
 import hypothesis
+import nats
 import pytest
+from nats.aio.client import Client as NatsClient
+from nats.js import JetStreamContext
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
@@ -23,6 +27,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 from tests import preloaded
+from tests.support.broker import running_broker
 
 # transformers imports Triton, which reads this variable at its import. Without a GPU, the kernels
 # run in Triton's interpreter.
@@ -38,15 +43,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
-# No test measures time, because it would fail on a busy machine.
-hypothesis.settings.register_profile(
-    "pagemill",
-    deadline=None,
-    # A property that needs more says so. `--hypothesis-profile default` tries twice as many.
-    max_examples=50,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("pagemill")
+# Examples of each property test, by profile: CI has the first, `make tests-long` the other.
+for profile, num_examples in (("short", 15), ("long", 200)):
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,  # No test measures time, because it would fail on a busy machine.
+        max_examples=num_examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("short")
 
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
 
@@ -95,8 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if shutil.which("nvidia-smi") is not None:
             preloaded.serve()
             return
-        ignored = [f"--ignore={path}" for path in config.option.ignore or ()]
-        preloaded.serve([*ignored, *config.args])
+        arguments = [f"--ignore={path}" for path in config.option.ignore or ()]
+        if (name := config.option.hypothesis_profile) is not None:
+            arguments.append(f"--hypothesis-profile={name}")  # Decorators read it at the import.
+        preloaded.serve([*arguments, *config.args])
         python = shlex.join(preloaded.COLLECTED_PYTHON)
         config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
 
@@ -223,22 +230,54 @@ def no_error_shows_internals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert [message for message in messages if INTERNALS.search(message)] == []
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models spend more time on waking threads than on numbers."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A nats-server on a free port."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.stop()
+    with running_broker(tmp_path_factory.mktemp("nats")) as server:
+        yield server
 
 
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server that no other test uses."""
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
+    with running_broker(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+async def own_bus(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
+    """A connection to the server that no other test uses."""
+    connection = await Bus.connect(own_broker.url, "test")
+    await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def nats_client(request: pytest.FixtureRequest) -> AsyncIterator[NatsClient]:
+    """A client of the test's broker that does not use the product's connection."""
+    name = "own_broker" if "own_broker" in request.fixturenames else "broker"
+    client = await nats.connect(request.getfixturevalue(name).url)
+    yield client
+    with contextlib.suppress(OSError):  # The test may have ended the broker.
+        await client.close()
+
+
+@pytest.fixture
+def jetstream(nats_client: NatsClient) -> JetStreamContext:
+    """Streams and consumers of the test's broker, for changes that the product does not make."""
+    return nats_client.jetstream()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def _check_folders(
     folders: Sequence[Path], poolings: Sequence[PoolingMode | None] = ()
 ) -> list[Report]:
     pairs = itertools.zip_longest(folders, poolings)
-    said = [check_folders._report(folder or Path(), pooling) for folder, pooling in pairs]
+    said = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
     return msgspec.convert(said, list[Report], from_attributes=True)
 
 

@@ -1,7 +1,7 @@
 """The next action of a response, over every prefix of every log."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
 from shared.protocol.items import CallItem, McpCallItem
@@ -37,7 +37,6 @@ def check_calls(
     assert state.num_server_calls <= state.begun.max_tool_calls  # type: ignore[union-attr]
 
 
-@settings(max_examples=100)
 @given(logs())
 def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
     sent: dict[tuple[int, int], int] = {}
@@ -80,7 +79,6 @@ def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
     assert isinstance(steps[-1], Ended)
 
 
-@settings(max_examples=60)
 @given(logs())
 def test_of_two_agents_one_writes_each_step(steps: list[Step]) -> None:
     """Two agents at one log plan alike; the fence lets one of them append, and the other reads."""

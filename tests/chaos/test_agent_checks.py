@@ -1,6 +1,6 @@
 """The checks of agents find what they are for."""
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from ops.chaos.agents.checks import AgentRun, violations
 from ops.chaos.agents.worker import held_in
@@ -26,7 +26,6 @@ def found(steps: list[Step], made: int = 1) -> set[str]:
     return {text[:2] for text in violations(run)}
 
 
-@settings(max_examples=40)
 @given(logs())
 def test_logs_of_agents_have_no_violation(steps: list[Step]) -> None:
     made = {(step.turn, step.call): 1 for step in steps if isinstance(step, Sending)}

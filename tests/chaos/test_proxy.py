@@ -11,6 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -82,10 +83,8 @@ async def is_silent(reader: asyncio.StreamReader, for_s: float = 0.1) -> bool:
 
 
 async def all_gone(proxy: Proxy) -> None:
-    async with asyncio.timeout(30):
-        # What is waited for happens in the kernel.
-        while proxy.num_connections:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    # What is waited for happens in the kernel.
+    await until(lambda: not proxy.num_connections)
 
 
 async def test_it_passes_everything_both_ways(client: Stream) -> None:

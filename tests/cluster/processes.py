@@ -5,19 +5,19 @@ import base64
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import AudioChunk, OutputEnd, OutputRecord
 from tests import preloaded
 from tests.generator import voices
+from tests.support.broker import running_broker
+from tests.support.waiting import until
 from workers.generator.loader import load_vocoder
 
 
@@ -82,30 +82,20 @@ def running(
     folder: Path, workers: Mapping[str, Sequence[str]], roles_of: str
 ) -> Iterator[Processes]:
     """Run a broker and a worker of each stage; the folder has their configuration."""
-    server = EmbeddedServer(folder / "nats")
-    server.start()
-    processes = Processes(folder, server.url, workers, roles_of)
-    try:
-        for stage in workers:
-            processes.start(stage)
-        yield processes
-    finally:
-        processes.stop()
-        server.stop()
+    with running_broker(folder / "nats") as server:
+        processes = Processes(folder, server.url, workers, roles_of)
+        try:
+            for stage in workers:
+                processes.start(stage)
+            yield processes
+        finally:
+            processes.stop()
 
 
 async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
     async with asyncio.timeout(150):
         while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-
-
-async def until(look: Callable[[], Awaitable[Any]], limit_s: float = 30.0) -> Any:
-    """Wait until what `look` returns is true, and return it."""
-    async with asyncio.timeout(limit_s):
-        while not (found := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
+from tests.support.waiting import until
 from workers.cli.ask import build_request
 from workers.roles import AUTOSCALER
 
@@ -59,13 +60,6 @@ async def bus(scaled: Cluster) -> AsyncIterator[Bus]:
     await until(lambda: at_zero(connection))
     yield connection
     await connection.close()
-
-
-async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
 
 
 async def at_zero(bus: Bus) -> bool:

@@ -30,7 +30,7 @@ from tests.cluster.conftest import (
     stopped,
 )
 from tests.cluster.streams import assert_gapless, tokens_of
-from tests.cluster.test_guarantees import until
+from tests.support.waiting import until
 
 # One request is computed at a time, so the others wait.
 ONE_AT_A_TIME = CONFIG + "engine: {max_num_seqs: 1}\n"

@@ -5,8 +5,7 @@ import contextlib
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,6 +29,7 @@ from tests.cluster.conftest import CONFIG, Cluster, answer, living, start_cluste
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.cluster.test_request import CASES
 from tests.cluster.test_videos import clip, data_url, expected_tokens, frames_of, question
+from tests.support.waiting import until
 from workers.cli.ask import build_request
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor
@@ -69,13 +69,6 @@ async def client(three: Cluster) -> AsyncIterator[Bus]:
 
 async def encoders_live(bus: Bus, wanted: int) -> bool:
     return len(await living(bus, "encoder")) >= wanted
-
-
-async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
 
 
 def about(image: str, text: str = "What color is this image?") -> GenerateRequest:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 
 import msgspec
@@ -32,16 +32,9 @@ from tests.cluster.conftest import (
     stopped,
 )
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
+from tests.support.waiting import until
 
 LONG = {"ignore_eos": True, "max_tokens": 900, "temperature": 0.0}
-
-
-async def until(condition: Callable[[], object], within_s: float, what: str) -> None:
-    """`condition` returns an awaitable of a truth value."""
-    deadline = time.monotonic() + within_s
-    while not await condition():  # type: ignore[misc]
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
 
 
 async def engine_is_idle(bus: Bus) -> bool:

@@ -30,8 +30,9 @@ from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
-from tests.cluster.processes import Processes, running, until, until_nothing_is_left, until_ready
+from tests.cluster.processes import Processes, running, until_nothing_is_left, until_ready
 from tests.generator import painters
+from tests.support.waiting import until
 from workers.generator.core.denoising import ImageModel
 from workers.generator.painter_model import PainterModel, load_painter
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from shared import client
 from shared.bus.bus import Bus
@@ -43,7 +42,10 @@ from workers.generator.core.vocoder import Samples, Speaker, cut
 from workers.generator.loader import load_vocoder
 
 # That the penalty sees no prompt is what is wanted of the talker in transformers.
-pytestmark = pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 NUM_TOKENS, NUM_FRAMES, SEED = 24, 30, 5
 MODEL = """
@@ -101,14 +103,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     omni.write_qwen25(folder / "qwen25")
     with running(folder, WORKERS | OTHERS, __name__) as started:
         yield started
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.state import scale_state
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, kill, living
-from tests.cluster.test_autoscaler import until
+from tests.support.waiting import until
 from workers.roles import AUTOSCALER, POOL
 
 SCALED = (

@@ -25,7 +25,7 @@ from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.versions import WIRE_VERSION
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, ROOT
-from tests.cluster.processes import until
+from tests.support.waiting import until
 
 ROLES = ("coordinator", "renderer", "engine")
 NEWER = WIRE_VERSION + 1

@@ -42,10 +42,10 @@ from shared.protocol.requests import (
 )
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run
-from tests.cluster.processes import until
 from tests.cluster.streams import assert_gapless, tokens_of
 from tests.cluster.test_redelivery import wait_until_idle, wait_until_in_hand
 from tests.renderer.canary import Canary, send
+from tests.support.waiting import until
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing.processor import Processor
 from workers.settings import DEMO_MODEL

@@ -26,6 +26,7 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
+from tests.support.waiting import until
 from workers import settings
 from workers.coordinator import worker as coordinator
 
@@ -140,9 +141,7 @@ async def test_a_cancelled_request_leaves_its_queues_while_a_worker_has_its_task
     await site.cancel(names)
     assert await site.sizes() == [0, 0]
     go_on.set()
-    async with asyncio.timeout(5):
-        while renderer.num_claimed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not renderer.num_claimed)
 
 
 async def test_a_task_that_is_put_off_leaves_its_queue_with_its_request(site: Site) -> None:
@@ -210,18 +209,12 @@ async def test_payloads_of_a_cancelled_task_are_released(
     await asyncio.wait_for(rendered.wait(), 30)
     if not is_forwarded_late:
         go_on.set()
-        async with asyncio.timeout(30):
-            while renderer.num_claimed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not renderer.num_claimed)
     assert blobs.num_pinned == 1
     await site.cancel(names)
     if is_forwarded_late:
-        async with asyncio.timeout(30):
-            while not any(job.ended for job in context.stage.claims._jobs.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: any(job.ended for job in context.stage.claims._jobs.values()))
         go_on.set()
-    async with asyncio.timeout(30):
-        while renderer.num_claimed or blobs.num_pinned:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not (renderer.num_claimed or blobs.num_pinned))
     assert await site.sizes() == [0, 0]
     await blobs.close()

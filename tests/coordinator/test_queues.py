@@ -5,12 +5,13 @@ import contextlib
 import json
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from nats.js import JetStreamContext
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
@@ -24,6 +25,7 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Forward, WorkerLoop
+from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
 
 CONFIG = Config({"demo": ModelConfig("nowhere", tower="encoder"), "org/b": ModelConfig("nowhere")})
@@ -132,12 +134,6 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     assert slots["none"] is None
 
 
-async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while not await is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def admit_first(bus: Bus, subject: str, data: bytes) -> int:
     """Publish the request `r`, and return its sequence when it has its first task."""
     await bus.publish(subject, data, "r")
@@ -190,7 +186,7 @@ async def test_a_task_without_its_request_stops_no_later_request(
 
 @pytest.mark.parametrize("stream", [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM])
 async def test_streams_that_are_deleted_under_workers_come_back(
-    monitored: tuple[Bus, int], stream: str
+    monitored: tuple[Bus, int], stream: str, jetstream: JetStreamContext
 ) -> None:
     """A request whose tasks are lost is given to its stages again."""
     bus, _ = monitored
@@ -216,7 +212,7 @@ async def test_streams_that_are_deleted_under_workers_come_back(
 
     await bus.publish(subjects.request("demo"), data, "before")
     await until_rendered("before")
-    await bus.connection.js.delete_stream(stream)
+    await jetstream.delete_stream(stream)
     await bus.publish(subjects.request("demo"), data, "after")
     await until_rendered("before", "after")
     for context in contexts:

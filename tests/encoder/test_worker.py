@@ -21,6 +21,7 @@ from shared.protocol.records import Failure
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
 from shared.vision.embedding_store import EmbeddingStore
+from tests.support.waiting import until
 from tests.tasks import encode_task
 from workers.encoder.worker import EncoderWorker
 
@@ -105,12 +106,6 @@ async def ask_for(
     subject = subjects.stage("encoder", model, lane, name)
     await bus.publish(subject, envelope.encode(task, []), secrets.token_hex(8))
     return key
-
-
-async def until(true: Callable[[], Any], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def settled(bus: Bus, key: str) -> None:

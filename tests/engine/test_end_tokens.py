@@ -115,8 +115,8 @@ def test_a_model_that_chats_without_an_end_token_is_refused(
         load_it(copied)
     assert refused.value.field == "models.path"
     # `pagemill models` and `up` say so before anything is loaded.
-    assert "no end token" in (check_folders._report(copied).reason or "")
-    assert check_folders._report(copied, "mean").reason is None
+    assert "no end token" in (check_folders.examine(copied).reason or "")
+    assert check_folders.examine(copied, "mean").reason is None
     # An embedding has no end.
     load_it(copied, pooling="mean")
     (copied / "modules.json").write_text('[{"type": "models.Transformer"}]')

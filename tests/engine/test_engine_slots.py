@@ -13,7 +13,8 @@ from shared.protocol.records import Finish
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RequestTicket, TaskHeader
 from shared.stage import tasks
-from tests.engine.test_engine_worker import start_worker
+from tests.support.engine import serving_engine
+from tests.support.waiting import until
 
 TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
 SLOTS = 4
@@ -33,46 +34,35 @@ async def test_a_hot_queue_fills_both_engines(bus: Bus, slots: int) -> None:
     """No step ends, so what an engine has claimed it keeps."""
     model = f"hot-{secrets.token_hex(4)}"
     config = EngineConfig(max_num_seqs=4)
-    started = [await start_worker(bus, model, config, slots) for _ in range(2)]
-    serving = [asyncio.create_task(worker.serve()) for worker, _, _ in started]
-    names = [f"{model}-{number}" for number in range(8)]
-    for name in names:
-        await publish(bus, model, name, slots)
-    async with asyncio.timeout(20):
-        while sum(len(worker._requests) for worker, _, _ in started) < len(names):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    loads = [worker._pull_load() for worker, _, _ in started]
-    num_claimed = [worker._loop.num_claimed for worker, _, _ in started]
-    for _, runner, _ in started:
-        runner.go_on.release(1000)
-    async with asyncio.timeout(20):
-        ends = [[record async for record in follow(bus, name)][-1] for name in names]
-    for _, _, context in started:
-        context.shutdown.asked.set()
-    await asyncio.gather(*serving)
-    for _, _, context in started:
-        await context.close()
+    async with (
+        serving_engine(bus, model, config, slots=slots) as first,
+        serving_engine(bus, model, config, slots=slots) as second,
+    ):
+        engines = first, second
+        names = [f"{model}-{number}" for number in range(8)]
+        for name in names:
+            await publish(bus, model, name, slots)
+        await until(lambda: sum(engine.load()["held"] for engine in engines) >= len(names))
+        loads = [engine.worker._pull_load() for engine in engines]
+        num_held = [engine.load()["held"] for engine in engines]
+        for engine in engines:
+            engine.runner.go_on.release(1000)
+        async with asyncio.timeout(20):
+            ends = [[record async for record in follow(bus, name)][-1] for name in names]
     assert all(isinstance(end, Finish) for end in ends)
-    assert min(num_claimed) >= 2
-    assert all(load >= num / 4 for load, num in zip(loads, num_claimed, strict=True))
+    assert min(num_held) >= 2
+    assert all(load >= num / 4 for load, num in zip(loads, num_held, strict=True))
 
 
 async def test_prompts_that_have_not_begun_count_by_their_tokens(bus: Bus) -> None:
     model = f"long-{secrets.token_hex(4)}"
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=16)
-    worker, runner, context = await start_worker(bus, model, config, SLOTS)
-    serving = asyncio.create_task(worker.serve())
-    await publish(bus, model, f"{model}-r", SLOTS)
-    async with asyncio.timeout(20):
-        while not worker._requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    async with serving_engine(bus, model, config, slots=SLOTS) as engine:
+        await publish(bus, model, f"{model}-r", SLOTS)
+        await engine.until_held()
         # More than a hit would save, as far as is known at the start: a step's tokens.
-        assert worker._pull_load() == 64 / (64 + 16 / 2)
-        runner.go_on.release(1000)
-        _ = [record async for record in follow(bus, f"{model}-r")]
-        while worker._loop.num_claimed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert worker._pull_load() == 0.0
-    context.shutdown.asked.set()
-    await serving
-    await context.close()
+        assert engine.worker._pull_load() == 64 / (64 + 16 / 2)
+        engine.runner.go_on.release(1000)
+        async with asyncio.timeout(20):
+            _ = [record async for record in follow(bus, f"{model}-r")]
+        await until(lambda: engine.worker._pull_load() == 0.0)

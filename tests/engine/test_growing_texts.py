@@ -2,13 +2,12 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 import pytest
 
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.config.schema import EngineConfig
 from shared.errors import LogTruncated, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt
@@ -18,12 +17,11 @@ from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
 from shared.state.request_status import find
 from shared.state.token_log import end_request
-from tests.engine.core.test_kv_events import put_task
-from tests.engine.test_engine_worker import start_worker
+from tests.support.engine import EngineRig, serving_engine
+from tests.support.waiting import until
 from workers.engine import worker as engine_worker
 from workers.engine.core.sequence import SpokenText
 from workers.engine.stage_output import Progress, Rendered, TextOutput
-from workers.engine.worker import EngineWorker
 
 PROMPT = [1, 2, 3, 4]
 NUM_TOKENS = 6
@@ -57,43 +55,40 @@ class Typist(TextOutput):
 
 
 class Rig:
-    """A worker with one request, whose steps take no time."""
+    """An engine with one request, whose steps take no time."""
 
-    def __init__(self, bus: Bus, worker: EngineWorker) -> None:
-        self.bus, self.worker = bus, worker
-        self.typist = Typist()
-        worker._output = self.typist
+    def __init__(self, bus: Bus, engine: EngineRig, typist: Typist) -> None:
+        self.bus, self.engine, self.typist = bus, engine, typist
         self.name = f"typed-{secrets.token_hex(8)}"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
     async def until_it_waits(self) -> None:
-        await self.until(lambda: self.worker._stats.num_without_input == 1)
+        await until(lambda: self.engine.load()["without_input"] == 1)
+
+    async def until_it_is_idle(self) -> None:
+        def is_idle() -> bool:
+            load = self.engine.load()
+            return load["held"] == load["running"] == 0 and load["free_blocks"] == load["blocks"]
+
+        await until(is_idle)
 
 
 @pytest.fixture
 async def rig(bus: Bus) -> AsyncGenerator[Rig]:
-    model = f"m-{secrets.token_hex(4)}"
-    worker, runner, context = await start_worker(bus, model, EngineConfig())
-    runner.go_on.release(1000)
-    rig = Rig(bus, worker)
-    serving = asyncio.create_task(worker.serve())
-    await put_task(bus, model, rig.name, PROMPT, max_tokens=NUM_TOKENS)
-    await rig.until_it_waits()
-    yield rig
-    assert rig.typist.num_readers == 0
-    assert not worker._requests
-    assert worker._stats.num_free_blocks == worker._stats.num_blocks
-    context.shutdown.asked.set()
-    await serving
-    await context.close()
+    typist = Typist()
+    async with serving_engine(bus, f"m-{secrets.token_hex(4)}", output=typist) as engine:
+        engine.runner.go_on.release(1000)
+        rig = Rig(bus, engine, typist)
+        await engine.put(rig.name, PROMPT, max_tokens=NUM_TOKENS)
+        await rig.until_it_waits()
+        yield rig
+        assert typist.num_readers == 0
+        load = engine.load()
+        assert load["held"] == 0
+        assert load["free_blocks"] == load["blocks"]
 
 
 async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> None:
-    shutdown = rig.worker._context.shutdown
+    shutdown = rig.engine.context.shutdown
     shutdown.asked.set()
     shutdown.hurry.set()
 
@@ -105,8 +100,7 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
     async with asyncio.timeout(20):
         while await outcomes() != ["open", "requeued"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await rig.until(lambda: not rig.worker._requests)
-    await rig.until(lambda: rig.worker._stats.num_free_blocks == rig.worker._stats.num_blocks)
+    await rig.until_it_is_idle()
 
 
 async def test_a_request_goes_on_as_its_text_comes(
@@ -114,15 +108,13 @@ async def test_a_request_goes_on_as_its_text_comes(
 ) -> None:
     """While it waits, the broker hears that it is not forgotten."""
     monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
-    reported: list[list[Job]] = []
+    reported: list[list[str | None]] = []
 
     def progressed(jobs: Iterable[Job]) -> None:
-        reported.append([*jobs])
+        reported.append([job.request_id for job in jobs])
 
-    monkeypatch.setattr(rig.worker._stage.claims, "progressed", progressed)
-    (opened,) = rig.worker._requests.values()
-    await rig.until(lambda: [opened.job] in reported)
-    assert rig.worker._load()["without_input"] == 1
+    monkeypatch.setattr(rig.engine.context.stage.claims, "progressed", progressed)
+    await until(lambda: [rig.name] in reported)
     async with asyncio.timeout(20):
         while "wait for more of a text" not in (await find(rig.bus, rig.name)).why:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -139,8 +131,8 @@ async def test_a_request_goes_on_as_its_text_comes(
     assert isinstance(last, Finish)
     assert last.usage.completion_tokens == NUM_TOKENS
     # A step that the thread does not begin is not counted: of the prompt's first part, and tokens.
-    assert rig.worker._stats.num_steps == 1 + NUM_TOKENS
-    await rig.until(lambda: not rig.worker._requests)
+    assert rig.engine.num_steps == 1 + NUM_TOKENS
+    await rig.until_it_is_idle()
     assert all(record.attempt == 1 for record in chunks)
 
 
@@ -150,7 +142,7 @@ async def test_a_text_that_cannot_be_read_fails_its_request(rig: Rig) -> None:
         (record,) = [record async for record in follow(rig.bus, rig.name)]
     assert isinstance(record, Failure)
     assert record.error.code == LogTruncated.code
-    await rig.until(lambda: rig.worker._stats.num_running == 0)
+    await rig.until_it_is_idle()
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
@@ -160,5 +152,4 @@ async def test_a_request_that_ends_while_it_waits_is_let_go(rig: Rig, is_noticed
         await rig.bus.notify(subjects.ended(rig.name))
     else:
         rig.typist.typed.put_nowait(RequestEnded())
-    await rig.until(lambda: not rig.worker._requests)
-    await rig.until(lambda: rig.worker._stats.num_running == 0)
+    await rig.until_it_is_idle()

@@ -8,25 +8,12 @@ from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import Samples, samples_of, total
 from shared.telemetry.metrics import Metrics
 from tests.fakes import FakeRunner
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
 from workers.engine.metrics import EngineMetrics, RequestTiming
 
 STEP_S = 0.25
-
-
-def make_core(runner: FakeRunner, num_blocks: int = 12, **limits: int) -> EngineCore:
-    return EngineCore(
-        runner,
-        lambda token_ids, **_: "x" * len(token_ids),
-        frozenset(),
-        pool=BlockPool(num_blocks, 4),
-        max_num_seqs=limits.get("max_num_seqs", 8),
-        max_num_batched_tokens=limits.get("max_num_batched_tokens", 16),
-        max_model_len=48,
-        vocab_size=100,
-    )
 
 
 class Rig:
@@ -34,7 +21,13 @@ class Rig:
 
     def __init__(self, num_blocks: int = 12) -> None:
         self.runner = FakeRunner(block_size=4, vocab_size=100)
-        self.core = make_core(self.runner, num_blocks)
+        self.core = make_core(
+            self.runner,
+            BlockPool(num_blocks, 4),
+            vocab_size=100,
+            max_num_batched_tokens=16,
+            max_model_len=48,
+        )
         self.metrics = Metrics("engine", "engine-1", "demo")
         self.meters = EngineMetrics(self.metrics, self.core.stats(), lambda s: 1000 * s)
         self.timings: dict[str, RequestTiming] = {}

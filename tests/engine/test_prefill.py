@@ -26,6 +26,8 @@ from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Tas
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
+from tests.support.waiting import until
+from tests.support.workers import Announcement
 from tests.tasks import engine_task
 from workers.engine import kv_transfer, prefill
 from workers.engine.core.sequence import Batch, SampledToken
@@ -48,6 +50,10 @@ class Rig:
     blobs: Blobs
     inbox: Consumer
     """The engines' queue."""
+    announced: Announcement
+
+    def load(self) -> dict[str, float]:
+        return self.announced.load()
 
     async def put(
         self, token_ids: list[int], items: list[MultiModalKwargsItem] | None = None
@@ -60,9 +66,7 @@ class Rig:
         return envelope.decode(delivery.data, Task[EngineBody])[0]
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(10):
-            while self.worker._loop.num_claimed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.worker._loop.num_claimed)
 
 
 async def put(
@@ -117,9 +121,11 @@ async def prefill_worker(bus: Bus, model: str) -> AsyncIterator[Rig]:
     worker = PrefillWorker(context, built)
     inbox = await consume(bus, "engine", model)
     await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
+    announced = Announcement(context)
     serving = asyncio.create_task(worker.serve())
+    await announced.wait()
     try:
-        yield Rig(bus, model, context, worker, engine, blobs, inbox)
+        yield Rig(bus, model, context, worker, engine, blobs, inbox, announced)
     finally:
         context.shutdown.signal()
         await serving
@@ -152,7 +158,7 @@ async def test_the_engine_gets_the_task_with_the_blocks_of_its_prompt(rig: Rig) 
     # They are the engine's now, until it acknowledges its task.
     for ref in task.body.blobs():
         rig.blobs.discard(ref)
-    assert rig.worker._load()["held"] == 0
+    assert rig.load()["held"] == 0
 
 
 async def test_payloads_of_images_are_passed_on(rig: Rig) -> None:
@@ -285,15 +291,13 @@ async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
     await asyncio.wait_for(began.wait(), 10)
     task = await rig.next()
     assert (task.header.request_id, task.body) == (name, EngineBody(PROMPT, []))
-    assert rig.worker._load()["draining"] == 1
+    assert rig.load()["draining"] == 1
     # One that comes now does not wait for the step at all.
     await rig.put(PROMPT)
     assert (await rig.next()).body.kv == []
     await rig.until_idle()
     go_on.set()
-    async with asyncio.timeout(10):
-        while rig.worker._load()["draining"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not rig.load()["draining"])
     await rig.put(PROMPT)
     assert (await rig.next()).body.kv
 
@@ -307,16 +311,16 @@ async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
 
     handle = rig.worker._prefill
     rig.worker._prefill = hold  # type: ignore[method-assign,assignment]
-    assert rig.worker._load()["oldest_s"] == 0
+    assert rig.load()["oldest_s"] == 0
     await rig.put(PROMPT)
     await asyncio.wait_for(held.wait(), 10)
-    load = rig.worker._load()
+    load = rig.load()
     assert (load["held"], load["draining"]) == (1, 0)
     assert load["oldest_s"] > 0
     (job,) = rig.worker._jobs
     job.delivery.stored_ms -= 5000
-    assert rig.worker._load()["oldest_s"] > 5
+    assert rig.load()["oldest_s"] > 5
     rig.worker._prefill = handle  # type: ignore[method-assign]
     rig.context.shutdown.begin()
-    assert rig.worker._load()["draining"] == 1
+    assert rig.load()["draining"] == 1
     rig.context.shutdown.hurry.set()

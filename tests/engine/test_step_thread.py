@@ -5,8 +5,8 @@ import time
 
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
 from workers.engine.step_thread import StepThread
@@ -28,16 +28,7 @@ class SlowRunner(FakeRunner):
 
 def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     runner = SlowRunner()
-    core = EngineCore(
-        runner,
-        lambda token_ids, **_: "x" * len(token_ids),
-        frozenset(),
-        pool=BlockPool(64, 4),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=128,
-        vocab_size=100,
-    )
+    core = make_core(runner, BlockPool(64, 4), 100, max_model_len=128)
     told: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
     steps: StepThread[str] = StepThread(core, lambda o, s: told.append((o, s)), lambda error: None)
     sampling = SamplingParams(max_tokens=100, temperature=0.0)

@@ -27,6 +27,7 @@ from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request
 from tests.generator.painters import WatchedPainter, painted_alone
 from tests.shared.stage.test_worker_loop import accept, put, settled
+from tests.support.waiting import until
 from workers.generator.image_results import ImageResults, key_of
 from workers.generator.image_thread import ImageThread
 from workers.generator.image_worker import ImageWorker
@@ -225,9 +226,7 @@ async def test_a_request_that_waits_for_an_equal_one_leaves_it_a_place(
         async with serving(bus, model, full, max_tasks=1, results=results):
             waiting = await asked(bus, model, "red", params)
             attempts = subjects.ATTEMPTS_STREAM, subjects.attempts(waiting.request_id)
-            async with asyncio.timeout(10):
-                while await bus.read_last(*attempts) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await until(lambda: bus.read_last(*attempts))
             first.shutdown.begin()
             stopping.may_go_on.release(1000)
             for header in (painting, waiting):

@@ -1,6 +1,6 @@
 """The vocoders of omni models against transformers, in float64: whole, in chunks, in batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +17,11 @@ from workers.generator.loader import load_vocoder
 from workers.generator.neural_vocoder import NeuralVocoder
 from workers.generator.token2wav import VOICES_FILE, Qwen25OmniVocoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEY = "models.omni.stages.code2wav"
 WHOLE = ChunkSpec(size=1000, left=1000, right=1000)
 SPEAKER = Speaker("Ethan", 7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

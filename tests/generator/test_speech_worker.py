@@ -26,7 +26,8 @@ from shared.state import output_ends
 from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request
 from tests.generator.test_vocoder_thread import CountingVocoder, began
-from tests.shared.stage.test_worker_loop import accept, put, settled, until
+from tests.shared.stage.test_worker_loop import accept, put, settled
+from tests.support.waiting import until
 from workers.generator import main, speech_worker
 from workers.generator.speech_worker import SpeechWorker
 from workers.generator.vocoder_thread import VocoderThread

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -38,7 +38,6 @@ def in_chunks(vocoder: Vocoder, codes: Codes, spec: ChunkSpec) -> Samples:
     return np.concatenate(made)
 
 
-@settings(max_examples=40)
 @given(spec=SPECS, num_frames=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
 def test_any_cut_gives_the_samples_of_the_whole(
     vocoder: Vocoder, spec: ChunkSpec, num_frames: int, seed: int
@@ -50,7 +49,6 @@ def test_any_cut_gives_the_samples_of_the_whole(
     np.testing.assert_array_equal(in_chunks(vocoder, codes, spec), expected)
 
 
-@settings(max_examples=15)
 @given(num_frames=st.integers(8, 40), num_more=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 def test_frames_behind_the_context_change_nothing(
     vocoder: Vocoder, num_frames: int, num_more: int, seed: int

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
@@ -75,7 +75,6 @@ def test_features_are_those_of_transformers(
     check_features(layout, extractor, draw_sound(num_samples, num_samples))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(321, WINDOW_S * SAMPLE_RATE), st.sampled_from([0.0, 1e-6, 1.0]))
 def test_features_of_any_sound_are_those_of_transformers(
     layout: Qwen2AudioLayout, extractor: Any, num_samples: int, loudness: float

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec.arrays import from_numpy
@@ -100,7 +100,6 @@ def theirs_evenly(total: int, fps: float, asked: FrameSampling) -> list[int]:
 rates = st.one_of(st.floats(1, 120), st.sampled_from([8, 23.976, 24, 25, 29.97, 30, 60]))
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     st.one_of(st.integers(1, 12), st.integers(1, 2000)),
     rates,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -102,7 +102,6 @@ def test_every_processor_and_size(load: Callable[[str], Loaded], name: str) -> N
         assert_same(load(name), image, image)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_any_size(load: Callable[[str], Loaded], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SETTINGS)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.models import resizing
@@ -14,7 +14,6 @@ SIDES = st.integers(1, 160)
 RESIZED = st.integers(2, 160)
 
 
-@settings(max_examples=40)
 @given(SIDES, SIDES, RESIZED, RESIZED, st.integers(0, 99), st.booleans())
 def test_every_size_is_resized_as_by_torch(
     rows: int, columns: int, height: int, width: int, seed: int, is_hard: bool

@@ -1,7 +1,5 @@
 """Videos in a renderer: what their decoders do harms no other request."""
 
-import asyncio
-import base64
 import socket
 from collections.abc import AsyncIterator
 
@@ -20,21 +18,18 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
+from tests.support.media import data_url, png
+from tests.support.waiting import until
 from workers.renderer.decoding import pool as pools
 from workers.renderer.decoding.messages import Job
 from workers.renderer.decoding.spawning import SPAWNER, Spawning
 from workers.renderer.worker import RendererWorker
 
 SEQUENCE = files.sequence([files.jpeg(files.picture(number)) for number in range(4)])
-
-
-def data_url(data: bytes) -> str:
-    return "data:;base64," + base64.b64encode(data).decode()
 
 
 def image_url() -> str:
@@ -128,8 +123,7 @@ async def test_images_do_not_wait_behind_videos(rig: Rig, given: list[object]) -
     """All decoders are busy until the renderer ends, and more videos wait for them."""
     for number in range(4):
         await rig.send(data_url(b"sleep:%d" % number))
-    while len(given) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(given) >= 2)
     for _ in range(3):
         await rig.send_image()
         await rig.sink.next()

@@ -15,6 +15,7 @@ from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.server import MAX_STRANGERS, BlobServer
 from shared.blobs.transports import TcpTransport
 from shared.protocol.multimodal import BlobRef
+from tests.support.waiting import until
 
 NAME = "ab" * 32
 CONTENT = b"payload" * 1000
@@ -191,9 +192,7 @@ async def test_a_reader_whose_connection_was_closed_makes_another(
     ref = owner.put()
     transport = TcpTransport(owner.address, BufferPool(2**20))
     (await transport.get(ref)).close()
-    async with asyncio.timeout(60):
-        while not transport.is_closed_by_owner:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: transport.is_closed_by_owner)
     with contextlib.suppress(ConnectionError):
         (await transport.get(ref)).close()
     with await transport.get(ref) as blob:

@@ -14,6 +14,7 @@ from shared.errors import InvalidMedia, MediaBlocked
 from shared.net.dialing import MAX_DIALLED, GuardedBackend, Resolver
 from tests.renderer.canary import Canary, config
 from tests.security.dns import NameServer
+from tests.support.waiting import until
 from workers.renderer.media.fetcher import MAX_FETCHES, MAX_FETCHES_OF_TENANT, Fetcher
 
 FIELD = "field"
@@ -66,12 +67,6 @@ async def fetchers() -> AsyncIterator[Fetchers]:
     made = Fetchers()
     yield made
     await made.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 SILENT = "http://silent{}.example/"

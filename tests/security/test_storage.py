@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from shared.tenants import storage_quotas
 from shared.tenants.storage_quotas import read_exceeded
 from tests.gateway.conftest import Gateway, start_gateway_at
 from tests.shared.stage.test_worker_loop import SUMMARY, put
+from tests.support.waiting import until
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.worker import Coordinator
 from workers.gateway.http.auth import digest, make_key
@@ -98,12 +99,6 @@ async def bus(site: Site) -> AsyncIterator[Bus]:
 def context_of(bus: Bus, role: str, model: str = "demo") -> Context:
     config = Config({model: ModelConfig(str(DEMO_MODEL))}, delivery=DELIVERY)
     return Context(role, f"{role}-{model}", None, config, bus, structlog.get_logger())
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(120):
-        while not await true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def has_tasks(bus: Bus, subject: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,6 +13,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import PoolPlan, PoolReport, ScalePlan
 from shared.state import scale_state
 from tests.autoscaler.conftest import ENCODER, ENGINE, two_pools
+from tests.support.waiting import until
 from workers import actuator
 from workers.actuator import follow_plan
 from workers.roles import WorkerSpec
@@ -39,13 +40,6 @@ def pools_over(supervisor: Supervisor) -> SupervisedPools:
 def living(supervisor: Supervisor) -> list[int]:
     spec = WorkerSpec("engine", "demo")
     return [slot.slot for slot in supervisor.slots(spec) if slot.pid and not slot.draining]
-
-
-async def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def until_living(supervisor: Supervisor, *slots: int) -> None:

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
 from workers.supervisor.preloader import ForkedProcess, Preloader, Start, encode
 
 ROOT = Path(__file__).parents[2]
@@ -87,12 +88,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     yield running
     running.preloader.close()
     running.process.wait()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def has_ended(pid: int) -> bool:

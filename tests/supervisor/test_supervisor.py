@@ -1,13 +1,13 @@
 """Workers of a supervisor: restarts, refusals and drain."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from shared.stage.runtime import EXIT_CONFIG
+from tests.support.waiting import until
 from workers.roles import WorkerSpec
 from workers.supervisor import supervisor as supervisor_module
 from workers.supervisor.preloader import ForkedProcess
@@ -39,12 +39,6 @@ class Starts:
                 raise error
             case process:
                 return process
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def test_the_talker_says_the_recorded_codes(codes: dict[str, list[int]]) -> None
 
 
 def test_the_engine_serves_the_talker() -> None:
-    report = check_folders._report(VOICE / "talker")
+    report = check_folders.examine(VOICE / "talker")
     assert (report.family, report.reason) == ("Qwen", None)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,6 +15,7 @@ from shared.protocol.records import ChoiceDelta, TokenLogprobs
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from tests.shared.protocol.test_detokenizer import decode as decode_bytes
+from tests.support.engine import make_core
 from workers.engine import log_records as outputs_module
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
@@ -70,17 +71,15 @@ class Script(FakeRunner):
         ]
 
 
-def make_core(runner: FakeRunner, **rest: Any) -> EngineCore:
-    return EngineCore(
+def new_core(runner: FakeRunner, **options: Any) -> EngineCore:
+    return make_core(
         runner,
-        decode,
-        frozenset([EOS]),
-        pool=BlockPool(64, BLOCK_SIZE),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
+        BlockPool(64, BLOCK_SIZE),
+        VOCAB_SIZE,
+        decode=decode,
+        eos=[EOS],
         max_model_len=24,
-        vocab_size=VOCAB_SIZE,
-        **rest,
+        **options,
     )
 
 
@@ -101,7 +100,7 @@ def finish(core: EngineCore, request: EngineRequest) -> list[ChoiceDelta]:
 
 def say(answer: list[int], **params: Any) -> ChoiceDelta:
     (delta,) = merge_deltas(
-        [RequestOutput("r", finish(make_core(Script(answer)), make_request(**params)))]
+        [RequestOutput("r", finish(new_core(Script(answer)), make_request(**params)))]
     )
     return delta
 
@@ -137,7 +136,6 @@ def test_special_tokens_are_written_on_demand() -> None:
     assert (shown.text, shown.stop_reason, shown.token_ids) == ("a<s>b<eos>", None, answer)
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.text("ab", max_size=16),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -180,9 +178,9 @@ def test_no_stop_string_counts_that_ends_within_the_first_tokens(
 def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
     answer = [2, 3, 4, 5, 6, 7, EOS, 8, 9]
     one = merge_deltas(
-        [RequestOutput("r", finish(make_core(Script(answer)), make_request(**params)))]
+        [RequestOutput("r", finish(new_core(Script(answer)), make_request(**params)))]
     )
-    core = make_core(Script(answer, stride), prefix_caching=False)
+    core = new_core(Script(answer, stride), prefix_caching=False)
     core.add(make_request(**params))
     deltas = []
     while core.has_work:
@@ -235,12 +233,12 @@ def test_each_choice_has_a_mask_that_is_advanced_through_its_log() -> None:
     answer = [5, 6, 7, 8, 9, 10, 11, 12]
     expected = [6, 6, 8, 9, 10, 11, 0]
     request = replace(make_request(n=2), new_token_mask=new_mask)
-    whole = merge_deltas([RequestOutput("r", finish(make_core(Script(answer)), request))])
+    whole = merge_deltas([RequestOutput("r", finish(new_core(Script(answer)), request))])
     assert [delta.token_ids for delta in whole] == [expected] * 2
     for cut in range(len(expected)):
         logged = [LoggedChoice(expected[:cut], False)]
         request = replace(make_request(), logged=logged, new_token_mask=new_mask)
-        deltas = finish(make_core(Script(answer)), request)
+        deltas = finish(new_core(Script(answer)), request)
         assert [t for d in deltas for t in d.token_ids] == expected[cut:]
     assert all(mask.token_ids == expected for mask in made)
 
@@ -250,7 +248,7 @@ def test_a_failing_mask_fails_only_its_request() -> None:
         def allowed(self) -> NDArray[np.int32] | None:
             raise RuntimeError("a poisoned grammar")
 
-    core = make_core(Script([2, 3, 4, EOS]))
+    core = new_core(Script([2, 3, 4, EOS]))
     core.add(replace(make_request(), request_id="bad", new_token_mask=Broken))
     core.add(make_request())
     errors, token_ids = {}, []
@@ -267,7 +265,7 @@ def test_an_invalid_grammar_leaves_no_state() -> None:
     def new_mask() -> TokenMask:
         raise InvalidRequest("no such grammar", field="sampling_params.structured_outputs")
 
-    core = make_core(Script([2, EOS]))
+    core = new_core(Script([2, EOS]))
     with pytest.raises(InvalidRequest):
         core.add(replace(make_request(), new_token_mask=new_mask))
     assert not core.has_work
@@ -291,7 +289,7 @@ def test_an_invalid_grammar_leaves_no_state() -> None:
 def test_requests_that_the_model_does_not_support_are_rejected(
     params: dict[str, Any], field: str
 ) -> None:
-    core = make_core(Script([EOS]), encode=lambda text: [LETTERS.find(c) for c in text if c != "z"])
+    core = new_core(Script([EOS]), encode=lambda text: [LETTERS.find(c) for c in text if c != "z"])
     with pytest.raises(InvalidRequest) as raised:
         core.add(make_request(**params))
     assert raised.value.field == f"sampling_params.{field}"
@@ -302,7 +300,7 @@ def test_log_probabilities_of_a_prompt_have_to_fit_into_a_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("workers.engine.core.validation.MAX_PROMPT_LOGPROBS", 7)
-    core = make_core(Script([EOS]))
+    core = new_core(Script([EOS]))
     core.add(replace(make_request(prompt_logprobs=2), request_id="fits"))
     with pytest.raises(InvalidRequest, match="limit of 7"):
         core.add(make_request(prompt_logprobs=3))
@@ -323,7 +321,7 @@ def test_bad_words_begin_a_text_or_follow_a_space() -> None:
 
 
 def test_requests_can_skip_the_prefix_cache() -> None:
-    core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE))
+    core = new_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE))
     request = replace(make_request(max_tokens=1, ignore_eos=True), prompt_token_ids=[3] * 9)
     skips = replace(
         request,

@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ContextTooLong, InvalidMedia, InvalidRequest, RequestError, WorkerFailure
@@ -12,6 +12,7 @@ from shared.protocol.records import ChoiceDelta, Usage
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
+from tests.support import engine
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
@@ -40,16 +41,15 @@ def make_core(
     prefix_caching: bool = True,
     **limits: int,
 ) -> EngineCore:
-    return EngineCore(
+    return engine.make_core(
         runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),
-        decode,
-        frozenset([EOS]),
-        pool=BlockPool(num_blocks, BLOCK_SIZE, initial_order=[i ^ 1 for i in range(num_blocks)]),
-        max_num_seqs=limits.get("max_num_seqs", 8),
-        max_num_batched_tokens=limits.get("max_num_batched_tokens", 64),
+        BlockPool(num_blocks, BLOCK_SIZE, initial_order=[i ^ 1 for i in range(num_blocks)]),
+        VOCAB_SIZE,
+        decode=decode,
+        eos=[EOS],
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
         prefix_caching=prefix_caching,
+        **limits,
     )
 
 
@@ -149,7 +149,6 @@ def test_a_generated_placeholder_is_no_part_of_an_item() -> None:
     assert answers_of(outputs, long) == answers_of(run_alone(long), long)
 
 
-@settings(deadline=None, max_examples=100)
 @given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_other_requests_do_not_change_an_output(
     wanted: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
@@ -173,7 +172,6 @@ def test_other_requests_do_not_change_an_output(
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
 
-@settings(deadline=None, max_examples=100)
 @given(requests)
 def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
     for token_ids, text, finish_reason, stop_reason in answers_of(run_alone(request), request):
@@ -185,7 +183,6 @@ def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -
             assert text == decode(token_ids[:-1])
 
 
-@settings(deadline=None, max_examples=60)
 @given(requests)
 def test_a_resume_at_any_token_continues_identically(request: EngineRequest) -> None:
     whole = run_alone(request)
@@ -217,7 +214,6 @@ def test_a_stop_string_across_the_cut_is_found() -> None:
             assert gather(before + after, 1) == answers
 
 
-@settings(deadline=None, max_examples=60)
 @given(requests)
 def test_a_log_that_lacks_only_its_final_record_gets_it_at_once(request: EngineRequest) -> None:
     answers = answers_of(run_alone(request), request)

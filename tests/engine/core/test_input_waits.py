@@ -180,7 +180,7 @@ def test_one_of_a_better_priority_gets_the_place_of_one_without_input() -> None:
         core.add(replace(speeches[name].request, lane="interactive"))
     step(core, speeches)
     assert core.stats().num_preemptions == 2
-    running = {sequence.request_id for sequence in core._scheduler._running}
+    running = {sequence.request_id for sequence in core._scheduler.running}
     assert running == {"urgent", "later"}
     while core.has_work:
         step(core, speeches)

@@ -1,29 +1,24 @@
 """KV events: vLLM's bytes, and from them exactly the blocks that can be found."""
 
-import asyncio
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import structlog
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nats.aio.client import Client as NatsClient
 
-from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.codec import envelope
-from shared.config.schema import BlobsConfig, Config, EngineConfig, ModelConfig
+from shared.config.schema import EngineConfig
 from shared.protocol import subjects
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.records import Finish
-from shared.protocol.sampling import SamplingParams, StructuredOutputs
-from shared.protocol.task_messages import RequestTicket
-from shared.stage.runtime import Context
+from shared.protocol.sampling import SamplingParams
 from shared.state.kv_event_log import NUMBER_BYTES
 from tests.fakes import FakeRunner
-from tests.tasks import engine_task
+from tests.support.engine import make_core, serving_engine
+from tests.support.waiting import until
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import (
@@ -37,8 +32,6 @@ from workers.engine.core.kv_events import (
     event_hash,
 )
 from workers.engine.core.sequence import EngineRequest, Item
-from workers.engine.item_loader import ItemLoader
-from workers.engine.worker import EngineWorker
 
 BLOCK_SIZE = 2
 VOCAB_SIZE = 50
@@ -98,16 +91,14 @@ class Findable:
             parent = block_hash
 
 
-def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = True) -> EngineCore:
-    return EngineCore(
+def new_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = True) -> EngineCore:
+    return make_core(
         FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"]),
-        lambda token_ids, **_: "x" * len(token_ids),
-        frozenset([0]),
-        pool=BlockPool(num_blocks, BLOCK_SIZE, events=events),
-        max_num_seqs=8,
+        BlockPool(num_blocks, BLOCK_SIZE, events=events),
+        VOCAB_SIZE,
+        eos=[0],
         max_num_batched_tokens=16,
         max_model_len=24,
-        vocab_size=VOCAB_SIZE,
         prefix_caching=prefix_caching,
     )
 
@@ -161,7 +152,6 @@ requests = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.lists(requests, min_size=1, max_size=8, unique_by=lambda r: r.request_id),
     st.integers(12, 30),
@@ -171,7 +161,7 @@ def test_events_describe_exactly_the_cached_blocks(
 ) -> None:
     """The events hold for computed, shared, evicted, preempted and failed blocks."""
     events = KVEvents()
-    core = make_core(num_blocks, events)
+    core = new_core(num_blocks, events)
     findable = Findable()
     findable.hashes.add(0)  # of an engine of that name before
     for request in wanted:
@@ -187,7 +177,7 @@ def test_events_describe_exactly_the_cached_blocks(
 
 def test_events_contain_images_tenant_and_adapter() -> None:
     events = KVEvents()
-    core = make_core(16, events)
+    core = new_core(16, events)
     item = Item("image", "ab", PlaceholderRange(1, 2), {})
     sampling = SamplingParams(max_tokens=1)
     core.add(EngineRequest("r", [1, 7, 7, 1, 1], [item], sampling, tenant="acme", adapter="fr"))
@@ -220,7 +210,7 @@ def test_a_long_prompt_is_published_as_several_chained_events() -> None:
 
 def test_without_the_cache_there_are_no_events() -> None:
     events = KVEvents()
-    core = make_core(16, events, prefix_caching=False)
+    core = new_core(16, events, prefix_caching=False)
     core.add(EngineRequest("r", [1] * 8, [], SamplingParams(max_tokens=4, n=2)))
     while core.has_work:
         core.step()
@@ -231,33 +221,27 @@ def test_without_the_cache_there_are_no_events() -> None:
 # -- over a real broker ---------------------------------------------------------------------------
 
 
-async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -> None:
-    model, engine = "kv", f"engine-{secrets.token_hex(4)}"
-    config = Config(
-        {model: ModelConfig("nowhere")}, engine=EngineConfig(max_num_seqs=4, kv_events=True)
-    )
-    context = Context("engine", engine, model, config, bus, structlog.get_logger())
-    core = make_core(20, KVEvents())
-    blobs = Blobs(bus, "engine", engine, BlobsConfig(arena_mib=1))
-    worker = EngineWorker(context, model, core, ItemLoader(blobs, None, lambda data: data))
+async def test_a_late_subscriber_replays_events_to_the_current_cache(
+    bus: Bus, nats_client: NatsClient
+) -> None:
+    core = new_core(20, KVEvents())
     live: list[bytes] = []
 
     async def receive(msg: Any) -> None:
         live.append(msg.data)
 
-    subscription = await bus.connection.nc.subscribe(subjects.kv(engine), cb=receive)
-    await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
-    serving = asyncio.create_task(worker.serve())
-    # More blocks than the pool has, so that some are evicted.
-    names = [f"kv-{secrets.token_hex(8)}" for _ in range(12)]
-    for i, name in enumerate(names):
-        await put_task(bus, model, name, [1 + i % 5, *range(1, 8)])
-    for name in names:
-        records = [record async for record in follow(bus, name)]
-        assert isinstance(records[-1], Finish)
-    context.shutdown.asked.set()
-    await serving
-    await context.close()
+    await nats_client.subscribe(subjects.KV_FILTER, cb=receive)
+    await nats_client.flush()
+    config = EngineConfig(max_num_seqs=4, kv_events=True)
+    async with serving_engine(bus, "kv", config, core=core) as rig:
+        engine = rig.context.worker
+        # More blocks than the pool has, so that some are evicted.
+        names = [f"kv-{secrets.token_hex(8)}" for _ in range(12)]
+        for i, name in enumerate(names):
+            await rig.put(name, [1 + i % 5, *range(1, 8)])
+        for name in names:
+            records = [record async for record in follow(bus, name)]
+            assert isinstance(records[-1], Finish)
     findable = Findable()
     numbers: list[int] = []
     while findable.hashes != registered(core) or not numbers:
@@ -268,27 +252,4 @@ async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -
     assert core.stats().prefix_evictions > 0
     assert numbers == list(range(len(numbers)))
     assert [n for n, _ in await replay(bus, engine, 3)] == numbers[3:]
-    await subscription.unsubscribe()
-    assert [number for number, _ in map(split_message, live)] == numbers
-
-
-async def put_task(
-    bus: Bus,
-    model: str,
-    name: str,
-    prompt: list[int],
-    *,
-    lane: str = "batch",
-    max_tokens: int = 8,
-    structured_outputs: StructuredOutputs | None = None,
-    outputs: Sequence[str] = (),
-) -> None:
-    now_ms = bus.now_ms()
-    sampling = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, structured_outputs=structured_outputs
-    )
-    ticket = RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt")
-    task = engine_task(name, prompt, [], sampling, model=model, lane=lane, ticket=ticket)
-    header = msgspec.structs.replace(task.header, outputs=[*outputs])
-    task = msgspec.structs.replace(task, header=header)
-    await bus.publish(subjects.stage("engine", model, lane, name), envelope.encode(task, []), name)
+    await until(lambda: [number for number, _ in map(split_message, live)] == numbers)

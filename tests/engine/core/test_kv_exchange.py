@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import CONTENT_BYTES, FakeRunner
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import BlockStored, KVEvents
 from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import (
@@ -39,15 +39,12 @@ class Engine:
         self.events = KVEvents()
         order = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, order, self.events)
-        self.core = EngineCore(
+        self.core = make_core(
             self.runner,
-            lambda token_ids, **_: "x" * len(token_ids),
-            frozenset(),
-            pool=self.pool,
-            max_num_seqs=8,
+            self.pool,
+            VOCAB_SIZE,
             max_num_batched_tokens=16,
             max_model_len=2 * num_blocks,
-            vocab_size=VOCAB_SIZE,
             kv_memory=self.runner,
         )
 
@@ -360,16 +357,7 @@ def test_restored_among_others_all_tokens_are_those_of_one_alone(
 def test_an_engine_without_memory_to_exchange_computes_the_prompt() -> None:
     request = request_of()
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
-    core = EngineCore(
-        runner,
-        lambda token_ids, **_: "",
-        frozenset(),
-        pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        vocab_size=VOCAB_SIZE,
-    )
+    core = make_core(runner, BlockPool(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE)
     core.add(received(replace(request, export_run_bytes=1), prefilled(request)))
     outputs = []
     while core.has_work:

@@ -44,6 +44,8 @@ from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.loader import load
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_BLOCKS = 64
 PART_OF_A_HEAD = {
     "rope_type": "linear",
@@ -57,14 +59,6 @@ needs_bf16 = pytest.mark.skipif(
     (loaded := library.load()) is None or not loaded.pagemill_has_bf16(),
     reason="no AVX-512 for bfloat16",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -114,7 +114,6 @@ def make_plan(
     )
 
 
-@settings(deadline=None, max_examples=250)
 @given(cases)
 def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case) -> None:
     paged, dense = run_paged(case)

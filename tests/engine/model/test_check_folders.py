@@ -14,7 +14,7 @@ DEMO = Path(__file__).parents[3] / "ops" / "demo_model"
 
 
 def test_a_model_that_is_served_has_no_reason() -> None:
-    report = check_folders._report(DEMO)
+    report = check_folders.examine(DEMO)
     assert (report.family, report.reason) == ("Qwen2-VL", None)
     assert report.kv_values_per_token > 0
 
@@ -29,7 +29,7 @@ def test_an_error_without_a_message_has_its_type(
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
     what = "no" if error.args else type(error).__name__
     reason = f"config.json cannot be read: {what}"
-    assert check_folders._report(DEMO) == FolderReport(reason=reason)
+    assert check_folders.examine(DEMO) == FolderReport(reason=reason)
 
 
 def test_an_error_behind_the_configuration_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,4 +38,4 @@ def test_an_error_behind_the_configuration_is_a_reason_too(monkeypatch: pytest.M
 
     monkeypatch.setattr(registry, "find_tower", fail)
     reason = "config.json cannot be read: 'vision_config'"
-    assert check_folders._report(DEMO) == FolderReport(reason=reason)
+    assert check_folders.examine(DEMO) == FolderReport(reason=reason)

@@ -16,6 +16,7 @@ from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
 from tests.fakes import ShakyDrafter
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
@@ -62,16 +63,13 @@ def core_of(
     pooling: Pooling = LAST_TOKEN,
     num_blocks: int = NUM_BLOCKS,
 ) -> EngineCore:
-    return EngineCore(
+    return make_core(
         runner or ModelRunner(served, num_blocks, BLOCK_SIZE),
-        lambda token_ids, **_: str(token_ids),
-        frozenset(),
+        BlockPool(num_blocks, BLOCK_SIZE),
+        served.vocab_size,
         pooling=pooling,
-        pool=BlockPool(num_blocks, BLOCK_SIZE),
-        max_num_seqs=8,
         max_num_batched_tokens=budget,
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=served.vocab_size,
         new_drafter=lambda: ShakyDrafter(lambda _: 1, random.Random(0), NUM_TEXT_IDS),
         max_drafting_tokens=budget,
     )

@@ -17,8 +17,8 @@ from shared.protocol.sampling import SamplingParams
 from tests.engine.cpu.test_native import needs_bf16, needs_kernels
 from tests.engine.model.test_lora import make_mixed
 from tests.engine.model.test_parity import Case, build, make_cases, widen
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, KVRun, ReceivedKV, RequestOutput
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import DecoderModel, FlatModel
@@ -43,15 +43,12 @@ class Engine:
         max_num_batched_tokens: int = 512,
     ) -> None:
         self.runner = ModelRunner(model, NUM_BLOCKS, BLOCK_SIZE, tower, 0, None, adapters)
-        self.core = EngineCore(
+        self.core = make_core(
             self.runner,
-            lambda token_ids, **_: "x" * len(token_ids),
-            frozenset(),
-            pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
-            max_num_seqs=8,
+            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+            model.vocab_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=256,
-            vocab_size=model.vocab_size,
             kv_memory=self.runner,
         )
 

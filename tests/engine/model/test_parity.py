@@ -47,8 +47,8 @@ from shared.models.registry import adapt
 from shared.models.tower import Tower
 from shared.protocol.multimodal import PlaceholderRange, content_hash
 from shared.protocol.sampling import SamplingParams
+from tests.support.engine import make_core, spell
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -440,15 +440,14 @@ def run_core(
     block_size = 4
     runner = CountingRunner(twins, num_blocks, block_size)
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
-    core = EngineCore(
+    core = make_core(
         runner,
-        lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
-        eos_token_ids,
-        pool=BlockPool(num_blocks, block_size, order),
-        max_num_seqs=8,
+        BlockPool(num_blocks, block_size, order),
+        twins.served.vocab_size,
+        decode=spell,
+        eos=eos_token_ids,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        vocab_size=twins.served.vocab_size,
     )
     waiting = [case.request for case in cases]
     answers: dict[str, list[int]] = {request.request_id: [] for request in waiting}
@@ -529,15 +528,12 @@ def run_sampled(
 ) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
     """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
     runner = CountingRunner(twins, num_blocks, 4)
-    core = EngineCore(
+    core = make_core(
         runner,
-        lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
-        frozenset(),
-        pool=BlockPool(num_blocks, 4, random.Random(seed).sample(range(num_blocks), num_blocks)),
-        max_num_seqs=8,
+        BlockPool(num_blocks, 4, random.Random(seed).sample(range(num_blocks), num_blocks)),
+        twins.served.vocab_size,
+        decode=spell,
         max_num_batched_tokens=budget,
-        max_model_len=64,
-        vocab_size=twins.served.vocab_size,
     )
     answers: dict[tuple[str, int], list[int]] = {}
     for request in requests:
@@ -615,16 +611,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seei
 
     good, bad = make_case("good", [], 9, 12), make_case("bad", [], 9, 12)
     runner = Spoilt(seeing, 17, 4)
-    core = EngineCore(
-        runner,
-        lambda token_ids, **_: str(token_ids),
-        frozenset(),
-        pool=BlockPool(17, 4),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        vocab_size=seeing.served.vocab_size,
-    )
+    core = make_core(runner, BlockPool(17, 4), seeing.served.vocab_size)
     core.add(bad.request)
     core.add(good.request)
     answer: list[int] = []

@@ -21,8 +21,8 @@ from tests.engine.model.test_parity import (
     make_twins,
     reference_answer,
 )
+from tests.support.engine import make_core, spell
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,15 +75,12 @@ class Engine:
         self.runner = CountingRunner(twins, num_blocks, BLOCK_SIZE, embedding_cache_bytes)
         order = random.Random(budget).sample(range(num_blocks), num_blocks)
         self._pool = BlockPool(num_blocks, BLOCK_SIZE, order)
-        self._core = EngineCore(
+        self._core = make_core(
             self.runner,
-            lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
-            frozenset(),
-            pool=self._pool,
-            max_num_seqs=8,
+            self._pool,
+            twins.served.vocab_size,
+            decode=spell,
             max_num_batched_tokens=budget,
-            max_model_len=64,
-            vocab_size=twins.served.vocab_size,
             prefix_caching=prefix_caching,
         )
 

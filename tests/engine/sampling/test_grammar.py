@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from workers.engine.sampling import grammar as grammars_module
 from workers.engine.sampling import grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler, to_llguidance
 from workers.settings import DEMO_MODEL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PERSON = {
     "type": "object",
@@ -84,14 +86,6 @@ class Rig:
 
 async def no_progress() -> None:
     pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_rig(folder: Path) -> Rig:
@@ -225,7 +219,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_outputs_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
     """A model with random weights has no mind of its own to follow it."""
@@ -259,7 +253,7 @@ def test_the_other_forms(rig: Rig, seed: int) -> None:
         assert isinstance(json.loads(said.text), dict)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=4)
 )

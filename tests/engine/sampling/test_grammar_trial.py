@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 
 from shared.errors import GrammarNotTried, InvalidGrammar, Overloaded
 from shared.protocol.sampling import StructuredOutputs
+from tests.support.waiting import until
 from workers.engine.sampling import grammar as grammars_module
 from workers.engine.sampling import grammar_sandbox, grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
@@ -192,9 +193,7 @@ class HeldTrials:
         return ""
 
     async def wait_for(self, num_begun: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.begun) < num_begun:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.begun) >= num_begun)
 
     def end(self, number: int) -> None:
         self._ends[number].set()

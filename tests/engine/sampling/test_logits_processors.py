@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -39,7 +39,6 @@ def processed(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) ->
     return scores[0]
 
 
-@settings(deadline=None, max_examples=100)
 @given(logit_rows, token_lists.filter(bool), token_lists, st.floats(0.5, 2.0))
 def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
     logits: Tensor, prompt: list[int], output: list[int], penalty: float
@@ -49,7 +48,6 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
     torch.testing.assert_close(adjusted(logits, sequence), expected)
 
 
-@settings(deadline=None, max_examples=100)
 @given(logit_rows, token_lists, token_lists, st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_penalties_count_output_tokens_only(
     logits: Tensor, prompt: list[int], output: list[int], presence: float, frequency: float
@@ -63,7 +61,6 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
     )
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     logit_rows,
     token_lists,
@@ -79,7 +76,6 @@ def test_bad_words_are_those_of_transformers(
     torch.testing.assert_close(adjusted(logits, sequence), expected)
 
 
-@settings(deadline=None, max_examples=60)
 @given(logit_rows, token_lists, st.integers(0, 8), st.lists(st.integers(0, 12), max_size=3))
 def test_min_tokens_is_transformers_min_new_tokens(
     logits: Tensor, output: list[int], min_tokens: int, ends: list[int]
@@ -91,7 +87,6 @@ def test_min_tokens_is_transformers_min_new_tokens(
     assert needs_processing(sequence) == (len(output) < min_tokens)
 
 
-@settings(deadline=None, max_examples=60)
 @given(logit_rows, st.dictionaries(st.integers(0, 12), st.floats(-100, 100, width=32), min_size=1))
 def test_logit_bias_is_transformers_sequence_bias_of_single_tokens(
     logits: Tensor, bias: dict[int, float]
@@ -103,7 +98,6 @@ def test_logit_bias_is_transformers_sequence_bias_of_single_tokens(
     torch.testing.assert_close(adjusted(logits, sequence), processed(processor, logits, sequence))
 
 
-@settings(deadline=None, max_examples=60)
 @given(logit_rows, st.lists(st.integers(0, 12), min_size=1))
 def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list[int]) -> None:
     sequence = sequence_of(SamplingParams(allowed_token_ids=allowed))

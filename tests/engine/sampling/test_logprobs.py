@@ -11,6 +11,7 @@ from torch import Tensor
 from shared.protocol.records import TokenLogprobs
 from shared.protocol.sampling import SamplingParams
 from tests.engine.model.test_parity import IMAGE, PROCESSOR, Case, Twins, make_case, make_twins
+from tests.support.engine import make_core
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
@@ -66,16 +67,10 @@ def ask(case: Case, **params: object) -> Case:
     return replace(case, request=replace(case.request, sampling=sampling))
 
 
-def make_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> EngineCore:
-    return EngineCore(
-        ModelRunner(twins.served, num_blocks, 4, twins.tower),
-        lambda token_ids, **_: str(token_ids),
-        frozenset(),
-        pool=BlockPool(num_blocks, 4),
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        max_model_len=64,
-        vocab_size=twins.served.vocab_size,
+def new_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> EngineCore:
+    runner = ModelRunner(twins.served, num_blocks, 4, twins.tower)
+    return make_core(
+        runner, BlockPool(num_blocks, 4), twins.served.vocab_size, max_num_batched_tokens=budget
     )
 
 
@@ -132,7 +127,7 @@ def test_logprobs_are_those_of_the_unprocessed_distribution(
         ask(make_case("biased", [], 5, 9), logit_bias={3: 50.0}, n=2),
         ask(make_case("one token", [], 1, 5)),
     ]
-    outputs = run(make_core(twins, num_blocks, budget), *cases)
+    outputs = run(new_core(twins, num_blocks, budget), *cases)
     for case in cases:
         of_case = outputs[case.request.request_id]
         check_prompt(twins, case, of_case)
@@ -141,7 +136,7 @@ def test_logprobs_are_those_of_the_unprocessed_distribution(
 
 
 def test_prompt_logprobs_are_complete_with_a_warm_cache(twins: Twins) -> None:
-    core = make_core(twins)
+    core = new_core(twins)
     case = make_case("cached", [], 23, 6)
     run(core, case)
     again = ask(case)
@@ -153,12 +148,12 @@ def test_prompt_logprobs_are_complete_with_a_warm_cache(twins: Twins) -> None:
 
 def test_a_resume_returns_the_rest_without_prompt_logprobs(twins: Twins) -> None:
     case = ask(make_case("resumed", [], 9, 12), temperature=1.0)
-    whole = run(make_core(twins), case)["resumed"]
+    whole = run(new_core(twins), case)["resumed"]
     deltas = [delta for output in whole for delta in output.choices]
     cut = random.Random(0).randint(1, 10)
     logged = [LoggedChoice([t for d in deltas[:cut] for t in d.token_ids], False)]
     resumed = replace(case, request=replace(case.request, logged=logged))
-    outputs = run(make_core(twins), resumed)["resumed"]
+    outputs = run(new_core(twins), resumed)["resumed"]
     assert all(output.prompt_logprobs is None for output in outputs)
     rest = [delta for output in outputs for delta in output.choices]
     assert [d.token_ids for d in rest] == [d.token_ids for d in deltas[cut:]]
@@ -169,12 +164,12 @@ def test_a_resume_returns_the_rest_without_prompt_logprobs(twins: Twins) -> None
 
 
 def test_logprobs_are_returned_only_on_request(twins: Twins) -> None:
-    outputs = run(make_core(twins), make_case("plain", [], 9, 3))["plain"]
+    outputs = run(new_core(twins), make_case("plain", [], 9, 3))["plain"]
     assert all(o.prompt_logprobs is None and o.choices[0].logprobs is None for o in outputs)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, ignore_eos=True)
     case = make_case("only its own", [], 9, 3)
     case = replace(case, request=replace(case.request, sampling=params))
-    for output in run(make_core(twins), case)["only its own"]:
+    for output in run(new_core(twins), case)["only its own"]:
         logprobs = output.choices[0].logprobs
         assert logprobs is not None
         (found,) = logprobs

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,7 +70,6 @@ rows = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     logits=rows,
     temperature=st.sampled_from([0.5, 1.0, 1.5]),
@@ -146,7 +145,6 @@ def test_rows_of_a_large_vocabulary_are_drawn_together_as_each_by_itself(
     assert sample(logits, sequences) == expected
 
 
-@settings(deadline=None)
 @given(row=rows)
 def test_ranked_tokens_are_the_greatest_in_descending_order(row: Tensor) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -88,7 +88,6 @@ def transformers_filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 # -- filters --------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     # Far enough apart for float32, because transformers receives float64.
     logits=st.lists(st.integers(-4000, 4000), min_size=1, max_size=60, unique=True),
@@ -131,7 +130,6 @@ def test_a_large_vocabulary_is_filtered_as_by_transformers(
     )
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     logits=st.lists(st.integers(-3, 3), min_size=1, max_size=30),
     params=st.builds(
@@ -224,7 +222,6 @@ MIXED = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     kinds=st.lists(MIXED, min_size=2, max_size=8),
     vocab_size=st.sampled_from([300, 512, 768]),

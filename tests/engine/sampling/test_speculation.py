@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from tests.engine.core.test_engine import answers_of, gather, run_alone
 from tests.engine.cpu.test_native import needs_kernels
 from tests.engine.model.test_parity import build, make_case, widen
 from tests.fakes import FakeRunner, ShakyDrafter
+from tests.support.engine import make_core, spell
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.ngram_drafter import NgramDrafter
@@ -71,15 +72,14 @@ def drafting_core(
     max_drafting_tokens: int = 64,
     runner: FakeRunner | None = None,
 ) -> EngineCore:
-    return EngineCore(
+    return make_core(
         runner or FakeRunner(test_engine.BLOCK_SIZE, test_engine.VOCAB_SIZE),
-        test_engine.decode,
-        frozenset([test_engine.EOS]),
-        pool=BlockPool(num_blocks, test_engine.BLOCK_SIZE),
-        max_num_seqs=8,
+        BlockPool(num_blocks, test_engine.BLOCK_SIZE),
+        test_engine.VOCAB_SIZE,
+        decode=test_engine.decode,
+        eos=[test_engine.EOS],
         max_num_batched_tokens=budget,
         max_model_len=test_engine.MAX_MODEL_LEN,
-        vocab_size=test_engine.VOCAB_SIZE,
         new_drafter=new_drafter,
         max_drafting_tokens=max_drafting_tokens,
     )
@@ -98,7 +98,6 @@ def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[
     return [request.prompt_token_ids + ids for ids, *_ in answers_of(outputs, request)]
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     test_engine.many, st.integers(6, 15), st.integers(1, 20), st.integers(0, 8), st.integers(0, 99)
 )
@@ -124,7 +123,6 @@ def test_drafts_never_change_an_output(
     assert 0 <= stats.kv_waste < 1
 
 
-@settings(deadline=None, max_examples=60)
 @given(test_engine.requests, st.integers(0, 99))
 def test_drafting_continues_after_a_resume_at_any_token(request: EngineRequest, seed: int) -> None:
     alone = run_alone(request)
@@ -281,15 +279,13 @@ class Engine:
         self.model: DecoderModel = NativeModel(family, 2) if native else FlatModel(family)
 
     def core(self, new_drafter: NewDrafter, num_blocks: int = 100, budget: int = 64) -> EngineCore:
-        return EngineCore(
+        return make_core(
             ModelRunner(self.model, num_blocks, 8, self.tower, adapters=self.adapters),
-            lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
-            frozenset([7]),
-            pool=BlockPool(num_blocks, 8),
-            max_num_seqs=8,
+            BlockPool(num_blocks, 8),
+            self.model.vocab_size,
+            decode=spell,
+            eos=[7],
             max_num_batched_tokens=budget,
-            max_model_len=64,
-            vocab_size=self.model.vocab_size,
             encode=lambda text: [int(part) for part in text.split()],
             new_drafter=new_drafter,
             max_drafting_tokens=64,

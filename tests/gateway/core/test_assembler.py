@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from shared.errors import LogTruncated
 from shared.protocol.records import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from tests.support.waiting import until
 from workers.gateway.app import error_response
 from workers.gateway.backend.active_request import merge_logs
 from workers.gateway.http import sse
@@ -209,8 +210,7 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
         return [message.get("body") for message in sent].count(sse.PING) >= count
 
     async def until_pinged(count: int) -> None:
-        while not has_pings(count):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: has_pings(count))
 
     async def events() -> AsyncIterator[bytes]:
         await until_pinged(1)

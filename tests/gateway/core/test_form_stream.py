@@ -1,7 +1,7 @@
 """A form that is parsed while it arrives, cut anywhere, is the form that is parsed at once."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
@@ -24,7 +24,6 @@ def parse(body: bytes, kind: str, sizes: list[int]) -> list[FormEvent]:
     return events
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.sampled_from([b"\r", b"\n", b"-", b"XX", BOUNDARY[:-1], b"abc"])).map(b"".join),
     st.text(max_size=40),

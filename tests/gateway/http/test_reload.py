@@ -1,6 +1,5 @@
 """Keys of a gateway that runs, when its configuration changes."""
 
-import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import start_gateway_at
+from tests.support.waiting import until
 from workers.gateway.http.auth import digest, make_key
 
 OLD, NEW = make_key(), make_key()
@@ -38,9 +38,7 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
         before = gateway.log.read_text().count(event)
         file.write_text(new if isinstance(new, str) else yaml.safe_dump(new))
         gateway.process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(60):
-            while gateway.log.read_text().count(event) == before:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: gateway.log.read_text().count(event) != before)
 
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
         try:
@@ -71,7 +69,5 @@ async def test_all_workers_of_a_machine_reload(cluster: Cluster, bus: Bus) -> No
         return cluster.log.read_text().count('"reloaded"')
 
     cluster.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(60):
-        while num_reloads() < len([*roles, "gateway"]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: num_reloads() >= len([*roles, "gateway"]))
     assert [await cluster.pid(bus, role) for role in roles] == pids

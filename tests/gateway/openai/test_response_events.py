@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -87,7 +87,6 @@ def events_of(steps: list[Step], cuts: Sequence[int]) -> Iterator[ResponseEvent]
                 yield from made.token(record)
 
 
-@settings(max_examples=60)
 @given(logs(), st.lists(st.integers(0, 200), max_size=6))
 @example(CUT, [])
 def test_streamed_is_whole_is_what_clients_accumulate(steps: list[Step], cuts: list[int]) -> None:

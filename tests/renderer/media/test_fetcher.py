@@ -23,6 +23,7 @@ from tests.renderer.canary import (
     send,
 )
 from tests.renderer.threads import in_thread
+from tests.support.waiting import until
 from workers.renderer.media import fetcher as fetch
 from workers.renderer.media.fetcher import Fetcher, parse_url
 from workers.renderer.media.loader import MediaLoader
@@ -239,8 +240,7 @@ async def test_a_cancelled_request_takes_its_fetch_from_nobody(canary: Canary) -
     canary.answers["/a.png"] = slow
     media = MediaLoader(config(LOOPBACK, fetch_timeout_s=60.0), in_thread)
     first, second = (asyncio.create_task(media.read(canary.url(), FIELD, "")) for _ in range(2))
-    while not canary.paths:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: canary.paths)
     first.cancel()
     answered.set()
     assert await second == b"picture"

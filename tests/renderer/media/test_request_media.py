@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 from msgspec.structs import replace
+from nats.js import JetStreamContext
 
 from ops.token_logs import read_log
 from shared import client
@@ -30,12 +31,12 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
 from tests.renderer.threads import in_thread
+from tests.support.media import png
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.media.request_media import RequestMedia
 
@@ -145,13 +146,14 @@ async def test_without_a_store_nothing_is_handed_over(
     model: str,
     canary: Canary,
     monkeypatch: pytest.MonkeyPatch,
+    jetstream: JetStreamContext,
 ) -> None:
     """It waits, as for any other part of the broker, and no failure is counted."""
     for module in (bus_module, reading):
         monkeypatch.setattr(module, "BROKER_DEADLINE_S", 0.3)
     config = config_for(model)
     async with renderer(broker.url, config):
-        await bus.connection.js.delete_stream(subjects.MEDIA_STREAM)
+        await jetstream.delete_stream(subjects.MEDIA_STREAM)
         try:
             await publish(bus, task_for(bus, model, messages_with([canary.url("/a.png")])))
             with pytest.raises(TimeoutError):
@@ -186,7 +188,7 @@ async def test_the_store_is_each_tenants_own(
                 assert record.error.code == "media_not_found"
             await ask(url, "a")
             await sink.next()
-        assert worker._render_path.images.counters.processed == 2
+        assert worker.render_path.images.counters.processed == 2
 
 
 async def test_a_removed_file_is_neither_read_from_memory_nor_stored_again(
@@ -216,7 +218,7 @@ async def test_one_stored_image_in_many_requests(
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
         found = [(await sink.next())[0] for _ in range(3)]
-        assert worker._render_path.images.counters.processed == 1
+        assert worker.render_path.images.counters.processed == 1
     assert len({item.mm_hash for task in found for item in task.items}) == 1
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
@@ -29,7 +29,6 @@ def sized(counts: list[int]) -> list[Sized]:
 prompts = st.lists(st.integers(0, 12), max_size=50)
 
 
-@settings(deadline=None)
 @given(prompts, st.data())
 def test_the_ith_placeholder_takes_the_ith_count(token_ids: list[int], data: st.DataObject) -> None:
     num = token_ids.count(PAD)
@@ -58,13 +57,11 @@ def test_adjacent_placeholders_stay_apart() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(prompts.filter(lambda ids: PAD not in ids))
 def test_without_placeholders_the_prompt_is_unchanged(token_ids: list[int]) -> None:
     assert expand(token_ids, [], IDS) == (token_ids, [])
 
 
-@settings(deadline=None)
 @given(prompts, st.integers(-2, 2).filter(bool))
 def test_another_number_of_images_is_refused(token_ids: list[int], difference: int) -> None:
     num = token_ids.count(PAD) + difference

@@ -1,7 +1,6 @@
 """The slot pool against a model: slots do not overlap, and pinned ones do not move."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -73,7 +72,6 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(deadline=None, max_examples=100)
 
 
 def put(pool: SlotPool, name: str, num_pages: int) -> Slot | None:

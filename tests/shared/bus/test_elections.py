@@ -10,6 +10,7 @@ from ops.chaos.processes.cluster import Cluster
 from shared.bus.bus import Bus
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 ELECTED_S = 60.0
 
@@ -29,16 +30,10 @@ async def test_a_worker_that_starts_during_an_election_waits_for_its_end(tmp_pat
     try:
         await cluster.restart(0)
         bus = await Bus.connect(cluster.members[0].url, "test")
-        async with asyncio.timeout(ELECTED_S):
-            while not await reports_no_leader(bus):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        preparing = asyncio.create_task(
-            bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
-        )
+        await until(lambda: reports_no_leader(bus), ELECTED_S)
+        preparing = asyncio.create_task(bus.prepare(NatsConfig(replicas=3), DeliveryConfig()))
         # One of three servers can neither elect a leader nor store anything three times.
-        async with asyncio.timeout(ELECTED_S):
-            while not await reports_no_leader(bus):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: reports_no_leader(bus), ELECTED_S)
         assert not preparing.done()
         for number in (1, 2):
             await cluster.restart(number)

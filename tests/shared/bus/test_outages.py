@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client as NatsClient
+from nats.js import JetStreamContext
 from structlog.testing import capture_logs
 
 from shared.bus import request_queue
@@ -15,6 +17,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 TASKS = subjects.stage_consumer("renderer", "demo", "batch")
 WHERE = subjects.stage_filter("renderer", "demo", "batch")
@@ -73,15 +76,13 @@ async def fill(bus: Bus, queue: str, name: str) -> None:
 
 
 async def until_answered(bus: Bus) -> None:
-    async with asyncio.timeout(ANSWER_S):
-        while bus.queues.outages.is_open or bus.streams.tasks.since_ms == math.inf:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not (bus.outages.is_open or bus._is_stale), ANSWER_S)
 
 
 @pytest.mark.parametrize("queue", ["tasks", "slots", "requests", "cancels", "responses"])
 @pytest.mark.parametrize("deleted", ["consumer", "stream"])
 async def test_a_queue_that_is_deleted_comes_back(
-    connect: Callable[..., Any], queue: str, deleted: str
+    connect: Callable[..., Any], queue: str, deleted: str, jetstream: JetStreamContext
 ) -> None:
     bus: Bus = await connect()
     puller = await join(bus, queue)
@@ -89,10 +90,10 @@ async def test_a_queue_that_is_deleted_comes_back(
     delivery = await asyncio.wait_for(puller.next(), ANSWER_S)
     await delivery.ack()
     if deleted == "consumer":
-        durable = next(durable for stream, durable in bus.queues._queues if stream == puller.stream)
-        await bus.connection.js.delete_consumer(puller.stream, durable)
+        durable = next(durable for stream, durable in bus._queues if stream == puller.stream)
+        await jetstream.delete_consumer(puller.stream, durable)
     else:
-        await bus.connection.js.delete_stream(puller.stream)
+        await jetstream.delete_stream(puller.stream)
         # A coordinator looks after a while, also where no worker notices it.
         bus.queues.check()
     await fill(bus, queue, "after")
@@ -104,20 +105,18 @@ async def test_a_queue_that_is_deleted_comes_back(
 
 async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
     connect: Callable[..., Any],
+    jetstream: JetStreamContext,
 ) -> None:
     coordinator: Bus = await connect()
     bus: Bus = await connect(creates_streams=False)
     consumer = await join(bus, "tasks")
     coordinator.streams.creates_streams = False
     with capture_logs() as logs:
-        await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
-        async with asyncio.timeout(ANSWER_S):
-            while not bus.queues.outages.is_open:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            while bus.queues.outages._refusals[subjects.STAGES_STREAM, TASKS] < 8:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        coordinator.streams.creates_streams = True
-        coordinator.queues.check()
+        await jetstream.delete_stream(subjects.STAGES_STREAM)
+        await until(lambda: bus.outages.is_open, ANSWER_S)
+        await until(lambda: bus.outages._refusals[subjects.STAGES_STREAM, TASKS] >= 8, ANSWER_S)
+        coordinator.creates_streams = True
+        coordinator.check_streams()
         await put(coordinator, "after")
         assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"after"
         await until_answered(bus)
@@ -149,17 +148,17 @@ async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
 
 
 async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
-    connect: Callable[..., Any],
+    connect: Callable[..., Any], nats_client: NatsClient
 ) -> None:
     """A late acknowledgement would settle another request."""
     bus: Bus = await connect()
     consumer = await join(bus, "requests")
     await fill(bus, "requests", "before")
     lost = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    await bus.connection.js.delete_stream(subjects.REQUESTS_STREAM)
+    await nats_client.jetstream().delete_stream(subjects.REQUESTS_STREAM)
     await fill(bus, "requests", "after")
     new = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert new.sequence > lost.sequence
-    await bus.connection.nc.publish(lost.receipt, b"+ACK")
+    await nats_client.publish(lost.receipt, b"+ACK")
     await bus.delete(subjects.REQUESTS_STREAM, lost.sequence)
     assert await request_queue.queued_request(bus, new.sequence) is not None

@@ -5,12 +5,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
+from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import WAIT_S, SlotConsumer, SlotQueue
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 LANE = "batch"
 SLOTS = range(4)
@@ -50,14 +52,8 @@ async def consume(
     consumer = await bus.queues.consume_slots(stream, queues, capacity, ack_wait_s, load)
     consumer.set_owned({*owned})
     consumer.on_reconnect()
-    await until(lambda: all(queue.waits for queue in consumer._by_durable.values()))
+    await until(lambda: all(queue.waits for queue in consumer.queues.values()))
     return consumer
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def put(bus: Bus, model: str, name: str, slot: int | None) -> None:
@@ -114,9 +110,9 @@ async def test_what_exceeds_the_credit_is_handed_back(bus: Bus, other: Bus, mode
 async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, model: str) -> None:
     """Between two pulls, a thief's would be served although the owner is idle."""
     owner = await consume(bus, model, owned=SLOTS)
-    before = [queue.pull for queue in owner._by_durable.values()]
+    before = [queue.pull for queue in owner.queues.values()]
     await asyncio.sleep(0.8 * WAIT_S)
-    after = [queue.pull for queue in owner._by_durable.values()]
+    after = [queue.pull for queue in owner.queues.values()]
     assert all(one < other for one, other in zip(before, after, strict=True))
 
 
@@ -130,7 +126,7 @@ async def test_a_hot_queue_is_asked_for_as_much_as_there_is_room_for(bus: Bus, m
     for _ in range(30):
         assert (await take(consumer)).attempt == 1
     # One or two for each queue, and one for the backlog.
-    assert consumer._next_pull < 15
+    assert consumer.num_pulls < 15
 
 
 async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -> None:
@@ -180,11 +176,13 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     assert frozen.num_in_flight > 0
 
 
-async def test_pulls_that_the_broker_refuses_are_sent_again(bus: Bus, model: str) -> None:
+async def test_pulls_that_the_broker_refuses_are_sent_again(
+    bus: Bus, model: str, jetstream: JetStreamContext
+) -> None:
     consumer = await consume(bus, model, owned=SLOTS)
     slot, durable, subject = queue_of(model, 3)
-    await bus.connection.js.delete_consumer(subjects.STAGES_STREAM, durable)
-    await until(lambda: consumer._by_durable[durable].backlog is None)
+    await jetstream.delete_consumer(subjects.STAGES_STREAM, durable)
+    await until(lambda: consumer.queues[durable].backlog is None)
     await put(bus, model, "a", slot)
     stream = subjects.STAGES_STREAM
     await bus.queues.create(stream, durable, subject, 30.0, is_prioritized=True)
@@ -204,6 +202,6 @@ async def test_pulls_end_with_their_connection_and_are_sent_again(
 
 async def test_pulls_are_few_while_nothing_happens(bus: Bus, model: str) -> None:
     consumer = await consume(bus, model, owned=[0])
-    before = consumer._next_pull
+    before = consumer.num_pulls
     await asyncio.sleep(1.5)
-    assert consumer._next_pull - before <= 3 * len(consumer._by_durable)
+    assert consumer.num_pulls - before <= 3 * len(consumer.queues)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec import envelope as codec
@@ -69,13 +69,11 @@ SAMPLE = encode(
 )
 
 
-@settings(deadline=None)
 @given(heads, st.lists(tensors, max_size=5))
 def test_encoding_round_trips(head: Head, sent: list[TensorData]) -> None:
     assert decode(encode(head, sent), Head) == (head, sent)
 
 
-@settings(deadline=None)
 @given(heads, st.lists(tensors, max_size=5))
 def test_buffers_are_aligned_views_that_cannot_be_written(
     head: Head, sent: list[TensorData]
@@ -163,7 +161,6 @@ def test_bit_flips_never_raise_anything_else() -> None:
             decode(bytes(data), Head)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_headers_never_raise_anything_else(header: bytes) -> None:
     for data in (header, envelope(header), envelope(b"\x92\x90" + header)):

@@ -3,7 +3,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +20,6 @@ def some_tensor(dtype: str, shape: list[int]) -> Tensor:
     return (torch.randn(shape) * 50).to(getattr(torch, dtype))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(ITEM_BYTES)), shapes)
 def test_every_dtype_and_shape_round_trips(dtype: str, shape: list[int]) -> None:
     sent = some_tensor(dtype, shape)
@@ -31,7 +30,6 @@ def test_every_dtype_and_shape_round_trips(dtype: str, shape: list[int]) -> None
     assert torch.equal(received, sent)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(set(ITEM_BYTES) - {"bfloat16"})), shapes)
 def test_numpy_and_torch_give_the_same_bytes(dtype: str, shape: list[int]) -> None:
     tensor = some_tensor(dtype, shape)

@@ -5,7 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,7 +54,6 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 7, 12, 31, 32, 33, 64, 100]), min_size=1, max_size=9),
     num_heads=st.integers(1, 3),
@@ -95,7 +94,6 @@ EXACTLY = {
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=60)
 @given(
     num_rows=st.sampled_from([0, 1, 11, 12, 13, 50, 700]),
     num_inputs=st.sampled_from([2, 30, 64, 1000]),

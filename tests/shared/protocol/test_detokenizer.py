@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.protocol.detokenizer import Detokenizer
@@ -39,19 +39,16 @@ texts = st.text(alphabet="abé€😀", max_size=30)
 stops = st.lists(st.text(alphabet="abé€😀", min_size=1, max_size=4), max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
 @given(texts, stops)
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     assert run(list(text.encode()), stop) == cut(text, stop)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from([97, 98, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, SPECIAL]), max_size=15))
 def test_broken_bytes_are_decoded_as_the_whole_is(token_ids: list[int]) -> None:
     assert run(token_ids, [])[0] == decode(token_ids)
 
 
-@settings(deadline=None, max_examples=100)
 @given(texts, stops)
 def test_nothing_is_given_out_that_is_taken_back(text: str, stop: list[str]) -> None:
     detokenizer, given_out = Detokenizer(decode, stop), ""

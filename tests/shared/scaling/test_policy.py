@@ -1,7 +1,7 @@
 """Properties of the autoscaling policy."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError
@@ -156,7 +156,6 @@ def test_constant_figures_lead_to_one_size(
     assert len(set(sizes[1:])) == 1
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 40), st.floats(2, 30), st.integers(1, 64), st.sampled_from([10.0, 60.0]))
 def test_a_constant_load_makes_the_pool_swing_ever_more_rarely(
     load: int, answer_s: float, per_engine: int, idle_s: float

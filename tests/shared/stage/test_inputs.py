@@ -14,6 +14,7 @@ from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.stage.inputs import RequestEnded, follow_codes
 from shared.state.log_records import is_final
 from shared.state.token_log import LogWriter, end_request, last_record
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -28,9 +29,7 @@ async def collect(bus: Bus, header: TaskHeader, found: list[CodeChunk]) -> None:
 
 
 async def until_found(found: list[CodeChunk], number: int) -> None:
-    async with asyncio.timeout(10):
-        while len(found) < number:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(found) >= number)
 
 
 async def test_codes_are_followed_from_the_beginning_to_the_end(

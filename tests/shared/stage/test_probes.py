@@ -17,6 +17,7 @@ from shared.protocol import subjects
 from shared.protocol.worker_status import decode_status
 from shared.stage import probes
 from shared.stage.runtime import UNHEARD_S, Context
+from tests.support.waiting import until
 
 CONFIG = Config(models={}, metrics=MetricsConfig("127.0.0.1"))
 
@@ -62,8 +63,7 @@ async def test_a_worker_without_a_broker_lives_and_is_not_ready(tmp_path: Path) 
         await context.open_metrics()
         context.ready([], dict)
         await asyncio.to_thread(server.stop)
-        while bus.is_connected:  # noqa: ASYNC110 - nats-py notices it
-            await asyncio.sleep(0.02)
+        await until(lambda: not bus.is_connected)
         assert await asyncio.to_thread(ask, context, "/ready") == (503, "no broker")
         assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
     finally:

@@ -5,7 +5,7 @@ import contextlib
 import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import structlog
@@ -29,6 +29,7 @@ from shared.stage.runtime import Context
 from shared.stage.slot_queues import find_slots
 from shared.stage.slots import owners_of
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop, create_queues
+from tests.support.waiting import until
 
 TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
 NAMES = st.sets(st.text(min_size=1), min_size=1, max_size=8)
@@ -78,12 +79,6 @@ async def serving(
     finally:
         context.shutdown.signal()
         await running
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @given(NAMES, st.integers(1, 64))
@@ -246,7 +241,7 @@ async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: 
 
         def owned() -> list[set[int]]:
             return [
-                {q.slot for q in one._by_durable.values() if q.is_owned and q.slot is not None}
+                {q.slot for q in one.queues.values() if q.is_owned and q.slot is not None}
                 for one in consumers
             ]
 

@@ -37,6 +37,7 @@ from shared.stage.worker_loop import Done, Outcome, WorkerLoop
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
+from tests.support.waiting import until
 
 SPEECH = {
     "role": "engine",
@@ -119,12 +120,6 @@ async def put(bus: Bus, stage: str, header: TaskHeader, body: TaskBody | None = 
 async def is_queued(bus: Bus, request_id: str) -> bool:
     work = subjects.stages_of(request_id)
     return await bus.read_last(subjects.STAGES_STREAM, work) is not None
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def settled(bus: Bus, header: TaskHeader) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -248,7 +248,6 @@ def test_rotation_is_by_halves_in_float32() -> None:
     torch.testing.assert_close(rough.float(), expected, atol=4e-2, rtol=2e-2)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.sampled_from([1, 3, 4, 16, 40]), min_size=1, max_size=8),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -60,7 +60,7 @@ def change(folder: Path, name_to_change: Callable[[str, Tensor], dict[str, Tenso
 
 def refusals(folder: Path) -> Iterator[str]:
     """Yield why the folder is refused: by `up`, `models` and `pull`, the engine, and an encoder."""
-    reason = check_folders._report(folder).reason
+    reason = check_folders.examine(folder).reason
     assert reason is not None
     yield reason
     for load_it in (
@@ -101,7 +101,7 @@ def test_a_file_of_settings_is_refused(folder: Path, name: str) -> None:
 def test_a_setting_of_null_says_nothing(folder: Path) -> None:
     set_config(folder, quantization_config=None)
     assert find_quantization(folder) is None
-    assert check_folders._report(folder).reason is None
+    assert check_folders.examine(folder).reason is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

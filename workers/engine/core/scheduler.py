@@ -82,6 +82,11 @@ class Scheduler:
         """False while steps admit no sequence: none can be admitted before the state changes."""
 
     @property
+    def running(self) -> list[Sequence]:
+        """Running sequences in order of priority."""
+        return self._running
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Waiting sequences in order of priority."""
         return self._waiting

@@ -35,13 +35,14 @@ def main(arguments: Sequence[str]) -> None:
     # transformers asks on stdout whether to run the code of a folder. No user is there to answer.
     with contextlib.redirect_stdout(sys.stderr):
         reports = [
-            _report(Path(folder), msgspec.convert(pooling or None, PoolingMode | None))
+            examine(Path(folder), msgspec.convert(pooling or None, PoolingMode | None))
             for folder, pooling in zip(arguments[::2], arguments[1::2], strict=True)
         ]
     sys.stdout.buffer.write(msgspec.json.encode(reports))
 
 
-def _report(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
+def examine(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
+    """Return the report about one folder."""
     try:
         return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.

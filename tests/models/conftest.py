@@ -1,3 +1,0 @@
-from tests.engine.conftest import one_thread
-
-__all__ = ["one_thread"]
