@@ -259,7 +259,7 @@ def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
 async def own_bus(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
     """A connection to the server that no other test uses."""
     connection = await Bus.connect(own_broker.url, "test")
-    await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await connection.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()
 

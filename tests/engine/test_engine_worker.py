@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.client import follow
 from shared.codec import envelope
@@ -268,7 +269,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
                 await asyncio.sleep(0.01)
         assert isinstance(record, Failure)
         assert record.error.code == "undecodable_message"
-        assert await bus.get_queued_request(accepted.sequence) is None
+        assert await request_queue.queued_request(bus, accepted.sequence) is None
         letter = await dead_letters.find(bus, request_id)
         assert letter.request == b"what the client wrote"
         consumers = rig.worker._loop.consumers.values()

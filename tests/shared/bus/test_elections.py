@@ -31,7 +31,9 @@ async def test_a_worker_that_starts_during_an_election_waits_for_its_end(tmp_pat
         await cluster.restart(0)
         bus = await Bus.connect(cluster.members[0].url, "test")
         await until(lambda: reports_no_leader(bus), ELECTED_S)
-        preparing = asyncio.create_task(bus.prepare(NatsConfig(replicas=3), DeliveryConfig()))
+        preparing = asyncio.create_task(
+            bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        )
         # One of three servers can neither elect a leader nor store anything three times.
         await until(lambda: reports_no_leader(bus), ELECTED_S)
         assert not preparing.done()
