@@ -194,8 +194,8 @@ class Puller(ABC):
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         self.num_in_flight = 0
-        """Number of deliveries that are not settled."""
-        self.num_pulls = 0
+        """Number of unsettled deliveries."""
+        self._next_pull = 0
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -311,8 +311,8 @@ class Consumer(Puller):
                     await self._changed.wait()
 
     async def _pull(self, batch: int, now: float) -> None:
-        self.num_pulls += 1
-        number = str(self.num_pulls)
+        self._next_pull += 1
+        number = str(self._next_pull)
         self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
         request: dict[str, object] = {"batch": batch}
         # After a refusal, a pull that does not wait shows at once whether the outage has ended.
