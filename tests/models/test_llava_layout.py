@@ -234,7 +234,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
         ("processor_config.json", {"patch_size": None}, "patch_size"),
         ("processor_config.json", {"patch_size": 7}, "patch_size 7, but the vision tower has 14"),
         ("processor_config.json", {"patch_size": "14"}, "patch_size"),
-        ("processor_config.json", {"num_additional_image_tokens": None}, "8 tokens .* 9 embedd"),
+        ("processor_config.json", {"num_additional_image_tokens": None}, "8 tokens.* 9 embedd"),
         ("processor_config.json", {"vision_feature_select_strategy": "full"}, "10 tokens"),
         ("processor_config.json", {"vision_feature_select_strategy": "cls"}, "Invalid enum"),
         ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens .* 10 embeddings"),
