@@ -237,7 +237,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
         ("processor_config.json", {"num_additional_image_tokens": None}, "8 tokens.* 9 embedd"),
         ("processor_config.json", {"vision_feature_select_strategy": "full"}, "10 tokens"),
         ("processor_config.json", {"vision_feature_select_strategy": "cls"}, "Invalid enum"),
-        ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens .* 10 embeddings"),
+        ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens.* 10 embeddings"),
         ("config.json", {"vision_config": {"model_type": "siglip_vision_model"}}, "siglip"),
         ("config.json", {"model_type": "vipllava"}, "not supported .*'vipllava'"),
         ("preprocessor_config.json", {"image_processor_type": "LlavaNextImageProcessor"}, "Next"),
