@@ -180,7 +180,7 @@ def test_a_video_that_ends_early_is_refused(tmp_path: Path) -> None:
     ours = layout(tmp_path, "qwen2", {})
     plan = FramePlan((0, 1, 2, 3), 56, 56, 8, 2.0)
     frames = noise([3, 56, 56], 0)
-    with pytest.raises(InvalidMedia, match="3 of the 4 frames"):
+    with pytest.raises(InvalidMedia, match="3 of the 4 selected frames"):
         ours.pack((resize_frame(f, plan) for f in frames), plan, "field")
 
 
