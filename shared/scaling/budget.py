@@ -21,8 +21,8 @@ class Claim(Struct, frozen=True):
 def divide(budget: int, free: int, claims: Mapping[str, Claim]) -> dict[str, int]:
     """Grant each pool its min, then the rest by priority; pools of one priority take turns.
 
-    A pool grows only into `free`, which no worker uses yet: what another pool gives back is free
-    when its workers have gone. Only a pool's min does not wait for that.
+    A pool grows only into `free`, the part of the budget that no worker uses. The part of another
+    pool becomes free when its workers have ended. Only the min of a pool does not wait for that.
     """
     grants = _grant_by_priority(budget, claims)
     free = max(0, free)
@@ -40,7 +40,7 @@ def _grant_by_priority(budget: int, claims: Mapping[str, Claim]) -> dict[str, in
     for _, group in groupby(_by_priority(claims), lambda name: claims[name].settings.priority):
         open_claims = [name for name in group if grants[name] < claims[name].wanted]
         while open_claims and left > 0:
-            # The same number for each, as far as the smallest claim and the rest go.
+            # Each pool gets the same number, limited by the smallest claim and by the rest.
             least = min(claims[name].wanted - grants[name] for name in open_claims)
             share = min(least, left // len(open_claims))
             for index, name in enumerate(open_claims):

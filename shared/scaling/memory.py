@@ -1,4 +1,4 @@
-"""The policy's state between two looks, as values that it gets and returns. Pure."""
+"""State of the policy between two looks, as values that it gets and returns. Pure."""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -28,13 +28,13 @@ class GivenUp(Struct, frozen=True):
 
 
 class Hold(Struct, frozen=True):
-    """The time over which the most wanted workers are kept, and what it was learnt from."""
+    """Time for which a pool keeps its maximum size, and the events that it depends on."""
 
     for_s: float
     has_shrunk: bool = False
-    """The pool has stopped workers since it last grew."""
+    """Whether the pool has stopped workers since it last grew."""
     regrown_s: float = 0.0
-    """When the pool last had to grow again after it had shrunk."""
+    """Time when the pool last had to grow again after it had shrunk."""
 
 
 class PoolMemory(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Sizes that an operator has set, within the limits of the configuration. Pure."""
+"""Sizes set by operators, within the limits of the configuration. Pure."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from shared.scaling.pools import ScalingSettings
 
 
 def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSettings:
-    """Return the settings, in which a pool that an operator has set is as large as that.
+    """Return the settings with fixed sizes for the pools that operators have set.
 
-    A size stays stored when the configuration changes. It counts up to the pool's `max`, and up to
-    what the `min` of the other pools leave of the budget, by priority.
+    A size stays stored when the configuration changes. It is limited by the pool's `max`, and by
+    the part of the budget that the `min` of the other pools leave, by priority.
     """
     claims = {}
     for name, pool in settings.pools.items():

@@ -1,17 +1,17 @@
-"""The autoscaling policy: figures of all pools in, wanted counts with their reasons out. Pure.
+"""Autoscaling policy: computes target sizes with their reasons from the figures of all pools. Pure.
 
-The rules of one pool, in their order:
+The rules of one pool, in order:
 
-1. Without figures nothing changes. Figures that say zero are figures.
-2. It wants a worker for each `per_engine` tasks that wait or are in flight, and at least one while
-   a pool upstream has anything to do, so that a cold start begins with the request.
-3. A quarter more when the oldest task waits for longer than `oldest_s` and nothing is starting.
-4. It shrinks to the most that was wanted in the last `idle_s`, and keeps workers that others still
-   fetch payloads from. A pool that then has to grow again keeps its workers twice as long, up to
-   MAX_HOLD times; without any demand for `idle_s` it goes to `min` all the same.
+1. Without figures nothing changes. A figure of zero is a figure.
+2. The pool needs a worker for each `per_engine` tasks that wait or are in flight, and at least one
+   while a pool upstream has work, so that a cold start begins with the request.
+3. It needs a quarter more if the oldest task waits for longer than `oldest_s` and nothing starts.
+4. It shrinks to its maximum need in the last `idle_s`, and keeps workers with payloads that others
+   still fetch. If it then has to grow again, it keeps its workers twice as long, up to MAX_HOLD
+   times. Without any demand for `idle_s`, it still shrinks to `min`.
 5. A start counts as a worker until `start_timeout_s`. Then it is given up, and the pool starts no
    worker for RETRY_S, not even for its `min`.
-6. `min`, `max` and the budget bound the result.
+6. `min`, `max` and the budget limit the result.
 """
 
 from collections.abc import Mapping
@@ -58,9 +58,9 @@ class _Look(Struct, frozen=True):
 def decide(
     settings: ScalingSettings, figures: Figures, memory: Memory, now_s: float
 ) -> tuple[dict[str, PoolDecision], dict[str, PoolMemory]]:
-    """Decide how many workers each pool is to have, and return what to remember for the next look.
+    """Decide the size of each pool. Return the decisions, and the memory for the next look.
 
-    A pool that has never had figures has no decision, and may use its max of the budget.
+    A pool that has never had figures has no decision, and its max of the budget is reserved.
     """
     woken = _find_woken(settings, figures)
     looks: dict[str, _Look] = {}

@@ -1,7 +1,7 @@
-"""Records of token logs, as they are decoded from messages.
+"""Decoding of token logs' records.
 
-Anyone who may publish on the bus can put other bytes into a log, and newer versions other kinds of
-records.
+Any client with access to the bus can write other bytes into a log, and newer versions write other
+kinds of records.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from shared.protocol.records import AnyRecord, Failure, Finish, OutputEnd
 
 
 class UnknownRecord(Struct, frozen=True):
-    """A record of a kind that this version does not know; it has an index like any other.
+    """Record of a kind that this version does not know. It has an index like any other record.
 
-    With an index that does not continue the log it counts as bytes that are no record.
+    If its index does not continue the log, it is ignored like an undecodable message.
     """
 
     type: str
@@ -31,7 +31,7 @@ _decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
 
 
 def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
-    """The record in a message of a log; None for bytes that are no record."""
+    """Return the record in a message of a log; None for undecodable bytes."""
     return _decode_known(data) or _decode_unknown(data)
 
 
@@ -49,5 +49,5 @@ def records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord |
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
-    """Whether a record is the last one of its log."""
+    """Return whether a record is the last one of its log."""
     return isinstance(record, Finish | Failure | OutputEnd)

@@ -1,7 +1,7 @@
 """Increases, sums and quantiles between two snapshots of a cluster.
 
-A worker that started between the snapshots counts from zero. A worker that is missing from the
-first one without having restarted has no increase.
+A worker that started between the snapshots counts from zero. A worker that is missing in the first
+snapshot without a restart has no increase.
 """
 
 import math
@@ -25,7 +25,7 @@ class StageQueue:
     model: str
     lane: str
     num_pending: int
-    """Messages that wait for a worker."""
+    """Number of messages that wait for a worker."""
     num_in_flight: int
     oldest_ms: float | None
     """Storage time of the oldest pending message, if known: Unix ms of the broker's clock."""
@@ -33,7 +33,7 @@ class StageQueue:
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """The state of a cluster at one moment."""
+    """State of a cluster at one moment."""
 
     at_ms: float
     beats: list[Heartbeat]
@@ -41,14 +41,14 @@ class ClusterSnapshot:
     """Metrics by worker, for the workers that have replied."""
     queues: list[StageQueue]
     in_flight: int
-    """Requests that have not ended."""
+    """Number of requests that have not ended."""
     oldest_ms: float | None
-    """Acceptance time of the oldest of them: Unix ms of the broker's clock."""
+    """Acceptance time of the oldest of these requests: Unix ms of the broker's clock."""
     dead_letters: int
     starting: list[StartReport] = field(default_factory=list)
     """Reports of workers that are not ready."""
     pools: Mapping[str, PoolPlan] = field(default_factory=dict)
-    """What the leading autoscaler wants of each pool; empty without one."""
+    """Plans of the leading autoscaler by pool; empty without one."""
 
     @cached_property
     def samples(self) -> dict[str, Samples]:

@@ -1,4 +1,4 @@
-"""The metrics of one process. Updates are cheap, because some happen for every token.
+"""Metrics of one process. Updates are cheap, because some happen for every token.
 
 Counters only grow, histograms count values by bucket, and functions read values that other code
 stores anyway. `shared.telemetry.prometheus` exports metrics, and `shared.telemetry.catalog`
@@ -16,7 +16,7 @@ LabelSet = tuple[tuple[str, str], ...]
 
 
 class Counter:
-    """A value that only grows."""
+    """Value that only grows."""
 
     __slots__ = ("value",)
 
@@ -53,7 +53,7 @@ Series = Counter | Histogram | ReadValue
 class Metrics:
     """All series of one process, bound to one model; the model "" stands for none.
 
-    Names are those of the catalog. A series is created on its first use.
+    Names must be in the catalog. A series is created on its first use.
     """
 
     _role: str
@@ -83,7 +83,7 @@ class Metrics:
         return series
 
     def set_function(self, name: str, read: ReadValue, **labels: str) -> None:
-        """Set a function that returns the current value; that of a counter must only grow."""
+        """Set a function that returns the current value. The value of a counter must only grow."""
         assert METRICS[name].kind != "histogram", name
         self._series[self._key(name, labels)] = read
 

@@ -1,8 +1,8 @@
 """Streaming parser for tool calls in the text of an answer, in the formats of several models. Pure.
 
-The text is read character by character, so the way it was cut into chunks makes no difference. A
-call is returned as soon as its function's name is known. Text that looked like the beginning of a
-call, and is none, becomes content. Nothing is ever evaluated.
+The text is read character by character, so its division into chunks makes no difference. A call is
+returned as soon as the name of its function is complete. Text that only looks like the beginning of
+a call becomes content. Nothing is evaluated.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ class ToolParser:
     """Parser for one choice of an answer."""
 
     def __init__(self, form: str, names: Sequence[str], *, one_call: bool = False) -> None:
-        """`names` are those of the functions that were offered. With `one_call`, all calls after
-        the first are left out."""
+        """`names` are the names of the offered functions.
+
+        With `one_call`, all calls after the first one are omitted.
+        """
         self._reader = CallReader(names, one_call=one_call)
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
@@ -33,7 +35,7 @@ class ToolParser:
         return self._reader.pop_pieces()
 
     def end(self) -> list[Piece]:
-        """Return the text that was held back, after the end of the answer."""
+        """Return the held text, at the end of the answer."""
         self._reading.close()
         self._reader.end()
         return self._reader.pop_pieces()

@@ -10,7 +10,7 @@ from shared.tool_calls.scanner import Call, Content, Piece
 class TurnText:
     """Content and calls so far.
 
-    Space is content only beside other content, or if nothing else is written at all.
+    Space counts as content only next to other content, or if there is nothing else.
     """
 
     def __init__(self, form: str | None, names: Sequence[str], *, one_call: bool = False) -> None:
@@ -20,10 +20,10 @@ class TurnText:
         self._content: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
         self.num_before = 0
-        """Number of the calls that come before the content."""
+        """Number of calls before the content."""
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Return what `text` adds, in its order."""
+        """Return the pieces that `text` adds, in order."""
         if self._parser is None:
             return self._add(Content(text))
         pieces = self._parser.feed(text) + (self._parser.end() if is_last else [])
