@@ -99,14 +99,14 @@ class Resolver:
         """Return the prefixes of the local network's NAT64 (RFC 7050). Raises NameNotResolved."""
         if self._translators is None or time.monotonic() > self._fresh_until_s:
             try:
-                made = await self._query("ipv4only.arpa", socket.AF_INET6)
+                answer = await self._query("ipv4only.arpa", socket.AF_INET6)
             except aiodns.error.DNSError as error:
                 if error.args[0] not in _NO_SUCH_RECORDS:
                     raise NameNotResolved(str(error)) from None
-                made = []
+                answer = []
             self._translators = [
                 prefix
-                for address in made
+                for address in answer
                 if isinstance(address, IPv6Address)
                 for prefix in translators_of(address)
             ]
@@ -117,8 +117,8 @@ class Resolver:
         if self._dns is None:
             # Created here, because a resolver is bound to the running event loop.
             self._dns = aiodns.DNSResolver()
-        found = await self._dns.getaddrinfo(host, family=family, type=socket.SOCK_STREAM)
-        return [parse_address(node.addr[0].decode()) for node in found.nodes]
+        answer = await self._dns.getaddrinfo(host, family=family, type=socket.SOCK_STREAM)
+        return [parse_address(node.addr[0].decode()) for node in answer.nodes]
 
     async def close(self) -> None:
         if self._dns is not None:
@@ -155,12 +155,12 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         async with asyncio.timeout(timeout):
-            found = await self._resolver.resolve(host)
+            resolved = await self._resolver.resolve(host)
             translators = []
-            if any(map(may_be_translated, found)):
+            if any(map(may_be_translated, resolved)):
                 translators = await self._resolver.translators()
             addresses = check_addresses(
-                found, self._allowed, translators, only_allowed=self._only_allowed
+                resolved, self._allowed, translators, only_allowed=self._only_allowed
             )
             return await self._dial_any(addresses, port, local_address, socket_options)
 
@@ -174,10 +174,10 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         """Return the first established connection. Raises the error of the last failed attempt."""
         waiting = deque(addresses)
         dialling: set[_Dial] = set()
-        made: list[httpcore2.AsyncNetworkStream] = []
+        connections: list[httpcore2.AsyncNetworkStream] = []
         failure: BaseException = NameNotResolved("the name has no address")
         try:
-            while not made and (waiting or dialling):
+            while not connections and (waiting or dialling):
                 if waiting:
                     address = waiting.popleft()
                     dial = self._dial.connect_tcp(
@@ -191,14 +191,14 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
                 )
                 for task in done:
                     if (error := task.exception()) is None:
-                        made.append(task.result())
+                        connections.append(task.result())
                     else:
                         failure = error
-            if not made:
+            if not connections:
                 raise failure
-            return made.pop()
+            return connections.pop()
         finally:
-            for stream in made + await _stop(dialling):
+            for stream in connections + await _stop(dialling):
                 await stream.aclose()
 
 
@@ -210,4 +210,4 @@ async def _stop(dialling: set[_Dial]) -> list[httpcore2.AsyncNetworkStream]:
     for task in dialling:
         task.cancel()
     results = await asyncio.gather(*dialling, return_exceptions=True)
-    return [made for made in results if not isinstance(made, BaseException)]
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -9,13 +9,13 @@ from shared.scaling.pools import PoolSettings
 
 
 class Claim(Struct, frozen=True):
-    """One pool's demand for the budget, and the part of it that its workers use already."""
+    """Demand of a pool for the budget, and the part of it that its workers already use."""
 
     settings: PoolSettings
-    wanted: int
-    """Between the pool's min and max."""
+    target: int
+    """Number of workers between the pool's min and max."""
     num_present: int
-    """Running and starting workers, without those that were given up."""
+    """Running and starting workers, without given up ones."""
 
 
 def divide(budget: int, free: int, claims: Mapping[str, Claim]) -> dict[str, int]:
@@ -38,15 +38,15 @@ def _grant_by_priority(budget: int, claims: Mapping[str, Claim]) -> dict[str, in
     grants = {name: claim.settings.min for name, claim in claims.items()}
     left = budget - sum(grants.values())
     for _, group in groupby(_by_priority(claims), lambda name: claims[name].settings.priority):
-        open_claims = [name for name in group if grants[name] < claims[name].wanted]
+        open_claims = [name for name in group if grants[name] < claims[name].target]
         while open_claims and left > 0:
             # Each pool gets the same number, limited by the smallest claim and by the rest.
-            least = min(claims[name].wanted - grants[name] for name in open_claims)
+            least = min(claims[name].target - grants[name] for name in open_claims)
             share = min(least, left // len(open_claims))
             for index, name in enumerate(open_claims):
                 grants[name] += share or int(index < left)
             left = budget - sum(grants.values())
-            open_claims = [name for name in open_claims if grants[name] < claims[name].wanted]
+            open_claims = [name for name in open_claims if grants[name] < claims[name].target]
     return grants
 
 

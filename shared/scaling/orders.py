@@ -16,11 +16,11 @@ def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSe
     """
     claims = {}
     for name, pool in settings.pools.items():
-        wanted = max(0, min(sizes.get(name, pool.min), pool.max))
-        claims[name] = Claim(replace(pool, min=min(pool.min, wanted)), wanted, wanted)
+        size = max(0, min(sizes.get(name, pool.min), pool.max))
+        claims[name] = Claim(replace(pool, min=min(pool.min, size)), size, size)
     budget = settings.budget
     if budget is None:
-        budget = sum(claim.wanted for claim in claims.values())
+        budget = sum(claim.target for claim in claims.values())
     held = divide(budget, budget, claims)
     pools = {
         name: replace(pool, min=held[name], max=held[name]) if name in sizes else pool

@@ -78,30 +78,30 @@ class PoolFigures(Struct, frozen=True):
     oldest_s: float
     """Age of the oldest pending task; 0 if there is none."""
     num_running: int
-    """Workers that are ready and do not drain."""
+    """Number of workers that are ready and do not drain."""
     starting: Mapping[str, float] = {}
-    """Workers that are not ready yet, and the time since they were asked for."""
+    """Workers that are not ready yet, with the seconds since they were requested."""
     num_pinned: int = 0
-    """Running workers whose arena holds payloads that other workers have not fetched yet."""
+    """Number of running workers with payloads that other workers have not fetched yet."""
     num_draining: int = 0
-    """Workers that finish what they have; they still use the budget."""
-    num_heard: int = 0
-    """Requests for the pool's model that were heard since the last look."""
+    """Number of draining workers, which still use the budget."""
+    num_arrived: int = 0
+    """Number of requests for the pool's model since the last look."""
 
 
 class PoolDecision(Struct, frozen=True):
-    """The decision on one pool: its counts and their reason."""
+    """Decision on one pool, with its reason."""
 
-    wanted: int
-    """Workers that the pool is to have, when it may start those that are missing."""
+    target: int
+    """Number of workers that the pool will have, once it may start the missing ones."""
     start: int
-    """Workers to ask for now; none for some time after a start was given up."""
+    """Number of workers to request now; 0 for some time after a start was given up."""
     stop: int
-    """Workers to drain now, see `choose_victims`."""
+    """Number of workers to drain now, see `choose_victims`."""
     give_up: tuple[str, ...]
     """Starting workers that are not waited for any longer."""
     reason: Reason
-    """The rule that has set `wanted`."""
+    """Rule that has decided `target`."""
 
 
 class WorkerLoad(Struct, frozen=True):
@@ -128,12 +128,12 @@ def downstream_of(edges: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     targets: dict[str, set[str]] = {}
     for source, target in edges:
         targets.setdefault(source, set()).add(target)
-    found: dict[str, set[str]] = {}
+    downstream: dict[str, set[str]] = {}
     for source in targets:
         todo, reached = [source], set[str]()
         while todo:
             new = targets.get(todo.pop(), set()) - reached
             reached |= new
             todo += new
-        found[source] = reached
-    return found
+        downstream[source] = reached
+    return downstream

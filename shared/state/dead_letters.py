@@ -55,8 +55,8 @@ async def requeue_response(bus: Bus, letter: DeadLetter) -> None:
     Raises Overloaded or Unavailable without deleting the letters.
     """
     assert letter.request_id is not None
-    found = await find_any_tenants(bus, letter.request_id)
-    if found is None or found.state not in ("queued", "in_progress"):
+    response = await find_any_tenants(bus, letter.request_id)
+    if response is None or response.state not in ("queued", "in_progress"):
         raise InvalidRequest("the response has ended: create another one", field="request_id")
     await bus.publish_without_id(letter.subject, letter.input)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(letter.request_id))

@@ -64,21 +64,21 @@ async def wait(
     get_result: Callable[[], Awaitable[T | None]],
     progress: Callable[[], Awaitable[None]],
 ) -> T:
-    """What `get_result` returns as soon as that is not None.
+    """Wait until `get_result` returns a result other than None, and return it.
 
-    `progress` is called while the item task exists; what it raises ends the waiting. Raises
-    BlobLost when there is neither a result nor a task, and the error of a task that has failed.
+    `progress` is called while the item task exists; an error of it ends the wait. Raises BlobLost
+    if there is neither a result nor a task, and the error of a task that has failed.
     """
-    if (found := await get_result()) is not None:
-        return found
+    if (result := await get_result()) is not None:
+        return result
     listener = await bus.subscribe(subjects.result(key))
     try:
         while True:
             # The task is read first, because it is removed after its result was published.
             name = subjects.item_task(key)
             task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(name))
-            if (found := await get_result()) is not None:
-                return found
+            if (result := await get_result()) is not None:
+                return result
             if task is None:
                 await _raise_failure(bus, key)
                 raise BlobLost("an item's result is lost, and no task for it is queued")

@@ -36,16 +36,19 @@ def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
 
 
 def records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
-    """The records in these messages of a log. One of an unknown kind counts if it has the index
-    after that of the record before; the first one has the index `expected`."""
-    found: list[AnyRecord | UnknownRecord] = []
+    """Return the records in these messages of a log.
+
+    Records of an unknown kind must have the index after the previous record's index. `expected` is
+    the index of the first record.
+    """
+    records: list[AnyRecord | UnknownRecord] = []
     for message in messages:
         record = decode_record(message.data)
         if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
             continue
-        found.append(record)
+        records.append(record)
         expected = record.index + 1
-    return found
+    return records
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:

@@ -54,12 +54,12 @@ def storage_name(name: str, tenant: str) -> str:
 async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     """Store `data` for longer than any request that begins now may take.
 
-    A file that was stored recently is not written again. Raises Unavailable.
+    A recently stored file is not written again. Raises Unavailable.
     """
     stored_name = storage_name(name, tenant)
-    found = await _find_head(bus, stored_name)
-    if found is not None:
-        head, stored_ms = found
+    stored = await _find_head(bus, stored_name)
+    if stored is not None:
+        head, stored_ms = stored
         is_recent = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
         if is_recent and head.num_bytes == len(data):
             return
@@ -74,8 +74,8 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
-    if found is not None:
-        head = replace(found[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
+    if stored is not None:
+        head = replace(stored[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
     await bus.publish_without_id(subjects.media(stored_name), to_json(head), tenant_header(tenant))
 
 
@@ -93,10 +93,10 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
 
 async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | None:
     stored_name = storage_name(name, tenant)
-    found = await _find_head(bus, stored_name)
-    if found is None:
+    stored = await _find_head(bus, stored_name)
+    if stored is None:
         return None
-    head, _ = found
+    head, _ = stored
     chunks = head.chunks or stored_name
     if head.num_bytes > max_bytes:
         raise MediaTooLarge(
@@ -114,8 +114,8 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
                 return None
             chunks_read.append(chunk.data)
             num_bytes += len(chunk.data)
-    content, found_name = await asyncio.to_thread(_join, chunks_read)
-    return content if found_name == name else None
+    content, content_name = await asyncio.to_thread(_join, chunks_read)
+    return content if content_name == name else None
 
 
 def _join(chunks: list[bytes]) -> tuple[bytes, str]:
@@ -135,9 +135,9 @@ class StoredFile:
 
 
 async def look_up(bus: Bus, name: str, tenant: str = "") -> StoredFile | None:
-    """Return what is known of a file; None if it is not stored. Raises Unavailable."""
-    found = await _find_head(bus, storage_name(name, tenant))
-    return None if found is None else StoredFile(name, *found)
+    """Return the name and head of a file; None if it is not stored. Raises Unavailable."""
+    stored = await _find_head(bus, storage_name(name, tenant))
+    return None if stored is None else StoredFile(name, *stored)
 
 
 async def remove(bus: Bus, file: StoredFile, tenant: str = "") -> None:

@@ -156,9 +156,9 @@ class RequestTable:
         for trace in self.traces.values():
             trace.stage = None
         for subject in queued:
-            found = self.add_name(subject)
-            if found is not None:
-                found.stage, found.model, _ = subjects.parts_of_stage(subject)
+            queued_trace = self.add_name(subject)
+            if queued_trace is not None:
+                queued_trace.stage, queued_trace.model, _ = subjects.parts_of_stage(subject)
 
     def rows(self, now_ms: float) -> list[ListedRequest]:
         """Return all requests, the newest first. Requests without a time come before them."""

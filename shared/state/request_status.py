@@ -84,8 +84,8 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
         raise InvalidRequest(f"a request id {names.NAME_RULE}", field="request_id")
     last = await last_record(bus, request_id)
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    found = (decode_attempt(message.data) for message in stored)
-    records = [attempt for attempt in found if attempt is not None]
+    decoded = (decode_attempt(message.data) for message in stored)
+    records = [attempt for attempt in decoded if attempt is not None]
     num_records = 0 if last is None else last.index + 1
     status = RequestStatus(request_id, "unknown", records=num_records)
     if isinstance(last, Finish | Failure):
@@ -189,10 +189,10 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
 async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:
     """Add the state of the stage's pool, if an autoscaler leads and the pool has no worker."""
     stage, model, _ = subjects.parts_of_stage(work.subject)
-    found = await find_pool(bus, stage, model)
-    if found is None or found[1].running:
+    pool = await find_pool(bus, stage, model)
+    if pool is None or pool[1].running:
         return status
-    name, state = found[0], found[1].state
+    name, state = pool[0], pool[1].state
     return replace(status, why=f"{status.why}; pool {name} is {state}", pool=f"pool {state}")
 
 

@@ -84,8 +84,8 @@ async def _why(bus: Bus, state: ResponseState) -> str:
     return "an agent is about to take the next step"
 
 
-def _request_of(state: ResponseState, asked: Asked) -> str:
-    return turn_id(state.response_id, asked.turn)
+def _request_of(state: ResponseState, turn: Asked) -> str:
+    return turn_id(state.response_id, turn.turn)
 
 
 def _end_of(state: ResponseState) -> str:

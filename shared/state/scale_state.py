@@ -76,5 +76,5 @@ async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | 
     """Return name and plan of the pool that serves a stage; None if it is not scaled."""
     plan = await read_current_plan(bus)
     names = (pool_name(stage, model), pool_name(stage, None))
-    found = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
-    return next(found, None)
+    pools = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
+    return next(pools, None)

@@ -48,19 +48,19 @@ from shared.state.log_records import UnknownRecord, decode_record, is_final, rec
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
     """Return the last record of a request's own log of a known kind; None for an empty log."""
     tail = await _read_tail(bus, request_id, TEXT)
-    return tail.known if isinstance(tail.known, LogRecord) else None
+    return tail.record if isinstance(tail.record, LogRecord) else None
 
 
 async def last_of_output(bus: Bus, request_id: str, output: str) -> AnyRecord | None:
     """Return the last record of an output's log of a known kind; None for an empty log."""
-    return (await _read_tail(bus, request_id, output)).known
+    return (await _read_tail(bus, request_id, output)).record
 
 
 class _Tail(NamedTuple):
-    """The end of a log."""
+    """End of a log."""
 
-    known: AnyRecord | None
-    """The final record, or the last one of a kind that this version knows."""
+    record: AnyRecord | None
+    """Final record, or the last record of a kind that this version knows."""
     next_index: int
     last_sequence: int
     """Sequence of the last message, which may be undecodable."""
@@ -79,9 +79,10 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     # The whole log is read only if its last message is not a record of a known kind.
     stored = await bus.read(subjects.TOKENS_STREAM, subject)
     records = records_of(stored, 0)
-    known = [record for record in records if not isinstance(record, UnknownRecord)]
+    readable = [record for record in records if not isinstance(record, UnknownRecord)]
+    last_readable = readable[-1] if readable else None
     return _Tail(
-        next((record for record in known if is_final(record)), known[-1] if known else None),
+        next((record for record in readable if is_final(record)), last_readable),
         records[-1].index + 1 if records else 0,
         stored[-1].sequence if stored else 0,
         last.log_headers,
@@ -119,20 +120,20 @@ class LogWriter:
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        found = records_of(stored, 0)
-        if found and found[0].index != 0:
+        records = records_of(stored, 0)
+        if records and records[0].index != 0:
             raise LogTruncated(
                 "the beginning of this request's token log has been removed to make room"
             )
-        if found:
-            attempt = max(attempt, found[-1].attempt + 1)
+        if records:
+            attempt = max(attempt, records[-1].attempt + 1)
         return cls(
             bus,
             request_id,
             output,
             attempt,
-            [record for record in found if not isinstance(record, UnknownRecord)],
-            found[-1].index + 1 if found else 0,
+            [record for record in records if not isinstance(record, UnknownRecord)],
+            records[-1].index + 1 if records else 0,
             stored[-1].sequence if stored else 0,
             tenant,
             sum(stored_bytes(message.data) for message in stored),
@@ -312,8 +313,8 @@ async def close_log(
     """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
-        if is_final(tail.known):
-            return tail.known
+        if is_final(tail.record):
+            return tail.record
         try:
             record = final(tail.next_index)
             subject = subjects.append(request_id, output)

@@ -93,14 +93,14 @@ def _merge(queues: Iterable[StageQueue]) -> list[StageQueue]:
     merged: dict[tuple[str, str, str], StageQueue] = {}
     for queue in queues:
         key = queue.role, queue.model, queue.lane
-        if (one := merged.get(key)) is None:
+        if (total := merged.get(key)) is None:
             merged[key] = queue
             continue
-        times = [ms for ms in (one.oldest_ms, queue.oldest_ms) if ms is not None]
+        times = [ms for ms in (total.oldest_ms, queue.oldest_ms) if ms is not None]
         merged[key] = StageQueue(
             *key,
-            num_pending=one.num_pending + queue.num_pending,
-            num_in_flight=one.num_in_flight + queue.num_in_flight,
+            num_pending=total.num_pending + queue.num_pending,
+            num_in_flight=total.num_in_flight + queue.num_in_flight,
             oldest_ms=min(times, default=None),
         )
     return [*merged.values()]
@@ -111,10 +111,10 @@ async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetr
     by_worker: dict[str, WorkerMetrics] = {}
 
     def accept(reply: bytes) -> bool:
-        # Any client may reply on a subject; replies that are no worker's metrics are ignored.
+        # Any client may reply on a subject. Replies that are not metrics are ignored.
         if (metrics := decode_metrics(reply)) is not None:
-            known = [series for series in metrics.series if _is_known(series)]
-            by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
+            series = [item for item in metrics.series if _is_known(item)]
+            by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, series)
         return expected <= by_worker.keys()
 
     await bus.request_many(subjects.METRICS, accept, REPLY_TIMEOUT_S)

@@ -95,19 +95,19 @@ def increases(before: Samples, now: Samples) -> Samples:
 
 def total(samples: Samples, name: str, **labels: str) -> float:
     """Return the sum of all series that have these labels."""
-    wanted = labels.items()
-    return math.fsum(value for own, value in samples.get(name, {}).items() if wanted <= own)
+    values = samples.get(name, {}).items()
+    return math.fsum(value for own, value in values if labels.items() <= own)
 
 
 def buckets(parts: Iterable[Samples], name: str, **labels: str) -> list[tuple[float, float]]:
     """Merge a histogram: return each upper bound with the number of observations up to it."""
-    found: dict[float, float] = {}
+    counts: dict[float, float] = {}
     for samples in parts:
         for own, value in samples.get(f"{name}_bucket", {}).items():
             if labels.items() <= own:
                 bound = float(dict(own)["le"])
-                found[bound] = found.get(bound, 0.0) + value
-    return sorted(found.items())
+                counts[bound] = counts.get(bound, 0.0) + value
+    return sorted(counts.items())
 
 
 def quantile(buckets: list[tuple[float, float]], q: float) -> float | None:

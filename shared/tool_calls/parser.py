@@ -66,8 +66,8 @@ def _llama3_json(reader: CallReader) -> Reading:
     try:
         character = yield from reader.after_space()
         if character == "<":
-            for wanted in "|python_tag|>":
-                reader.expect(wanted, (yield from reader.next_char()))
+            for expected in "|python_tag|>":
+                reader.expect(expected, (yield from reader.next_char()))
             character = yield from reader.after_space()
         while True:
             reader.expect("{", character)
@@ -110,8 +110,8 @@ def _named_calls(reader: CallReader, character: str) -> Reading:
 def _tag(reader: CallReader, tag: str) -> Reading:
     """Read a tag, with space before it. Raises NoCall for other text."""
     reader.expect(tag[0], (yield from reader.after_space()))
-    for wanted in tag[1:]:
-        reader.expect(wanted, (yield from reader.next_char()))
+    for expected in tag[1:]:
+        reader.expect(expected, (yield from reader.next_char()))
 
 
 def _named(reader: CallReader) -> Reading:

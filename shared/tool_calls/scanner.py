@@ -126,8 +126,8 @@ class CallReader:
             if not character.isspace():
                 return character
 
-    def expect(self, wanted: str, character: str) -> None:
-        if character != wanted:
+    def expect(self, expected: str, character: str) -> None:
+        if character != expected:
             raise NoCall
 
     def until(self, tag: str) -> Reading:

@@ -27,7 +27,7 @@ class TurnText:
         if self._parser is None:
             return self._add(Content(text))
         pieces = self._parser.feed(text) + (self._parser.end() if is_last else [])
-        return [shown for piece in pieces for shown in self._add(piece)]
+        return [new for piece in pieces for new in self._add(piece)]
 
     def _add(self, piece: Piece) -> list[Piece]:
         if isinstance(piece, Call):
