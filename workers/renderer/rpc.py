@@ -36,7 +36,7 @@ from shared.protocol.renderer_rpc import (
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter
@@ -62,8 +62,8 @@ class RendererRpc:
 
     def __post_init__(self) -> None:
         limits, complaint = self._config.renderer, "calls wait for this renderer"
-        self._slots = FairSlots(max(1, limits.threads // 2), complaint)
-        self._splitting = FairSlots(max(1, limits.decoders // 2), complaint)
+        self._slots = FairTurns(max(1, limits.threads // 2), complaint)
+        self._splitting = FairTurns(max(1, limits.decoders // 2), complaint)
 
     async def start(self) -> None:
         for model in self._processors:
@@ -90,7 +90,7 @@ class RendererRpc:
 
     async def _answer(
         self,
-        slots: FairSlots,
+        slots: FairTurns,
         work: Callable[[bytes, str], Awaitable[bytes]],
         data: bytes,
         named: str | None,
