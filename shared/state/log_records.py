@@ -4,7 +4,7 @@ Any client with access to the bus can write other bytes into a log, and newer ve
 kinds of records.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import Struct
@@ -35,7 +35,7 @@ def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
     return _decode_known(data) or _decode_unknown(data)
 
 
-def records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
+def records_of(messages: Iterable[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
     """Return the records in these messages of a log.
 
     Records of an unknown kind must have the index after the previous record's index. `expected` is

@@ -12,11 +12,11 @@ undecodable, the writer continues after them.
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.reading import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -89,25 +89,42 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     )
 
 
-@dataclass(eq=False)
 class LogWriter:
-    """The right to append to one output's log, until another worker takes it.
+    """Writer of one output's log, until another worker appends to it.
 
-    `records` is what the log held when it was opened. Every append raises Fenced once another
-    writer has appended; the holder then drops the request without a further record.
+    Every append raises Fenced once another writer has appended. The worker then drops the request
+    without a further record.
     """
 
-    _bus: Bus
-    _request_id: str
-    output: str
-    _attempt: int
-    records: list[AnyRecord]
-    _next_index: int
-    _last_sequence: int
-    _tenant: str
-    _num_bytes: int
-    before_first: Callable[[], Awaitable[None]] | None = None
-    """Awaited once, before the first append of this writer; see `begin`."""
+    def __init__(
+        self,
+        bus: Bus,
+        request_id: str,
+        attempt: int,
+        output: str,
+        tenant: str,
+        stored: Sequence[StoredMessage],
+    ) -> None:
+        """Begin after `stored`, all messages of the log; `open` reads them. Raises LogTruncated."""
+        records = records_of(stored, 0)
+        if records and records[0].index != 0:
+            raise LogTruncated(
+                "the beginning of this request's token log has been removed to make room"
+            )
+        if records:
+            attempt = max(attempt, records[-1].attempt + 1)
+        self.output = output
+        self.records = [record for record in records if not isinstance(record, UnknownRecord)]
+        """Records of known kinds in the log when it was opened."""
+        self.before_first: Callable[[], Awaitable[None]] | None = None
+        """Awaited once, before the first append of this writer; see `begin`."""
+        self._bus = bus
+        self._request_id = request_id
+        self._attempt = attempt
+        self._next_index = records[-1].index + 1 if records else 0
+        self._last_sequence = stored[-1].sequence if stored else 0
+        self._tenant = tenant
+        self._num_bytes = sum(stored_bytes(message.data) for message in stored)
 
     @classmethod
     async def open(
@@ -120,24 +137,7 @@ class LogWriter:
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        records = records_of(stored, 0)
-        if records and records[0].index != 0:
-            raise LogTruncated(
-                "the beginning of this request's token log has been removed to make room"
-            )
-        if records:
-            attempt = max(attempt, records[-1].attempt + 1)
-        return cls(
-            bus,
-            request_id,
-            output,
-            attempt,
-            [record for record in records if not isinstance(record, UnknownRecord)],
-            records[-1].index + 1 if records else 0,
-            stored[-1].sequence if stored else 0,
-            tenant,
-            sum(stored_bytes(message.data) for message in stored),
-        )
+        return cls(bus, request_id, attempt, output, tenant, stored)
 
     @property
     def closed(self) -> bool:

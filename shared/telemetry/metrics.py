@@ -7,7 +7,6 @@ describes them.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from shared.protocol.messages import MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import METRICS
@@ -49,21 +48,23 @@ ReadValue = Callable[[], float]
 Series = Counter | Histogram | ReadValue
 
 
-@dataclass(eq=False)
 class Metrics:
     """All series of one process, bound to one model; the model "" stands for none.
 
     Names must be in the catalog. A series is created on its first use.
     """
 
-    _role: str
-    _worker: str
-    _model: str = ""
-    _series: dict[tuple[str, LabelSet], Series] = field(default_factory=dict)
+    def __init__(self, role: str, worker: str, model: str = "") -> None:
+        self._role = role
+        self._worker = worker
+        self._model = model
+        self._series: dict[tuple[str, LabelSet], Series] = {}
 
     def of(self, model: str) -> "Metrics":
         """Return the same metrics bound to `model`."""
-        return Metrics(self._role, self._worker, model, self._series)
+        metrics = Metrics(self._role, self._worker, model)
+        metrics._series = self._series
+        return metrics
 
     def counter(self, name: str, **labels: str) -> Counter:
         """Return the counter of this name and these labels."""
