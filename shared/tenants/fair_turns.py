@@ -1,4 +1,4 @@
-"""Turns of tenants at costly work, of which only a few run at a time. For one event loop."""
+"""Turns of tenants at costly work, with a limit on simultaneous work. For one event loop."""
 
 import asyncio
 import contextlib
