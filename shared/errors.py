@@ -13,12 +13,12 @@ PagemillError               internal_error; server; not retryable
 │   ├── InvalidMedia        an image cannot be read, fetched or decoded
 │   ├── MediaBlocked        images may not be fetched from this address
 │   ├── MediaTooLarge       an image is over the byte, pixel or count limit
-│   ├── MediaNotFound       an image that is named by its hash is not stored
-│   ├── MMCacheMiss         an item that is named by its hash alone is not cached
+│   ├── MediaNotFound       an image named by its hash is not stored
+│   ├── MMCacheMiss         an item named only by its hash is not cached
 │   ├── ContextTooLong      prompt and answer do not fit into the model's context
 │   ├── PayloadTooLarge     a message is over the broker's limit
 │   ├── TokenRateExceeded   the tenant has used its tokens of this minute; its client may try again
-│   ├── QuotaExceeded       the tenant has stored too much for now; its client may try again later
+│   ├── QuotaExceeded       the tenant is over its share of storage; its client may try again later
 │   └── Cancelled           the client has cancelled the request
 ├── DecodeError             client; bytes on a subject are not a valid message; not retryable
 ├── ServerError             server; retryable
@@ -28,18 +28,18 @@ PagemillError               internal_error; server; not retryable
 │   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
-│   ├── BlobLost            a payload is gone with its owner; its stage runs again
-│   ├── DeadlineExceeded    the request's time is over; only its client may retry it
-│   ├── UnsupportedVersion  a message of a newer version than its reader; a newer worker takes it
+│   ├── BlobLost            a payload is lost with its owner; its stage runs again
+│   ├── DeadlineExceeded    the request has reached its deadline; only its client may retry it
+│   ├── UnsupportedVersion  a message needs a newer reader; a newer worker claims it
 │   ├── ToolsUnavailable    a server whose tools a response must call does not answer
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
-├── ToolFailure             server; a response cannot go on for its tools; not retryable
+├── ToolFailure             server; a response cannot continue because of its tools; not retryable
 ├── NotFound                client; there is no such request, dead letter or model on a hub
-├── AccessDenied            client; a hub gives this model only to those who may have it
+├── AccessDenied            client; a hub refuses access to this model
 ├── DiskFull                server; a download does not fit onto the disk
-├── CorruptDownload         server; a file is not the one that the hub has promised; retryable
+├── CorruptDownload         server; a file does not have the hub's checksum or length; retryable
 ├── Fenced                  server; another writer has appended to this token log
 └── ConfigError             server; a configuration value is invalid; names file, key and type
 """

@@ -19,6 +19,7 @@ from ops.docs.tables import structs_in
 from shared.config.parsing import parse_config
 from shared.errors import PagemillError
 from shared.protocol import messages, names, renderer_rpc, subjects
+from tests.test_source import hard_sentences
 from workers.gateway.http.errors import STATUSES, status_of
 from workers.gateway.openapi.document import document
 
@@ -33,6 +34,7 @@ OURS = ("shared.", "workers.", "ops.")
 MODELS = "models: {any: {path: any}}\n"
 ANCHOR = re.compile(r'<a id="([\w-]+)">')
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
+MAX_HARD = 22
 
 
 def check_files(pages: dict[Path, str]) -> None:
@@ -161,6 +163,13 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         elif anchor:
             broken += [] if anchor in _anchors(file) else [target]
     assert broken == []
+
+
+def test_the_documents_have_no_more_hard_sentences() -> None:
+    """The number may only be lowered. Reference pages come from docstrings, which have a test."""
+    prose = [FENCE.sub("", page.read_text()) for page in PAGES if "reference" not in page.parts]
+    paragraphs = (part.replace("\n", " ") for text in prose for part in text.split("\n\n"))
+    assert len([match for part in paragraphs for match in hard_sentences(part)]) <= MAX_HARD
 
 
 def test_the_link_test_finds_links() -> None:

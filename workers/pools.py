@@ -149,7 +149,7 @@ def _edges(
 ) -> Iterator[tuple[str, str]]:
     """Yield the edges between pools that serve one model each.
 
-    Tasks that wait for workers of all models wake the pools of their own model, see `num_heard`.
+    Tasks that wait for workers of all models wake the pools of their model, see `num_arrived`.
     """
     names = {
         (model, pool.stage): pool.name

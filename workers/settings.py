@@ -65,10 +65,10 @@ models:
 """
 
 
-def find_config_file(named: Path | None) -> Path | None:
+def find_config_file(config_file: Path | None) -> Path | None:
     """Return the file to read; None stands for the embedded default."""
-    if named is not None:
-        return named
+    if config_file is not None:
+        return config_file
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 

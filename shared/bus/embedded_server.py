@@ -14,7 +14,6 @@ import sysconfig
 import termios
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import shared
@@ -35,26 +34,32 @@ COLLECTOR = {"GOGC": "50"}
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(eq=False)
 class EmbeddedServer:
     """Process of a nats-server. Clients connect to `url`."""
 
-    store_dir: Path
-    port: int = 0
-    """Port; 0 selects a free one."""
-    config_file: Path = CONFIG_DIR / "nats.conf"
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables of `config_file`, in addition to the port and the folder."""
-    accounts_file: Path | None = None
-    """File of `accounts_config`. Without it, every client may connect and do everything."""
-    _process: subprocess.Popen[bytes] | None = None
-    _lock: StoreLock | None = None
-    """Held from the first start to the stop, also while the server is restarted."""
+    def __init__(
+        self,
+        store_dir: Path,
+        port: int = 0,
+        config_file: Path = CONFIG_DIR / "nats.conf",
+        variables: Mapping[str, str] | None = None,
+        accounts_file: Path | None = None,
+    ) -> None:
+        """Port 0 selects a free one. `variables` are further variables of `config_file`.
 
-    def __post_init__(self) -> None:
-        self.port = self.port or free_port()
+        `accounts_file` is the file of `accounts_config`. Without it, every client may connect and
+        do everything.
+        """
+        self.store_dir = store_dir
+        self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
-        self.pid_file = self.store_dir / "nats-server.pid"
+        self.config_file = config_file
+        self.pid_file = store_dir / "nats-server.pid"
+        self._variables = variables or {}
+        self._accounts_file = accounts_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: StoreLock | None = None
+        """Held from the first start to the stop, also while the server is restarted."""
 
     def start(self) -> None:
         """Start the process, and return once the server accepts connections.
@@ -79,7 +84,7 @@ class EmbeddedServer:
             # Ctrl-C in the terminal must not stop it before the workers have drained.
             self._process = subprocess.Popen(
                 [find_binary(), "-c", str(config_file), "-P", str(self.pid_file)],
-                env=COLLECTOR | os.environ | variables | dict(self.variables),
+                env=COLLECTOR | os.environ | variables | dict(self._variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=become_child,
@@ -102,10 +107,10 @@ class EmbeddedServer:
         The server resolves included files relative to the folder of this file.
         """
         accounts = OPEN_ACCOUNTS
-        if self.accounts_file is None:
+        if self._accounts_file is None:
             forget_keys(self.port)  # A killed server may have left a note.
         else:
-            accounts = f"include {self._relative(self.accounts_file)}\n"
+            accounts = f"include {self._relative(self._accounts_file)}\n"
         file = self.store_dir / "nats-server.conf"
         limit = f"max_connections: {_affordable_connections()}\n"
         file.write_text(f"include {self._relative(self.config_file)}\n{limit}{accounts}")

@@ -26,7 +26,7 @@ class Pending(Generic[Item, Result]):
 
 
 class BatchThread(ABC, Generic[Item, Result]):
-    """One thread that computes a batch at a time; a subclass has the queue and the computation."""
+    """Thread that computes one batch at a time. Subclasses have the queue and the computation."""
 
     def __init__(self, name: str) -> None:
         self._arrived = asyncio.Event()
@@ -56,7 +56,7 @@ class BatchThread(ABC, Generic[Item, Result]):
     async def _result_of(self, pending: Pending[Item, Result]) -> Result:
         """Return the result of an item that has just been added to the queue.
 
-        Raises an error of the computation only for the item that causes it.
+        If the computation fails, its error is raised for the item that caused it alone.
         """
         self._arrived.set()
         return await pending.done
@@ -65,11 +65,11 @@ class BatchThread(ABC, Generic[Item, Result]):
         """Compute batch after batch until cancelled."""
         while True:
             await self._arrived.wait()
-            # No reference to an item may outlive its batch: items are views of other workers'
-            # memory. The last batch is empty.
+            # No reference to an item may outlive its batch, because items are views of other
+            # workers' memory. The last batch is empty.
             while batch := self._take():
                 await self._serve([pending for pending in batch if not pending.done.done()])
-                # Callers with a result may add their next item to the next batch.
+                # Callers with a result may now add their next items to the waiting ones.
                 await asyncio.sleep(0)
             self._arrived.clear()
 

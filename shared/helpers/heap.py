@@ -1,4 +1,4 @@
-"""The memory allocator of the C library."""
+"""Settings of the C library's memory allocator."""
 
 import contextlib
 import ctypes
@@ -9,11 +9,11 @@ _MIB = 2**20
 
 
 def keep_freed_memory(num_mib: int = 64) -> None:
-    """Keep up to `num_mib` MiB of freed memory for the next arrays of this process.
+    """Keep up to `num_mib` of freed memory for the next arrays of this process.
 
-    By default each large array gets new memory from Linux, which clears it page by page. A worker
-    that repeatedly allocates arrays of the same sizes spends a third of its time on this. Does
-    nothing with a C library that has no such setting.
+    By default Linux maps new memory for each large array, and clears it page by page. This takes a
+    third of the time of a worker that repeatedly creates arrays of the same sizes. The function
+    does nothing with a C library without this setting.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

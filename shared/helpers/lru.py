@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class ByteLRU(Generic[K, V]):
-    """A cache that evicts the least recently used entries beyond `max_bytes`."""
+    """Cache that evicts the least recently used entries beyond `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -27,7 +27,7 @@ class ByteLRU(Generic[K, V]):
         return key in self._entries
 
     def get(self, key: K) -> V | None:
-        """Return the cached value and mark it as used; None if there is none."""
+        """Return the cached value and mark it as used; None if `key` is not cached."""
         entry = self._entries.get(key)
         if entry is None:
             self.misses += 1
@@ -37,7 +37,7 @@ class ByteLRU(Generic[K, V]):
         return entry[0]
 
     def put(self, key: K, value: V, num_bytes: int) -> None:
-        """Cache a value, evicting others for it. A value larger than the cache is not stored."""
+        """Cache a value, and evict others for it. A value larger than the cache is not stored."""
         self.remove(key)
         if num_bytes > self.max_bytes:
             return

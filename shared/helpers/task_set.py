@@ -6,7 +6,7 @@ from typing import Any
 
 
 class TaskSet(set[asyncio.Task[None]]):
-    """Set of running tasks. It keeps them alive: the event loop itself has only weak references."""
+    """Set of running tasks. It refers to them, because the event loop has only weak references."""
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

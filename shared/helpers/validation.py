@@ -16,8 +16,10 @@ def split_validation_error(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def invalid_request(error: Exception, prefix: str = "") -> InvalidRequest:
-    """Return the error for a request that cannot be decoded. It names the wrong field; `prefix` is
-    prepended to the field's path."""
+    """Return the error for a request that cannot be decoded, with the path of the wrong field.
+
+    The path begins with `prefix`.
+    """
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequest(f"the request is neither JSON nor msgpack: {error}")
     reason, path = split_validation_error(error)

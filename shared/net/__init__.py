@@ -1,1 +1,1 @@
-"""Connections to servers that clients name: URLs, addresses and dialing."""
+"""Connections to servers named by clients: URLs, addresses and dialing."""

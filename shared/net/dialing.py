@@ -1,7 +1,7 @@
-"""Connections to servers that clients name: resolved once, and dialled by address.
+"""Connections to servers named by clients: names are resolved once, and dialled by address.
 
 All addresses of a name must be allowed, and connections are made to these addresses, never to the
-name. So a name that later has another address gets nobody into our network.
+name. So a name that later resolves to a private address does not lead into the operator's network.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from shared.net.ip_policy import (
 from shared.net.targets import Target
 
 MAX_DIALLED = 8
-"""Addresses of one name that are tried."""
+"""Maximum number of addresses of one name to try."""
 DIAL_DELAY_S = 0.25
-"""Pause before the next address is tried, while those before have not answered (RFC 8305)."""
+"""Pause before the next address is tried, while earlier ones have not answered (RFC 8305)."""
 
 FRESH_S = 3600.0
-"""Time for which the local network's translators are known."""
+"""Time for which the local network's translators are cached."""
 _NO_SUCH_RECORDS = (aiodns.error.ARES_ENODATA, aiodns.error.ARES_ENOTFOUND)
 
 
 class AddressBlocked(Exception):
-    """A host has an address that may not be dialled."""
+    """Raised for a host with an address that must not be dialled."""
 
 
 class NameNotResolved(OSError):
-    """A name has no address, or no name server has answered."""
+    """Raised when a name has no address, or no name server has answered."""
 
 
 def url_of(target: Target) -> httpcore2.URL:
@@ -57,9 +57,10 @@ def check_addresses(
     *,
     only_allowed: bool = False,
 ) -> list[str]:
-    """Return the addresses to dial, families in turns. Raises AddressBlocked or NameNotResolved.
+    """Return the addresses to dial, alternating between address families.
 
-    An attacker mixes a private address with public ones, so one bad address refuses all.
+    Raises AddressBlocked if any address must not be dialled, because an attacker may mix a private
+    address with public ones. Raises NameNotResolved without an address.
     """
     if not addresses:
         raise NameNotResolved("the name has no address")
@@ -74,10 +75,10 @@ def check_addresses(
 
 
 class Resolver:
-    """Names to addresses, of the hosts file and of name servers.
+    """Resolver of names, from the hosts file and from name servers.
 
-    The system's resolver blocks a thread for half a minute when a name server is silent, and cannot
-    be told to stop. A query here takes no thread, and nobody has to wait for its end.
+    If a name server does not answer, the system's resolver blocks a thread for half a minute and
+    cannot be cancelled. Queries of this resolver need no thread, and can be cancelled.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Resolver:
         self._fresh_until_s = 0.0
 
     async def resolve(self, host: str) -> list[Address]:
-        """Raises NameNotResolved."""
+        """Return the addresses of a name. Raises NameNotResolved."""
         if (number := _parse_number(host)) is not None:
             return [number]
         try:
@@ -98,14 +99,14 @@ class Resolver:
         """Return the prefixes of the local network's NAT64 (RFC 7050). Raises NameNotResolved."""
         if self._translators is None or time.monotonic() > self._fresh_until_s:
             try:
-                made = await self._query("ipv4only.arpa", socket.AF_INET6)
+                answer = await self._query("ipv4only.arpa", socket.AF_INET6)
             except aiodns.error.DNSError as error:
                 if error.args[0] not in _NO_SUCH_RECORDS:
                     raise NameNotResolved(str(error)) from None
-                made = []
+                answer = []
             self._translators = [
                 prefix
-                for address in made
+                for address in answer
                 if isinstance(address, IPv6Address)
                 for prefix in translators_of(address)
             ]
@@ -114,10 +115,10 @@ class Resolver:
 
     async def _query(self, host: str, family: socket.AddressFamily) -> list[Address]:
         if self._dns is None:
-            # Bound to the loop that runs.
+            # Created here, because a resolver is bound to the running event loop.
             self._dns = aiodns.DNSResolver()
-        found = await self._dns.getaddrinfo(host, family=family, type=socket.SOCK_STREAM)
-        return [parse_address(node.addr[0].decode()) for node in found.nodes]
+        answer = await self._dns.getaddrinfo(host, family=family, type=socket.SOCK_STREAM)
+        return [parse_address(node.addr[0].decode()) for node in answer.nodes]
 
     async def close(self) -> None:
         if self._dns is not None:
@@ -125,7 +126,7 @@ class Resolver:
 
 
 def _parse_number(host: str) -> Address | None:
-    """Return the address that a host is, in any spelling that the C library knows."""
+    """Return the address that a host consists of, in any spelling that the C library accepts."""
     with contextlib.suppress(ValueError):
         return parse_address(host)
     with contextlib.suppress(OSError):
@@ -134,12 +135,12 @@ def _parse_number(host: str) -> Address | None:
 
 
 class GuardedBackend(httpcore2.AsyncNetworkBackend):
-    """Network backend through which every connection goes to a checked address."""
+    """Network backend that connects only to checked addresses."""
 
     def __init__(
         self, resolver: Resolver, allowed: Sequence[Network], *, only_allowed: bool = False
     ) -> None:
-        """With `only_allowed`, not even the public internet is dialled."""
+        """With `only_allowed`, addresses of the public internet are refused too."""
         self._resolver = resolver
         self._allowed = allowed
         self._only_allowed = only_allowed
@@ -154,12 +155,12 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         async with asyncio.timeout(timeout):
-            found = await self._resolver.resolve(host)
+            resolved = await self._resolver.resolve(host)
             translators = []
-            if any(map(may_be_translated, found)):
+            if any(map(may_be_translated, resolved)):
                 translators = await self._resolver.translators()
             addresses = check_addresses(
-                found, self._allowed, translators, only_allowed=self._only_allowed
+                resolved, self._allowed, translators, only_allowed=self._only_allowed
             )
             return await self._dial_any(addresses, port, local_address, socket_options)
 
@@ -170,13 +171,13 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Return the first connection that is made. Raises the error of the last that failed."""
+        """Return the first established connection. Raises the error of the last failed attempt."""
         waiting = deque(addresses)
         dialling: set[_Dial] = set()
-        made: list[httpcore2.AsyncNetworkStream] = []
+        connections: list[httpcore2.AsyncNetworkStream] = []
         failure: BaseException = NameNotResolved("the name has no address")
         try:
-            while not made and (waiting or dialling):
+            while not connections and (waiting or dialling):
                 if waiting:
                     address = waiting.popleft()
                     dial = self._dial.connect_tcp(
@@ -190,14 +191,14 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
                 )
                 for task in done:
                     if (error := task.exception()) is None:
-                        made.append(task.result())
+                        connections.append(task.result())
                     else:
                         failure = error
-            if not made:
+            if not connections:
                 raise failure
-            return made.pop()
+            return connections.pop()
         finally:
-            for stream in made + await _stop(dialling):
+            for stream in connections + await _stop(dialling):
                 await stream.aclose()
 
 
@@ -205,8 +206,8 @@ _Dial = asyncio.Task[httpcore2.AsyncNetworkStream]
 
 
 async def _stop(dialling: set[_Dial]) -> list[httpcore2.AsyncNetworkStream]:
-    """Cancel the tasks, and return the connections of those that were faster."""
+    """Cancel the tasks, and return the connections of tasks that had already ended."""
     for task in dialling:
         task.cancel()
     results = await asyncio.gather(*dialling, return_exceptions=True)
-    return [made for made in results if not isinstance(made, BaseException)]
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,8 +1,8 @@
-"""IP policy: the addresses that may be dialled for a client, of images and of tools. Pure.
+"""IP policy: the addresses that may be dialled for a client's images and tools. Pure.
 
-The policy looks at the address of the connection, never at a name. Both addresses are checked where
-one carries another inside (mapped, translated, tunnelled). Which prefixes the translator (NAT64) of
-the local network has is asked of its name server.
+The policy checks the address of the connection, never a name. If an address contains another one
+(mapped, translated, tunnelled), both are checked. The prefixes of the local network's translator
+(NAT64) come from its name server.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-# `is_global` of Python 3.11 accepts these addresses, which belong to protocols, local services and
-# metadata servers of clouds.
+# Addresses of protocols, local services and metadata servers of clouds, which `is_global` of Python
+# 3.11 accepts.
 _DENIED = tuple(
     IPv4Network(network)
     for network in (
@@ -25,12 +25,12 @@ _DENIED = tuple(
         "240.0.0.0/4",
     )
 )
-# All assigned unicast addresses of IPv6; the rest is for translators, local and future networks.
+# All assigned unicast addresses of IPv6. The rest is for translators, local and future networks.
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 _PREFIX_LENS = (32, 40, 48, 56, 64, 96)
-"""Lengths of a translator's prefix, behind which an IPv4 address stands (RFC 6052)."""
+"""Lengths of a translator's prefix, which an IPv4 address follows (RFC 6052)."""
 _WELL_KNOWN = (IPv4Address("192.0.0.170"), IPv4Address("192.0.0.171"))
 """The addresses of `ipv4only.arpa`, which no host has (RFC 7050)."""
 
@@ -49,7 +49,7 @@ def may_dial(
 
 
 def may_be_translated(address: Address) -> bool:
-    """Return whether it depends on the local network's translators if `address` may be dialled."""
+    """Return whether the policy for `address` depends on the local network's translators."""
     return (
         isinstance(address, IPv6Address)
         and address in _GLOBAL_UNICAST
@@ -58,9 +58,9 @@ def may_be_translated(address: Address) -> bool:
 
 
 def translators_of(address: IPv6Address) -> list[IPv6Network]:
-    """Return the prefixes with which a name server can have made this address of `ipv4only.arpa`.
+    """Return the possible translators' prefixes in this address of `ipv4only.arpa`.
 
-    There may be several; it is safe to count each as one.
+    There may be several, and it is safe to treat all of them as prefixes.
     """
     return [
         IPv6Network((address, length), strict=False)
@@ -75,7 +75,7 @@ def parse_address(text: str) -> Address:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether a name or an address can lead to this machine alone (RFC 6761)."""
+    """Return whether a name or an address always leads to this machine (RFC 6761)."""
     try:
         address = parse_address(host)
     except ValueError:
@@ -87,14 +87,15 @@ def is_loopback_host(host: str) -> bool:
 def _is_public(address: Address) -> bool:
     if isinstance(address, IPv4Address):
         return address.is_global and not any(address in network for network in _DENIED)
-    # A mapped or translated address is as public as the one inside, which is checked separately.
+    # The policy for a mapped or translated address is the policy for the address inside, which is
+    # checked separately.
     if address.ipv4_mapped is not None or address in _NAT64:
         return True
     return address.is_global and address in _GLOBAL_UNICAST
 
 
 def _inside(address: Address, translators: Sequence[IPv6Network]) -> list[IPv4Address]:
-    """Return the IPv4 addresses that packets to `address` may end at."""
+    """Return the IPv4 addresses that packets to `address` may reach."""
     if isinstance(address, IPv4Address):
         return []
     inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
@@ -103,7 +104,7 @@ def _inside(address: Address, translators: Sequence[IPv6Network]) -> list[IPv4Ad
             inner.append(_carried(address, network.prefixlen)[0])
     for length in _PREFIX_LENS[:-1]:
         carried, rest = _carried(address, length)
-        # Any network may have such a prefix. Hosts hardly have addresses that end in zeros.
+        # Any network may have such a prefix. Addresses of hosts rarely end in zeros.
         if rest == 0:
             inner.append(carried)
     # ISATAP: the lower half is 0:5efe or 200:5efe before the address (RFC 5214).
@@ -113,11 +114,11 @@ def _inside(address: Address, translators: Sequence[IPv6Network]) -> list[IPv4Ad
 
 
 def _carried(address: IPv6Address, prefix_len: int) -> tuple[IPv4Address, int]:
-    """Return the IPv4 address behind a translator's prefix, and the bits that have to be zero."""
+    """Return the IPv4 address after a translator's prefix, and the bits that must be zero."""
     number = int(address)
     if prefix_len == 96:
         return IPv4Address(number & 0xFFFFFFFF), 0
-    # The octet in the middle is left out (RFC 6052, section 2.2).
+    # The octet in the middle is not part of the address (RFC 6052, section 2.2).
     upper, octet, lower = number >> 64, number >> 56 & 0xFF, number & (1 << 56) - 1
     bits, shift = upper << 56 | lower, 88 - prefix_len
     return IPv4Address(bits >> shift & 0xFFFFFFFF), octet | bits & (1 << shift) - 1

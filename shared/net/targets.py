@@ -1,4 +1,4 @@
-"""URLs of servers that clients name, parsed strictly and once. Pure."""
+"""URLs of servers named by clients, parsed strictly and once. Pure."""
 
 import re
 from typing import NamedTuple
@@ -25,8 +25,7 @@ class Target(NamedTuple):
 
 
 def parse_target(url: str) -> Target | None:
-    """Return the parts of an http or https URL; None for one that two parsers could read in two
-    ways."""
+    """Return the parts of an http or https URL; None if other parsers could read it differently."""
     if len(url) > MAX_URL_LEN or not _PRINTABLE.fullmatch(url) or "\\" in url:
         return None
     try:

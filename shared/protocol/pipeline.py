@@ -147,7 +147,7 @@ class Pipeline(Struct, frozen=True, dict=True):
         return next(iter(self.edges_from(stage, "detour")), None)
 
     def onward_edges(self, stage: str) -> list[Edge]:
-        """Return the task edges over which a stage forwards. A detour uses those of its source."""
+        """Return the task edges over which a stage forwards. A detour uses its source's edges."""
         detours = (edge for edge in self.edges_into(stage) if edge.mode == "detour")
         sources = {stage} | {edge.source for edge in detours}
         return [edge for edge in self.edges if edge.source in sources and edge.mode == "task"]

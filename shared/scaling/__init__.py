@@ -1,1 +1,1 @@
-"""Autoscaling policy: figures of pools in, how many workers each is to have out. Pure."""
+"""Autoscaling policy: computes the sizes of pools from their figures. Pure."""

@@ -9,20 +9,20 @@ from shared.scaling.pools import PoolSettings
 
 
 class Claim(Struct, frozen=True):
-    """One pool's demand for the budget, and the part of it that its workers use already."""
+    """Demand of a pool for the budget, and the part of it that its workers already use."""
 
     settings: PoolSettings
-    wanted: int
-    """Between the pool's min and max."""
+    target: int
+    """Number of workers between the pool's min and max."""
     num_present: int
-    """Running and starting workers, without those that were given up."""
+    """Running and starting workers, without given up ones."""
 
 
 def divide(budget: int, free: int, claims: Mapping[str, Claim]) -> dict[str, int]:
     """Grant each pool its min, then the rest by priority; pools of one priority take turns.
 
-    A pool grows only into `free`, which no worker uses yet: what another pool gives back is free
-    when its workers have gone. Only a pool's min does not wait for that.
+    A pool grows only into `free`, the part of the budget that no worker uses. The part of another
+    pool becomes free when its workers have ended. Only the min of a pool does not wait for that.
     """
     grants = _grant_by_priority(budget, claims)
     free = max(0, free)
@@ -38,15 +38,15 @@ def _grant_by_priority(budget: int, claims: Mapping[str, Claim]) -> dict[str, in
     grants = {name: claim.settings.min for name, claim in claims.items()}
     left = budget - sum(grants.values())
     for _, group in groupby(_by_priority(claims), lambda name: claims[name].settings.priority):
-        open_claims = [name for name in group if grants[name] < claims[name].wanted]
+        open_claims = [name for name in group if grants[name] < claims[name].target]
         while open_claims and left > 0:
-            # The same number for each, as far as the smallest claim and the rest go.
-            least = min(claims[name].wanted - grants[name] for name in open_claims)
+            # Each pool gets the same number, limited by the smallest claim and by the rest.
+            least = min(claims[name].target - grants[name] for name in open_claims)
             share = min(least, left // len(open_claims))
             for index, name in enumerate(open_claims):
                 grants[name] += share or int(index < left)
             left = budget - sum(grants.values())
-            open_claims = [name for name in open_claims if grants[name] < claims[name].wanted]
+            open_claims = [name for name in open_claims if grants[name] < claims[name].target]
     return grants
 
 

@@ -1,4 +1,4 @@
-"""Sizes that an operator has set, within the limits of the configuration. Pure."""
+"""Sizes set by operators, within the limits of the configuration. Pure."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,18 @@ from shared.scaling.pools import ScalingSettings
 
 
 def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSettings:
-    """Return the settings, in which a pool that an operator has set is as large as that.
+    """Return the settings with fixed sizes for the pools that operators have set.
 
-    A size stays stored when the configuration changes. It counts up to the pool's `max`, and up to
-    what the `min` of the other pools leave of the budget, by priority.
+    A size stays stored when the configuration changes. It is limited by the pool's `max`, and by
+    the part of the budget that the `min` of the other pools leave, by priority.
     """
     claims = {}
     for name, pool in settings.pools.items():
-        wanted = max(0, min(sizes.get(name, pool.min), pool.max))
-        claims[name] = Claim(replace(pool, min=min(pool.min, wanted)), wanted, wanted)
+        size = max(0, min(sizes.get(name, pool.min), pool.max))
+        claims[name] = Claim(replace(pool, min=min(pool.min, size)), size, size)
     budget = settings.budget
     if budget is None:
-        budget = sum(claim.wanted for claim in claims.values())
+        budget = sum(claim.target for claim in claims.values())
     held = divide(budget, budget, claims)
     pools = {
         name: replace(pool, min=held[name], max=held[name]) if name in sizes else pool

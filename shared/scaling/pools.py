@@ -1,7 +1,6 @@
-"""Nouns of autoscaling: settings of pools, their figures, and what is decided about them. Pure.
+"""Values of autoscaling: settings of pools, their figures, and decisions. Pure.
 
-A pool is the workers of one stage of one model. Times are seconds of any one clock that does not
-go back.
+A pool is the group of workers of one stage of one model. Times are seconds of a monotonic clock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,42 +20,42 @@ Reason = Literal[
 
 
 def pool_name(stage: str, model: str | None) -> str:
-    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    """Return the name of a stage's pool. `model` is None for workers that serve all models."""
     return stage if model is None else f"{stage}/{model}"
 
 
 class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one pool, and when it grows and shrinks."""
+    """Limits of one pool, and conditions for its growth."""
 
     min: Count = 0
-    """Workers that there always are."""
+    """Minimum number of workers."""
     max: Positive = 1
-    """Workers that there are at most."""
+    """Maximum number of workers."""
     per_engine: Positive = 16
-    """Tasks in its queue or in flight for each worker."""
+    """Number of tasks, queued or in flight, for which the pool needs one worker."""
     oldest_s: Seconds = 2.0
-    """The pool grows by a quarter when the oldest waiting task is older than this."""
+    """Age of the oldest waiting task beyond which the pool grows by a quarter."""
     idle_s: Seconds = 60.0
-    """The pool shrinks to the most workers that were wanted in this time."""
+    """Time for which the pool keeps its largest needed size before it shrinks."""
     start_timeout_s: Seconds = 300.0
-    """A worker that has not become ready after this time is given up."""
+    """Time after which a worker that is not ready is given up."""
     priority: int = 0
-    """Pools of a higher priority are served first when the budget is too small for all."""
+    """Pools with a higher priority get workers first if the budget is too small for all."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:
-            # msgspec names the pool's place in the file for a ValueError.
+            # For a ValueError, msgspec adds the pool's path in the file.
             raise ValueError(f"min: {self.min} is more than max, {self.max}")
 
 
 class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All pools of a cluster, the order in which requests pass them, and their common budget."""
+    """All pools of a cluster, the edges between them, and their common budget."""
 
     pools: dict[str, PoolSettings]
     edges: tuple[tuple[str, str], ...] = ()
-    """The pipelines' edges between pools, each from its source to its target."""
+    """Edges of the pipelines between pools, as pairs of source and target."""
     budget: Count | None = None
-    """Workers of all pools together; None for no limit but their own."""
+    """Limit on the workers of all pools together; None without a limit."""
 
     def __post_init__(self) -> None:
         num_min = sum(pool.min for pool in self.pools.values())
@@ -70,43 +69,43 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolFigures(Struct, frozen=True):
-    """Figures of one pool at one moment: its queue, and its workers."""
+    """Figures of one pool at one moment, about its queues and its workers."""
 
     pending: int
-    """Tasks that wait in the queues of both lanes."""
+    """Number of waiting tasks in both lanes."""
     in_flight: int
-    """Tasks of both lanes that workers have claimed and not acknowledged."""
+    """Number of claimed tasks in both lanes."""
     oldest_s: float
     """Age of the oldest pending task; 0 if there is none."""
     num_running: int
-    """Workers that are ready and do not drain."""
+    """Number of workers that are ready and do not drain."""
     starting: Mapping[str, float] = {}
-    """Workers that are not ready yet, and the time since they were asked for."""
+    """Workers that are not ready yet, with the seconds since they were requested."""
     num_pinned: int = 0
-    """Running workers whose arena holds payloads that other workers have not fetched yet."""
+    """Number of running workers with payloads that other workers have not fetched yet."""
     num_draining: int = 0
-    """Workers that finish what they have; they still use the budget."""
-    num_heard: int = 0
-    """Requests for the pool's model that were heard since the last look."""
+    """Number of draining workers, which still use the budget."""
+    num_arrived: int = 0
+    """Number of requests for the pool's model since the last look."""
 
 
 class PoolDecision(Struct, frozen=True):
-    """The decision on one pool: its counts and their reason."""
+    """Decision on one pool, with its reason."""
 
-    wanted: int
-    """Workers that the pool is to have, when it may start those that are missing."""
+    target: int
+    """Number of workers that the pool will have, once it may start the missing ones."""
     start: int
-    """Workers to ask for now; none for some time after a start was given up."""
+    """Number of workers to request now; 0 for some time after a start was given up."""
     stop: int
-    """Workers to drain now, see `choose_victims`."""
+    """Number of workers to drain now, see `choose_victims`."""
     give_up: tuple[str, ...]
     """Starting workers that are not waited for any longer."""
     reason: Reason
-    """The rule that has set `wanted`."""
+    """Rule that has decided `target`."""
 
 
 class WorkerLoad(Struct, frozen=True):
-    """One worker of a pool that may have to go."""
+    """Load of one worker, for the choice of workers to drain."""
 
     name: str
     num_in_flight: int = 0
@@ -115,9 +114,9 @@ class WorkerLoad(Struct, frozen=True):
 
 
 def choose_victims(workers: Iterable[WorkerLoad], count: int) -> list[str]:
-    """Choose at most `count` workers to drain: first those that start, then the least loaded.
+    """Choose at most `count` workers to drain: first starting ones, then the least loaded ones.
 
-    A worker with pinned payloads is never chosen: the payloads would have to be made again.
+    A worker with pinned payloads is never chosen, because they would have to be computed again.
     """
     free = [worker for worker in workers if worker.num_pinned == 0]
     free.sort(key=lambda worker: (worker.is_ready, worker.num_in_flight, worker.name))
@@ -125,16 +124,16 @@ def choose_victims(workers: Iterable[WorkerLoad], count: int) -> list[str]:
 
 
 def downstream_of(edges: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    """Return the pools that each source of an edge leads to, directly or through others."""
+    """Return the pools that each source of an edge leads to, directly or indirectly."""
     targets: dict[str, set[str]] = {}
     for source, target in edges:
         targets.setdefault(source, set()).add(target)
-    found: dict[str, set[str]] = {}
+    downstream: dict[str, set[str]] = {}
     for source in targets:
         todo, reached = [source], set[str]()
         while todo:
             new = targets.get(todo.pop(), set()) - reached
             reached |= new
             todo += new
-        found[source] = reached
-    return found
+        downstream[source] = reached
+    return downstream

@@ -1,6 +1,6 @@
-"""The audit log: written by commands of operators and by gateways, changed by nobody.
+"""Audit log. Commands of operators and gateways append to it, and no worker can change it.
 
-The broker vouches for the identity, which is part of the subject, and for the time.
+The broker guarantees the identity, which is part of the subject, and the time.
 """
 
 from collections.abc import AsyncIterator
@@ -13,23 +13,23 @@ from shared.protocol.encoding import to_json
 
 
 class AuditEntry(NamedTuple):
-    """A record as the log has it."""
+    """Record of the log, with the data added by the broker."""
 
     sequence: int
     at_ms: float
-    """Time of its storage by the broker's clock, in Unix milliseconds."""
+    """Time of storage, in Unix milliseconds of the broker's clock."""
     identity: str
     record: AuditRecord
 
 
 async def write(bus: Bus, identity: str, record: AuditRecord) -> None:
-    """Append a record in the name of an identity. Raises Unavailable."""
+    """Append a record of an identity. Raises Unavailable."""
     await bus.publish_without_id(subjects.audit(identity), to_json(record))
 
 
 async def read_newest(bus: Bus) -> AsyncIterator[AuditEntry]:
-    """Yield all entries, the newest first; those of newer versions are left out."""
-    first, sequence = await bus.figures.sequence_range(subjects.AUDIT_STREAM)
+    """Yield all entries, the newest first, without entries of newer versions."""
+    first, sequence = await bus.sequence_range(subjects.AUDIT_STREAM)
     for number in range(sequence, first - 1, -1):
         stored = await bus.read_next(subjects.AUDIT_STREAM, number)
         if stored is None or stored.sequence != number:

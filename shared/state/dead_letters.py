@@ -1,4 +1,4 @@
-"""Dead letters: read them, and queue their requests again."""
+"""Dead letters: reading them, and queueing their requests again."""
 
 from collections.abc import AsyncIterator
 
@@ -42,7 +42,7 @@ async def requeue(bus: Bus, request_id: str, request: GenerateRequest, tenant: s
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.TOKENS_STREAM, subjects.logs_beside_text(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    # With a message id it would count as a duplicate of the first publication.
+    # With a message id, the request would count as a duplicate of its first publication.
     subject = subjects.request(request.model, names.split_id(request_id)[1])
     headers = tenant_header(tenant) | version_header(version_of_request(request))
     await bus.publish_without_id(subject, to_json(request), headers)
@@ -50,13 +50,13 @@ async def requeue(bus: Bus, request_id: str, request: GenerateRequest, tenant: s
 
 
 async def requeue_response(bus: Bus, letter: DeadLetter) -> None:
-    """Give a response to the agents again. Raises InvalidRequest for one that has ended.
+    """Queue a response again. Raises InvalidRequest if it has ended.
 
     Raises Overloaded or Unavailable without deleting the letters.
     """
     assert letter.request_id is not None
-    found = await find_any_tenants(bus, letter.request_id)
-    if found is None or found.state not in ("queued", "in_progress"):
-        raise InvalidRequest("the response has ended: begin another one", field="request_id")
+    response = await find_any_tenants(bus, letter.request_id)
+    if response is None or response.state not in ("queued", "in_progress"):
+        raise InvalidRequest("the response has ended: create another one", field="request_id")
     await bus.publish_without_id(letter.subject, letter.input)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(letter.request_id))

@@ -1,8 +1,8 @@
-"""Results of item tasks: work on one item that several requests may wait for.
+"""Results of item tasks, which several requests may wait for.
 
-A fan-out stage publishes item tasks under the hash of the item's content, so that an item is
-processed once however many requests have it. The stage that gathers waits here for the result. A
-result that is lost is computed again: nothing here is more than a cache.
+A fan-out stage publishes item tasks under the hash of the item's content, so that an item of many
+requests is processed once. The stage that gathers results waits for them here. Results are a cache:
+a lost result is computed again.
 """
 
 from collections.abc import Awaitable, Callable
@@ -20,7 +20,7 @@ from shared.protocol.task_messages import ItemResult
 from shared.protocol.versions import check_version
 from shared.state.token_log import last_record
 
-# How often a waiting stage looks whether the item task still exists.
+# Interval in which a waiting stage checks whether the item task still exists.
 LOOK_S = 1.0
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ async def publish(bus: Bus, key: str, result: ItemResult) -> None:
 
 
 async def last(bus: Bus, key: str) -> StoredMessage | None:
-    """The message of the latest result of an item; None without one."""
+    """Return the message with the latest result of an item; None without one."""
     return await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key))
 
 
 def decode(data: bytes) -> ItemResult:
-    """Raises UnsupportedVersion for a result of a newer version, and otherwise DecodeError."""
+    """Decode a result. Raises UnsupportedVersion for a newer version, and otherwise DecodeError."""
     try:
         version = _version_decoder.decode(data).version
         check_version(version, "an item's result")
@@ -48,12 +48,12 @@ def decode(data: bytes) -> ItemResult:
 
 
 async def forget(bus: Bus, result: StoredMessage) -> None:
-    """Remove a result that cannot be had any more."""
+    """Remove a result that is not available any more."""
     await bus.delete(subjects.RESULTS_STREAM, result.sequence)
 
 
 async def get(bus: Bus, key: str) -> ItemResult | None:
-    """The result of an item; None while there is none."""
+    """Return the result of an item; None while there is none."""
     stored = await last(bus, key)
     return None if stored is None else decode(stored.data)
 
@@ -64,21 +64,21 @@ async def wait(
     get_result: Callable[[], Awaitable[T | None]],
     progress: Callable[[], Awaitable[None]],
 ) -> T:
-    """What `get_result` returns as soon as that is not None.
+    """Wait until `get_result` returns a result other than None, and return it.
 
-    `progress` is called while the item task exists; what it raises ends the waiting. Raises
-    BlobLost when there is neither a result nor a task, and the error of a task that has failed.
+    `progress` is called while the item task exists; an error of it ends the wait. Raises BlobLost
+    if there is neither a result nor a task, and the error of a task that has failed.
     """
-    if (found := await get_result()) is not None:
-        return found
+    if (result := await get_result()) is not None:
+        return result
     listener = await bus.subscribe(subjects.result(key))
     try:
         while True:
-            # In this order: a task is gone only after its result has been published.
+            # The task is read first, because it is removed after its result was published.
             name = subjects.item_task(key)
             task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(name))
-            if (found := await get_result()) is not None:
-                return found
+            if (result := await get_result()) is not None:
+                return result
             if task is None:
                 await _raise_failure(bus, key)
                 raise BlobLost("an item's result is lost, and no task for it is queued")
@@ -91,8 +91,8 @@ async def wait(
 async def reset_failures(bus: Bus, name: str) -> None:
     """Remove the retryable failure of an earlier item task, and its attempts.
 
-    What an earlier task of this name has failed of may be over by now. An item that cannot be
-    processed, or that workers die of, stays refused as long as its log is stored.
+    The cause of a retryable failure may have ended. An item that cannot be processed, or that makes
+    workers die, stays refused as long as its log is stored.
     """
     record = await last_record(bus, name)
     if isinstance(record, Failure) and record.error.retryable:
@@ -101,7 +101,7 @@ async def reset_failures(bus: Bus, name: str) -> None:
 
 
 async def _raise_failure(bus: Bus, key: str) -> None:
-    """An item task that has failed leaves its error where a request leaves its answer."""
+    """Raise the error of a failed item task, which is in its log like the answer of a request."""
     record = await last_record(bus, subjects.item_task(key))
     if not isinstance(record, Failure):
         return

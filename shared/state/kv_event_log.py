@@ -3,7 +3,7 @@
 A message is the payload's number, eight bytes in big-endian order, followed by the payload of
 `workers/engine/core/kv_events.py`: the last two frames of vLLM's publisher in one. An engine counts
 from 0. A reader that misses a number, or starts late, reads the stream. If events were already
-removed from it, the engine's blocks are known again after its next AllBlocksCleared.
+removed from the stream, the reader can continue after the engine's next AllBlocksCleared.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ _log = structlog.get_logger()
 
 
 class KVLogWriter:
-    """Publishes payloads in order, in a task of its own."""
+    """Publishes payloads in order, in a separate task."""
 
     def __init__(self, bus: Bus, engine: str) -> None:
         self._bus = bus
         self._engine = engine
         self._next_number = 0
-        # As many as the stream stores; older ones are dropped while the broker is away.
+        # As many as the stream stores. During an outage of the broker, older ones are dropped.
         self._pending: deque[tuple[int, bytes]] = deque(maxlen=subjects.MAX_KV_BATCHES)
         self._changed = asyncio.Event()
 

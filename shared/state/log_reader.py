@@ -1,4 +1,4 @@
-"""Reading of token logs while they grow: live records in order, and the log itself for the rest."""
+"""Reader of token logs while they grow: from live records, and from the log for missed ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,23 +11,23 @@ from shared.protocol.pipeline import TEXT
 from shared.protocol.records import AnyRecord
 from shared.state.log_records import UnknownRecord, decode_record, is_final
 
-# Live records may be lost on the way. After this silence the reader looks into the log, and less
-# and less often while nothing is new there.
+# Live records may be lost. After this silence the reader reads the log, in growing intervals while
+# the log has no new records.
 SILENCE_S = 2.0
 MAX_SILENCE_S = 15.0
-# By then a coordinator has ended every request that no worker has ended.
+# Time after the deadline in which coordinators end every request that no worker has ended.
 GRACE_S = 15.0
 
 
 class NotEnded(Unavailable):
-    """The request's time is over, and its log has no final record."""
+    """Raised when the log of a request has no final record after its deadline."""
 
 
 class LogReader:
     """Yields each record of one log once and in order, from record `start` to the final one.
 
-    Bytes that are no record, and records of a kind that this version does not know, are skipped.
-    The latter count as records of the log only if their index continues it.
+    Undecodable messages and records of unknown kinds are skipped. Records of unknown kinds count as
+    records of the log only if their index continues it.
     """
 
     def __init__(self, bus: Bus, request_id: str, start: int, output: str = TEXT) -> None:
@@ -35,13 +35,13 @@ class LogReader:
         self._subject = subjects.tokens(request_id, output)
         self._expected = start
         self._position = 0
-        """The index after that of the last record that was read, wanted or not."""
+        """Index after the last record that was read, including records before `start`."""
         self._next_sequence = 1
-        """The first message that has not been read from the log yet."""
+        """Sequence of the first message that was not read from the log yet."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no record of the log has been seen."""
+        """Whether no record of the log was read."""
         return self._expected == 0
 
     async def __aenter__(self) -> Self:
@@ -58,11 +58,13 @@ class LogReader:
         timeout_s: float | None,
         is_void: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncIterator[AnyRecord]:
-        """`at_once` says that the log may have records already. `is_void` is asked after a silence
-        whether a log without any will stay so.
+        """Yield the records.
 
-        Raises LogTruncated when the next record has been removed, and NotEnded when there is none
-        well after `timeout_s`.
+        With `at_once`, the log is read first, because it may have records already. `is_void` is
+        called when the log is still empty after a pause, and returns whether it will stay empty.
+
+        Raises LogTruncated if the next record has been removed, and NotEnded if there is no final
+        record well after `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
@@ -77,7 +79,7 @@ class LogReader:
                 if not is_final(record):
                     yield record
                     continue
-                # A caller that has the final record may never resume this generator.
+                # A caller with the final record may never resume this generator.
                 await self._bus.unsubscribe(self._live)
                 yield record
                 return
@@ -87,7 +89,7 @@ class LogReader:
                 raise NotEnded("no worker has ended the request by its deadline")
 
     async def _read(self, silence_s: float) -> list[AnyRecord]:
-        """New records in order, live or from the log; none after `silence_s` without any."""
+        """Return new records in order, live or from the log; none after `silence_s` without any."""
         live = await self._live.next(silence_s) if silence_s else None
         if live is not None:
             record = self._decode(live.data)
@@ -115,10 +117,10 @@ class LogReader:
         return new
 
     def _is_known(self, record: AnyRecord | UnknownRecord) -> bool:
-        """Whether a record has been read before.
+        """Return whether a record was read before.
 
-        A log in memory that is lost with the broker is written anew, perhaps in fewer records: then
-        its end has the index of one that was read.
+        A log in memory that is lost with the broker is written again, perhaps in fewer records.
+        Then its final record may have the index of a record that was read.
         """
         return record.index < self._expected and not is_final(record)
 

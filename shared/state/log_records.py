@@ -1,10 +1,10 @@
-"""Records of token logs, as they are decoded from messages.
+"""Decoding of token logs' records.
 
-Anyone who may publish on the bus can put other bytes into a log, and newer versions other kinds of
-records.
+Any client with access to the bus can write other bytes into a log, and newer versions write other
+kinds of records.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import Struct
@@ -15,9 +15,9 @@ from shared.protocol.records import AnyRecord, Failure, Finish, OutputEnd
 
 
 class UnknownRecord(Struct, frozen=True):
-    """A record of a kind that this version does not know; it has an index like any other.
+    """Record of a kind that this version does not know. It has an index like any other record.
 
-    With an index that does not continue the log it counts as bytes that are no record.
+    If its index does not continue the log, it is ignored like an undecodable message.
     """
 
     type: str
@@ -31,23 +31,26 @@ _decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
 
 
 def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
-    """The record in a message of a log; None for bytes that are no record."""
+    """Return the record in a message of a log; None for undecodable bytes."""
     return _decode_known(data) or _decode_unknown(data)
 
 
-def records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
-    """The records in these messages of a log. One of an unknown kind counts if it has the index
-    after that of the record before; the first one has the index `expected`."""
-    found: list[AnyRecord | UnknownRecord] = []
+def records_of(messages: Iterable[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
+    """Return the records in these messages of a log.
+
+    Records of an unknown kind must have the index after the previous record's index. `expected` is
+    the index of the first record.
+    """
+    records: list[AnyRecord | UnknownRecord] = []
     for message in messages:
         record = decode_record(message.data)
         if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
             continue
-        found.append(record)
+        records.append(record)
         expected = record.index + 1
-    return found
+    return records
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
-    """Whether a record is the last one of its log."""
+    """Return whether a record is the last one of its log."""
     return isinstance(record, Finish | Failure | OutputEnd)

@@ -1,9 +1,9 @@
-"""The stream of media files, each named by the SHA-256 of its bytes.
+"""Stream of media files. The name of a file is the SHA-256 of its bytes.
 
 A file is stored as chunks, followed by a head. Readers verify the hash, so that no other bytes can
 be served under a name. An incomplete file counts as missing.
 
-A tenant finds only files that were stored for that tenant: knowing the hash of a file does not give
+A tenant can read only files that were stored for that tenant: the hash of a file does not give
 access to it, and must not reveal whether another tenant has sent it.
 """
 
@@ -26,7 +26,7 @@ from shared.protocol.requests import tenant_header
 
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 8
-# A replica that serves reads may store an image a little later than its leader.
+# A replica that serves reads may store a file a little later than its leader.
 STALE_READ_S = 0.3
 
 _URL = re.compile(r"media:(?:file-)?([0-9a-f]{64})")
@@ -37,7 +37,7 @@ def media_url(name: str) -> str:
 
 
 def parse_media_url(url: str) -> str | None:
-    """Return the name in a `media:` URL, also one with a file's id; None for any other text."""
+    """Return the name in a `media:` URL, with a name or a file's id; None for any other text."""
     match = _URL.fullmatch(url)
     return match and match.group(1)
 
@@ -47,19 +47,19 @@ async def hash_media(data: bytes) -> str:
 
 
 def storage_name(name: str, tenant: str) -> str:
-    """Return the name under which the stream stores a tenant's image."""
+    """Return the name of a tenant's file in the stream."""
     return hashlib.sha256(f"{tenant}:{name}".encode()).hexdigest() if tenant else name
 
 
 async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     """Store `data` for longer than any request that begins now may take.
 
-    A file that was stored recently is not written again. Raises Unavailable.
+    A recently stored file is not written again. Raises Unavailable.
     """
     stored_name = storage_name(name, tenant)
-    found = await _find_head(bus, stored_name)
-    if found is not None:
-        head, stored_ms = found
+    stored = await _find_head(bus, stored_name)
+    if stored is not None:
+        head, stored_ms = stored
         is_recent = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
         if is_recent and head.num_bytes == len(data):
             return
@@ -74,13 +74,13 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
-    if found is not None:
-        head = replace(found[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
+    if stored is not None:
+        head = replace(stored[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
     await bus.publish_without_id(subjects.media(stored_name), to_json(head), tenant_header(tenant))
 
 
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
-    """Return the bytes of this name; None if they are missing or incomplete.
+    """Return the bytes of a file; None if it is missing or incomplete.
 
     Raises MediaTooLarge before more than `max_bytes` are read, or Unavailable.
     """
@@ -93,10 +93,10 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
 
 async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | None:
     stored_name = storage_name(name, tenant)
-    found = await _find_head(bus, stored_name)
-    if found is None:
+    stored = await _find_head(bus, stored_name)
+    if stored is None:
         return None
-    head, _ = found
+    head, _ = stored
     chunks = head.chunks or stored_name
     if head.num_bytes > max_bytes:
         raise MediaTooLarge(
@@ -114,34 +114,34 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
                 return None
             chunks_read.append(chunk.data)
             num_bytes += len(chunk.data)
-    content, found_name = await asyncio.to_thread(_join, chunks_read)
-    return content if found_name == name else None
+    content, content_name = await asyncio.to_thread(_join, chunks_read)
+    return content if content_name == name else None
 
 
 def _join(chunks: list[bytes]) -> tuple[bytes, str]:
-    """Return all bytes and their name; blocks for the time of a copy and a hash of them."""
+    """Return all bytes and their name. Blocks while it copies and hashes them."""
     content = b"".join(chunks)
     return content, hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A stored file, without its bytes."""
+    """Name and head of a stored file."""
 
     name: str
     head: MediaHead
     stored_ms: float
-    """Unix milliseconds of the broker's clock."""
+    """Time of storage, in Unix milliseconds of the broker's clock."""
 
 
 async def look_up(bus: Bus, name: str, tenant: str = "") -> StoredFile | None:
-    """Return what is known of a file; None if it is not stored. Raises Unavailable."""
-    found = await _find_head(bus, storage_name(name, tenant))
-    return None if found is None else StoredFile(name, *found)
+    """Return the name and head of a file; None if it is not stored. Raises Unavailable."""
+    stored = await _find_head(bus, storage_name(name, tenant))
+    return None if stored is None else StoredFile(name, *stored)
 
 
 async def remove(bus: Bus, file: StoredFile, tenant: str = "") -> None:
-    """Remove a file, which requests in progress may then miss. Raises Unavailable."""
+    """Remove a file. Requests in progress that use it may fail. Raises Unavailable."""
     stored_name = storage_name(file.name, tenant)
     await bus.purge(subjects.MEDIA_STREAM, subjects.media(stored_name))
     chunks = file.head.chunks or stored_name
@@ -149,12 +149,12 @@ async def remove(bus: Bus, file: StoredFile, tenant: str = "") -> None:
 
 
 class MediaUpload:
-    """A file that is stored while it arrives, of which no more than a chunk is held."""
+    """Upload of a file, which is stored while it arrives, with at most one chunk in memory."""
 
     def __init__(self, bus: Bus, tenant: str = "") -> None:
         self._bus = bus
         self._tenant = tenant
-        # The file's own name is known at its end.
+        # The file's hash is known only at its end.
         self._chunks = secrets.token_hex(32)
         self._digest = hashlib.sha256()
         self._waiting = bytearray()
@@ -180,7 +180,7 @@ class MediaUpload:
         before = await look_up(self._bus, name, self._tenant)
         head = MediaHead(self.num_bytes, self._num_chunks, self._chunks, filename, purpose)
         subject = subjects.media(storage_name(name, self._tenant))
-        # The head may be stored although nobody hears of it.
+        # The head may be stored although its acknowledgement is lost.
         self._may_be_named = True
         await self._bus.publish_without_id(subject, to_json(head), tenant_header(self._tenant))
         if before is not None and before.head.chunks is not None:
@@ -189,7 +189,7 @@ class MediaUpload:
         return StoredFile(name, head, self._bus.now_ms())
 
     async def abort(self) -> None:
-        """Remove what was stored, unless a head may name it. Raises Unavailable."""
+        """Remove the stored chunks, unless a head may refer to them. Raises Unavailable."""
         self._waiting.clear()
         if self._num_chunks and not self._may_be_named:
             await self._bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(self._chunks))

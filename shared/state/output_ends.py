@@ -1,9 +1,8 @@
-"""The list of a request's outputs that have ended: the stage that completes it ends the request.
+"""List of a request's ended outputs. The stage that completes the list ends the request.
 
-Only a request with several outputs has a list. It is one record that is replaced under a fence
-(expected last sequence), which makes it a counter: a stage that read an old list is refused and
-reads again. Looking at the logs of the other outputs instead loses the end when two stages look at
-the same time.
+Only a request with several outputs has a list. It is one record, which is replaced with an expected
+last sequence: a stage with an old list is refused and reads again. If stages read the logs of the
+other outputs instead, two stages that end at the same time could both miss that all have ended.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _decode = or_none(msgspec.json.Decoder(OutputEnds).decode)
 
 
 async def begin(bus: Bus, request_id: str, outputs: list[str]) -> None:
-    """Write the list of a request's outputs, none of which has ended. Does nothing if it exists."""
+    """Write the list of a request's outputs without any end. Does nothing if it exists."""
     new = OutputEnds(outputs, {})
     try:
         await bus.append(subjects.append(request_id, ENDS), to_json(new), 0)
@@ -35,13 +34,13 @@ async def begin(bus: Bus, request_id: str, outputs: list[str]) -> None:
 
 
 async def expected(bus: Bus, request_id: str) -> list[str]:
-    """The outputs of a request that has several; empty for a request that has its text alone."""
+    """Return the outputs of a request with several; empty for a request with text alone."""
     ends, _ = await _read(bus, request_id)
     return [] if ends is None else ends.expected
 
 
 async def add(bus: Bus, request_id: str, output: str, summary: OutputSummary) -> OutputEnds:
-    """Note that an output has ended, and return the list; does nothing the second time."""
+    """Add an ended output, and return the list. A second call changes nothing."""
 
     def with_output(ends: OutputEnds | None) -> OutputEnds:
         assert ends is not None, "the coordinator writes the list before any stage begins"
@@ -51,7 +50,7 @@ async def add(bus: Bus, request_id: str, output: str, summary: OutputSummary) ->
 
 
 async def has_ended(bus: Bus, request_id: str, output: str) -> bool:
-    """Return whether an output's end has been noted."""
+    """Return whether an output is in the list as ended."""
     ends, _ = await _read(bus, request_id)
     return ends is not None and output in ends.ended
 
@@ -63,7 +62,7 @@ def is_complete(ends: OutputEnds) -> bool:
 async def _change(
     bus: Bus, request_id: str, change: Callable[[OutputEnds | None], OutputEnds]
 ) -> OutputEnds:
-    """Replace the list by `change(list)`, which gets None for a request without a list."""
+    """Replace the list by `change(list)`. The argument is None for a request without a list."""
     while True:
         ends, last_sequence = await _read(bus, request_id)
         changed = change(ends)
@@ -73,13 +72,13 @@ async def _change(
             await bus.append(subjects.append(request_id, ENDS), to_json(changed), last_sequence)
             return changed
         except Fenced:
-            # A replica that answers reads may be a moment behind.
+            # A replica that serves reads may lag for a moment.
             await asyncio.sleep(STALE_READ_S)
 
 
 async def _read(bus: Bus, request_id: str) -> tuple[OutputEnds | None, int]:
     """Return the list, if there is one, and the last sequence of its subject."""
     stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, ENDS))
-    # Anyone may publish other bytes here.
+    # Any client with access to the bus can publish other bytes here.
     lists = (ends for message in reversed(stored) if (ends := _decode(message.data)) is not None)
     return next(lists, None), stored[-1].sequence if stored else 0

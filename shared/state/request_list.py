@@ -1,8 +1,9 @@
-"""The list of requests: read from the ends of the streams, and from the queues of the stages.
+"""List of requests, read from the ends of streams and from the queues of stages.
 
-Nothing keeps a list of requests. This one has those of which a trace is among the latest messages
-of token logs, attempts and gateways' records, and those in a stage. Fields of which nothing is
-stored are None: the model of an ended request is known from its attempts and a gateway's record.
+No stream contains a list of requests. This list has the requests with a message among the latest
+messages of token logs, attempts and gateways' records, and the requests in a stage. Unknown fields
+are None. For example, the model of an ended request is known only from its attempts or the record
+of a gateway.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from shared.state.log_records import decode_record
 from shared.state.request_status import State
 from shared.state.token_log import last_record
 
-# Messages that are read from the end of each stream.
+# Number of messages to read from the end of each stream.
 WINDOW = 2048
-# Requests that are listed at most. Their models, and last records, are looked up one by one.
+# Limit on listed requests, because their models and last records are looked up one by one.
 MAX_REQUESTS = 500
 LOOKUPS_AT_ONCE = 16
 
@@ -37,38 +38,38 @@ class ListedRequest:
     prompt_tokens: int | None
     completion_tokens: int | None
     age_s: float | None
-    """Since its first trace that is stored."""
+    """Time since the first stored message of the request."""
     end: str | None
     """Finish reason, or code of the error."""
 
 
 class Listing(NamedTuple):
     requests: list[ListedRequest]
-    """The newest first."""
+    """Requests, the newest first."""
     is_cut: bool
-    """Whether there may be older requests that were not looked at."""
+    """Whether there may be older requests that were not read."""
 
 
 @dataclass
 class Trace:
-    """What the messages say of one request."""
+    """Data of one request from its messages."""
 
     first_ms: float | None = None
     model: str | None = None
     stage: str | None = None
-    """The stage in whose queue it is."""
+    """Stage with a task of the request."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     num_tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens of each choice so far."""
+    """Number of tokens so far, by choice."""
     finish_reason: str | None = None
     final: Finish | Failure | None = None
     waits_until_ms: float = 0.0
-    """Until then, a request that a gateway has recorded may wait for a coordinator. Later it has
-    ended or was never accepted."""
+    """Time until which a request with a gateway's record may wait for a coordinator. After it, the
+    request has ended or was never accepted."""
     is_looked_up: bool = False
 
     def see(self, ms: float) -> None:
-        """Note the time of a message of this request."""
+        """Record the time of a message of this request."""
         self.first_ms = ms if self.first_ms is None else min(self.first_ms, ms)
 
     def state(self, now_ms: float) -> State:
@@ -82,7 +83,7 @@ class Trace:
 
 
 class RequestTable:
-    """The requests of the messages that were added. Pure."""
+    """Table of the requests in added messages. Pure."""
 
     def __init__(self) -> None:
         self.traces: dict[str, Trace] = {}
@@ -120,7 +121,7 @@ class RequestTable:
                 trace.see(attempt.began_ms)
 
     def add_record(self, request_id: str, record: RequestRecord) -> None:
-        """Add the record that a gateway has of a request, or of the parts that it consists of."""
+        """Add a gateway's record of a request, or of the parts of a request."""
         if record.num_parts > 1:
             del self.traces[request_id]
             for name in (f"{request_id}-{i}" for i in range(record.num_parts)):
@@ -129,21 +130,21 @@ class RequestTable:
             return
         trace = self.traces[request_id]
         if not record.timeout_s and trace == Trace(is_looked_up=True):
-            del self.traces[request_id]  # It is another name of a request.
+            del self.traces[request_id]  # Another name of a request that is already in the table.
             return
         trace.model = record.model
         trace.waits_until_ms = 1000 * (record.created_s + record.timeout_s + GRACE_S)
         trace.see(1000.0 * record.created_s)
 
     def cut(self, num_requests: int, now_ms: float) -> bool:
-        """Forget all but the newest requests, and return whether there were more."""
+        """Remove all but the newest requests, and return whether there were more."""
         older = self.rows(now_ms)[num_requests:]
         for row in older:
             del self.traces[row.request_id]
         return bool(older)
 
     def incomplete(self) -> list[str]:
-        """Return the requests of which not all was looked up, or that are nowhere."""
+        """Return the requests with unknown fields, or without a known place."""
         return [
             request_id
             for request_id, trace in self.traces.items()
@@ -151,16 +152,16 @@ class RequestTable:
         ]
 
     def set_queued(self, queued: Iterable[str]) -> None:
-        """Set the subjects of all tasks that stages have."""
+        """Set the stages of requests from the subjects of all queued tasks."""
         for trace in self.traces.values():
             trace.stage = None
         for subject in queued:
-            found = self.add_name(subject)
-            if found is not None:
-                found.stage, found.model, _ = subjects.parts_of_stage(subject)
+            queued_trace = self.add_name(subject)
+            if queued_trace is not None:
+                queued_trace.stage, queued_trace.model, _ = subjects.parts_of_stage(subject)
 
     def rows(self, now_ms: float) -> list[ListedRequest]:
-        """Return all requests, the newest first; those without a time before."""
+        """Return all requests, the newest first. Requests without a time come before them."""
         rows = [_row(request_id, trace, now_ms) for request_id, trace in self.traces.items()]
         return sorted(rows, key=lambda row: (row.age_s or 0.0, row.request_id))
 
@@ -180,14 +181,14 @@ def _row(request_id: str, trace: Trace, now_ms: float) -> ListedRequest:
 
 
 class RequestLister:
-    """Reads the list. Each further `update` reads what is new."""
+    """Reads the list. Each further `update` reads only new messages."""
 
     def __init__(self, bus: Bus, window: int = WINDOW) -> None:
         self._bus = bus
         self._window = window
         self._table = RequestTable()
         self._next: dict[str, int] = {}
-        """The first sequence of each stream that was not read."""
+        """First unread sequence of each stream."""
         self._is_cut = False
 
     async def update(self) -> Listing:
@@ -204,15 +205,15 @@ class RequestLister:
         return Listing(self._table.rows(self._bus.now_ms()), self._is_cut)
 
     async def _read_end(self, stream: str, subject: str) -> list[StoredMessage]:
-        """Return what is new in a stream: of the first time, the latest messages."""
-        first, last = await self._bus.figures.sequence_range(stream)
+        """Return the new messages of a stream; the first time, its latest messages."""
+        first, last = await self._bus.sequence_range(stream)
         start = max(self._next.get(stream, first), last - self._window + 1)
         self._is_cut |= start > first and stream not in self._next
         self._next[stream] = last + 1
         return await self._bus.read(stream, subject, start) if start <= last else []
 
     async def _look_up(self) -> None:
-        """Look up what the messages did not say."""
+        """Look up the fields that the messages did not contain."""
         self._is_cut |= self._table.cut(MAX_REQUESTS, self._bus.now_ms())
         credit = asyncio.Semaphore(LOOKUPS_AT_ONCE)
 
@@ -225,7 +226,7 @@ class RequestLister:
     async def _look_up_one(self, request_id: str) -> None:
         trace = self._table.traces[request_id]
         if trace.final is None and trace.stage is None:
-            # It may have ended since, or before the messages that were read.
+            # The request may have ended meanwhile, or before the messages that were read.
             last = await last_record(self._bus, request_id)
             if isinstance(last, Finish | Failure):
                 self._table.add_final(trace, last)

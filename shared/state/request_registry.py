@@ -1,4 +1,4 @@
-"""Records of the requests of gateways, in a stream that every gateway reads."""
+"""Records of gateways' requests, in a stream that every gateway reads."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,8 +29,8 @@ async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str
     `record` is stored only if there is none yet. `holder` is a unique name that begins with the
     worker's name and a colon.
 
-    Raises PayloadTooLarge, or Unavailable, also for a record that cannot be read. The gateway that
-    has written it answers the request, which would be computed twice under another id.
+    Raises PayloadTooLarge or Unavailable. A stored record that cannot be read raises Unavailable
+    too, because the gateway that has written it answers the request.
     """
     while True:
         try:
@@ -79,7 +79,7 @@ async def _are_dead(bus: Bus, workers: set[str]) -> bool:
 async def find(bus: Bus, request_id: str) -> RequestRecord | None:
     """Return the record of a request; None if there is none, or if it has expired.
 
-    Bytes that are no record count as none, because anyone may publish on the bus.
+    Undecodable bytes count as no record, because any client may publish on the bus.
 
     Raises Unavailable.
     """
@@ -92,8 +92,8 @@ async def _change_holders(
 ) -> RequestRecord | None:
     """Apply `change` to the holders. Return the new record, or None if there is no record.
 
-    Raises DecodeError for bytes that are no record. A newer gateway may have written them, so they
-    stay.
+    Raises DecodeError for undecodable bytes. They are not replaced, because a newer gateway may
+    have written them.
     """
     subject = subjects.job(request_id)
     while (stored := await bus.read_last(subjects.JOBS_STREAM, subject)) is not None:

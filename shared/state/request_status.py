@@ -1,6 +1,6 @@
-"""The status of a request: read from its log, its queue, its attempts and a worker's heartbeat.
+"""Status of a request, read from its log, its queue, its attempts and its worker's heartbeat.
 
-Workers write nothing for this purpose; each of the four is looked up by the request's id.
+Workers store nothing else for this purpose. All of these are found by the request's id.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from shared.state.log_reader import GRACE_S
 from shared.state.scale_state import find_pool
 from shared.state.token_log import last_record
 
-# What the explanation of a busy engine reads from its load; other roles report other figures.
+# Keys in the load of an engine that the explanation of a busy engine needs.
 ENGINE_LOAD = {"running", "free_blocks", "blocks"}
 
 State = Literal["unknown", "queued", "running", "finished", "failed"]
@@ -29,17 +29,18 @@ Outcome = Literal["open", "requeued", "failed", "done", "superseded", "ended"]
 
 
 class _AnyTask(msgspec.Struct, frozen=True):
-    """A task of any stage."""
+    """Task of any stage."""
 
     header: TaskHeader
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A worker's attempt at a request. The fields are those of an AttemptRecord.
+    """Attempt of a worker at a request, with the fields of an AttemptRecord.
 
-    An attempt without a second record is `done` if the request went on from it, `superseded` if its
-    stage has a later attempt, and `ended` if the request ended without it. Else it is `open`.
+    An attempt without a second record is `done` if the request continued from it, `superseded` if
+    its stage has a later attempt, and `ended` if the request ended without it. Otherwise it is
+    `open`.
     """
 
     stage: str
@@ -58,19 +59,19 @@ class RequestStatus:
     worker: str | None = None
     attempt: int | None = None
     waits_s: float | None = None
-    """Time in this stage so far."""
+    """Time in the current stage so far."""
     records: int = 0
-    """Number of records in its token log."""
+    """Number of records in the token log."""
     why: str = ""
     error_code: str | None = None
     """Code of the error; None unless the request has failed."""
     attempts: list[Attempt] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
-    """The stages behind it."""
+    """Previous stages."""
     pool: str | None = None
-    """What the pool of its stage does, where an autoscaler leads and the pool has no worker."""
+    """State of the stage's pool, if an autoscaler leads and the pool has no worker."""
     num_unread: int = 0
-    """Requests that wait for a coordinator. An unknown request may be one of them."""
+    """Number of requests that wait for a coordinator. An unknown request may be one of them."""
 
     @property
     def has_ended(self) -> bool:
@@ -78,20 +79,20 @@ class RequestStatus:
 
 
 async def find(bus: Bus, request_id: str) -> RequestStatus:
-    """Look a request up. Raises InvalidRequest for what cannot be an id, and Unavailable."""
+    """Return the status of a request. Raises InvalidRequest for an invalid id, and Unavailable."""
     if not names.is_task_id(request_id):
         raise InvalidRequest(f"a request id {names.NAME_RULE}", field="request_id")
     last = await last_record(bus, request_id)
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    found = (decode_attempt(message.data) for message in stored)
-    records = [attempt for attempt in found if attempt is not None]
+    decoded = (decode_attempt(message.data) for message in stored)
+    records = [attempt for attempt in decoded if attempt is not None]
     num_records = 0 if last is None else last.index + 1
     status = RequestStatus(request_id, "unknown", records=num_records)
     if isinstance(last, Finish | Failure):
         return _ended(status, last, records)
     work = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
-        # It may have ended between the two reads.
+        # The request may have ended between the two reads.
         last = await last_record(bus, request_id)
         if isinstance(last, Finish | Failure):
             return _ended(replace(status, records=last.index + 1), last, records)
@@ -117,8 +118,11 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
 def _attempts(
     records: list[AttemptRecord], path: list[StageSpan], latest: Literal["open", "ended"]
 ) -> list[Attempt]:
-    """The attempts of a request. `latest` is the outcome of a stage's last one, if it has none."""
-    # The second record of an attempt takes the place of its first.
+    """Return the attempts of a request.
+
+    `latest` is the outcome of a stage's last attempt if it has no second record.
+    """
+    # The second record of an attempt replaces the first one.
     merged = {(r.stage, r.worker, r.number, r.began_ms): r for r in records}
     left = {(span.stage, span.worker, span.attempt) for span in path}
     last_of_stage = {record.stage: key for key, record in merged.items()}
@@ -134,7 +138,7 @@ def _attempts(
 
 
 def _path_of(task: bytes) -> list[StageSpan]:
-    """The stages behind a task; none if the task cannot be decoded."""
+    """Return the previous stages of a task; none if the task cannot be decoded."""
     try:
         return envelope.decode(task, _AnyTask)[0].header.path
     except DecodeError:
@@ -157,11 +161,11 @@ def _ended(
 
 
 async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
-    """The status of a request that has no task and has not ended, as far as it is known of."""
+    """Return the status of a request without a task or an end."""
     record = await request_registry.find(bus, status.request_id)
     if record is not None and record.num_parts > 1:
         first, last = f"{status.request_id}-0", f"{status.request_id}-{record.num_parts - 1}"
-        why = f"its {record.num_parts} prompts are requests of their own: {first} to {last}"
+        why = f"its {record.num_parts} prompts are separate requests: {first} to {last}"
         return replace(status, why=why)
     if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):
         why = "a gateway has recorded it, and no coordinator has accepted it yet"
@@ -183,12 +187,12 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
 
 
 async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:
-    """Add what the pool of the stage does, if an autoscaler leads and the pool has no worker."""
+    """Add the state of the stage's pool, if an autoscaler leads and the pool has no worker."""
     stage, model, _ = subjects.parts_of_stage(work.subject)
-    found = await find_pool(bus, stage, model)
-    if found is None or found[1].running:
+    pool = await find_pool(bus, stage, model)
+    if pool is None or pool[1].running:
         return status
-    name, state = found[0], found[1].state
+    name, state = pool[0], pool[1].state
     return replace(status, why=f"{status.why}; pool {name} is {state}", pool=f"pool {state}")
 
 

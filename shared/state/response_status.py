@@ -1,4 +1,4 @@
-"""The status of a response: where it is, and what it waits for, read from the log of its steps."""
+"""Status of a response and the reason why it waits, read from the log of its steps."""
 
 from typing import Literal
 
@@ -14,24 +14,24 @@ AGENT = "agent"
 
 
 class FoundResponse(Struct, frozen=True):
-    """What is known of a response."""
+    """Status of a response."""
 
     response_id: str
     state: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     steps: int
     turn: int | None
-    """The turn that is being written, or the last one."""
+    """Current or last turn."""
     call: str | None
-    """The call that is being made, as `server.tool`, or `image_generation`."""
+    """Current call, as `server.tool` or `image_generation`."""
     waits_s: float
     """Time since the last step."""
     why: str
 
 
 async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
-    """Look a response up, whoever's it is. Raises InvalidRequest or Unavailable."""
+    """Return the status of a response of any tenant. Raises InvalidRequest or Unavailable."""
     if names.TENANT_MARK in response_id:
-        return None  # It is the id of a request.
+        return None  # The id belongs to a request.
     if not names.is_name(response_id):
         raise InvalidRequest(f"a response id {names.NAME_RULE}", field="request_id")
     stored = await bus.read(subjects.STEPS_STREAM, subjects.steps(None, response_id))
@@ -84,8 +84,8 @@ async def _why(bus: Bus, state: ResponseState) -> str:
     return "an agent is about to take the next step"
 
 
-def _request_of(state: ResponseState, asked: Asked) -> str:
-    return turn_id(state.response_id, asked.turn)
+def _request_of(state: ResponseState, turn: Asked) -> str:
+    return turn_id(state.response_id, turn.turn)
 
 
 def _end_of(state: ResponseState) -> str:

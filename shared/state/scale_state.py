@@ -1,4 +1,4 @@
-"""Bucket of autoscaling: the leader's plan, the actuators' reports, and an operator's orders."""
+"""Bucket of autoscaling, with the leader's plan, the actuators' reports, and operators' orders."""
 
 from collections.abc import Callable
 
@@ -18,21 +18,21 @@ from shared.protocol.messages import (
 )
 from shared.scaling.pools import pool_name
 
-# A report comes every second. Without one, the actuator is away, and its workers are unknown.
+# Actuators report every second. Without a report, the actuator is away and its workers unknown.
 REPORT_AGE_S = 5.0
 
-# Two operators at a time are rare, and each conflict means that one of them has been stored.
+# Simultaneous changes by operators are rare, and after each conflict one change is stored.
 CONFLICTS = 10
 
 
 async def read_plan(bus: Bus) -> ScalePlan | None:
-    """Return the plan, also of a leader that has ended."""
+    """Return the plan, even if its leader has ended."""
     last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
     return None if last is None else decode_scale_plan(last.data)
 
 
 async def read_current_plan(bus: Bus) -> ScalePlan | None:
-    """Return the plan of a leader that lives."""
+    """Return the plan of a living leader."""
     last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
     if last is None or bus.now_ms() - last.stored_ms > 1000 * PLAN_AGE_S:
         return None
@@ -41,7 +41,7 @@ async def read_current_plan(bus: Bus) -> ScalePlan | None:
 
 
 async def read_report(bus: Bus, pool: str, max_age_s: float = REPORT_AGE_S) -> PoolReport | None:
-    """Return the report on a pool, of an actuator that lives."""
+    """Return the report on a pool by a living actuator."""
     last = await bus.read_last(subjects.SCALE_STREAM, subjects.scale_report(pool))
     if last is None or bus.now_ms() - last.stored_ms > 1000 * max_age_s:
         return None
@@ -58,7 +58,7 @@ async def read_orders(bus: Bus) -> ScaleOrders:
 
 
 async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) -> ScaleOrders:
-    """Replace the orders by what `change` makes of them. Raises Fenced after many conflicts."""
+    """Replace the orders by `change(orders)`. Raises Fenced after many conflicts."""
     for _ in range(CONFLICTS):
         last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_ORDERS)
         before = None if last is None else decode_scale_orders(last.data)
@@ -69,12 +69,12 @@ async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) 
         except Fenced:
             continue
         return orders
-    raise Fenced("other operators change the orders all the time")
+    raise Fenced("other operators change the orders at the same time; try again")
 
 
 async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | None:
-    """Return name and plan of the pool that serves this stage; None if nobody scales it."""
+    """Return name and plan of the pool that serves a stage; None if it is not scaled."""
     plan = await read_current_plan(bus)
     names = (pool_name(stage, model), pool_name(stage, None))
-    found = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
-    return next(found, None)
+    pools = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
+    return next(pools, None)

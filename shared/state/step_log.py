@@ -1,7 +1,7 @@
-"""Logs of steps: one subject for each response, append-only, fenced, readable from its beginning.
+"""Logs of steps: one subject per response, append-only, fenced, readable from the beginning.
 
-A writer must know all steps before its own. The server refuses one that another writer has
-overtaken, which then reads what is new and plans anew.
+A writer must have read all earlier steps. If another writer has appended meanwhile, the server
+refuses the append. The writer then reads the new steps and plans again.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from shared.protocol.encoding import to_json
 from shared.protocol.steps import Begun, Ended, Step, decode_step
 from shared.responses.state import ResponseState
 
-# Live steps may be lost on the way: after this silence the log is read.
+# Live steps may be lost, so the log is read after this silence.
 SILENCE_S = 2.0
 READ_AT_ONCE = 8
 PREVIOUS = "previous_response_id"
 MAX_SILENCE_S = 15.0
 UNSTORED_TTL_S = 3600.0
-"""Time for which the steps of a response are kept that is not to be stored."""
+"""Time for which the steps of a response with `store: false` are stored."""
 
 
 class StepLog:
-    """The log of one response, as far as this process knows it."""
+    """Log of one response, up to the last step that this process has read."""
 
     def __init__(self, bus: Bus, tenant: str, response_id: str) -> None:
         self._bus = bus
@@ -37,20 +37,20 @@ class StepLog:
         self.response_id = response_id
         self.state = ResponseState(response_id)
         self.num_bytes = 0
-        """Bytes of the steps that were read or appended."""
+        """Total size of the steps that were read or appended."""
         self._last_sequence = 0
         self._appending = b""
-        """The step that this process is appending, until it is known to be stored."""
+        """Step that this process is appending, until it is acknowledged."""
         self.overtaken = False
-        """Whether steps of others were read, which what is being done does not know of. Appends are
-        refused until whoever plans anew sets it to False."""
+        """Whether steps of another worker were read since the last plan. Appends are refused until
+        the caller has planned again and sets it to False."""
         self._lock = asyncio.Lock()
-        """Held during an append, which other tasks of this process may want as well."""
+        """Held during an append, because several tasks of this process may append."""
         self._append_to = subjects.step(tenant, response_id)
         self._read_from = subjects.steps(tenant, response_id)
 
     async def refresh(self, max_bytes: int | None = None) -> list[Step]:
-        """Apply the steps that are new in the log, and return them.
+        """Apply the new steps of the log, and return them.
 
         Raises PayloadTooLarge for more than `max_bytes`, and Unavailable.
         """
@@ -60,16 +60,16 @@ class StepLog:
         return [step for message in stored if (step := self.accept(message)) is not None]
 
     def accept(self, message: StoredMessage) -> Step | None:
-        """Apply a message of the log that was read live.
+        """Apply a live message of the log, and return its step.
 
-        None for one that is not the next step, or that is being appended here. Bytes that are no
-        step, and steps of a newer version, are skipped.
+        Return None for a message that is not the next step, or that this process is appending.
+        Undecodable messages and steps of a newer version are skipped.
         """
         if message.sequence <= self._last_sequence:
             return None
         step = decode_step(message.data)
         if step is not None and step.index > self.state.num_steps:
-            return None  # Steps before it were missed.
+            return None  # Earlier steps were missed.
         self._last_sequence = message.sequence
         self.num_bytes += len(message.data)
         if step is None or step.index < self.state.num_steps:
@@ -77,19 +77,17 @@ class StepLog:
         try:
             self.state.apply(step)
         except (AssertionError, LookupError) as error:
-            raise DecodeError(
-                f"the steps of {self.response_id} do not follow from each other"
-            ) from error
+            raise DecodeError(f"the steps of {self.response_id} are not consecutive") from error
         if message.data == self._appending:
             self._appending = b""
             return None
         return step
 
     async def append(self, step: Step) -> Step:
-        """Append a step, whose index is set here, and apply it.
+        """Set the index of a step, append the step, and apply it.
 
-        Raises Fenced when another writer was faster; the log is then refreshed, and `overtaken`.
-        Raises Overloaded when the store is full.
+        Raises Fenced if another writer has appended before; the log is then refreshed, and
+        `overtaken` is set. Raises Overloaded if the stream is full.
         """
         async with self._lock:
             return await self._append(step)
@@ -104,13 +102,13 @@ class StepLog:
         try:
             sequence = await self._bus.append(self._append_to, data, self._last_sequence, ttl_s)
         except Fenced:
-            # The append may be stored although its ack was lost.
-            # Other tasks may wait to append what was planned before.
+            # The step may be stored although its ack was lost. Otherwise tasks that wait to append
+            # have planned without the new steps.
             self.overtaken = bool(await self.refresh()) or self.overtaken
             if self._appending:
                 raise
             return step
-        if self._appending:  # It was not read live yet.
+        if self._appending:  # The live message has not been read yet.
             self._last_sequence = sequence
             self.num_bytes += len(data)
             self.state.apply(step)
@@ -118,7 +116,7 @@ class StepLog:
         return step
 
     async def follow(self) -> AsyncIterator[Step]:
-        """Yield all further steps, to the end of the response."""
+        """Yield all further steps, up to the end of the response."""
         async with self.watch() as watch:
             while self.state.ended is None:
                 for step in await watch.next():
@@ -144,7 +142,7 @@ class StepLog:
 
 
 class StepWatch:
-    """Reads the new steps of one log, live or from the stream."""
+    """Reader of the new steps of one log, live or from the stream."""
 
     def __init__(self, log: StepLog, live: LiveSubscription) -> None:
         self._log = log
@@ -168,7 +166,7 @@ class StepWatch:
 async def open_log(
     bus: Bus, tenant: str, response_id: str, max_bytes: int | None = None
 ) -> StepLog:
-    """Return the log of a response with all its steps; it has none if there is no response.
+    """Return the log of a response with all its steps; without a response it is empty.
 
     Raises PayloadTooLarge for more than `max_bytes`, and Unavailable.
     """
@@ -182,8 +180,8 @@ async def open_conversation(
 ) -> AsyncIterator[StepLog]:
     """Yield the logs of responses that continue each other.
 
-    Raises NotFound for a response that is deleted, ContextTooLong when the logs together have more
-    than `max_bytes`, and Unavailable.
+    Raises NotFound for a deleted response, ContextTooLong if the logs together exceed `max_bytes`,
+    and Unavailable.
     """
     left = max_bytes
     for first in range(0, len(response_ids), READ_AT_ONCE):

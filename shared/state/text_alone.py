@@ -1,4 +1,4 @@
-"""The end of a request with its text alone, for `on_late: text`."""
+"""End of a request with its text alone, for `on_late: text`."""
 
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
@@ -11,9 +11,10 @@ from shared.state.token_log import close_log, end_request, finish_request
 async def cut_outputs(
     bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
 ) -> bool:
-    """End a request with its text alone: cut the outputs beside it, for the reason `error`.
+    """End a request with its text alone: cut its other outputs, for the reason `error`.
 
-    Return whether the request has ended. If not, its text has not, whose stage then ends it.
+    Return whether the request has ended. If the text has not ended, the stage that writes it ends
+    the request later.
     """
     summary, ends = OutputSummary(path=path, error=error_info(error)), None
     for output in await output_ends.expected(bus, request_id):
@@ -23,7 +24,7 @@ async def cut_outputs(
             bus, request_id, output, lambda index: OutputEnd(index, attempt, summary, cut=True)
         )
         if end.cut and end.summary.error is None:
-            # The worker that cut it was to end the request with an error, and may have died.
+            # An earlier worker has cut the output to end the request with an error, and has died.
             await end_request(bus, request_id, attempt, error, path)
             return True
         ends = await output_ends.add(bus, request_id, output, end.summary)

@@ -1,23 +1,22 @@
 """Token logs: one subject per output of a request, append-only, fenced, readable from any index.
 
-The log of the text is the request's own: TokenChunk records with indexes 0, 1, 2, …, then exactly
-one Finish or Failure, which ends the request. Another output has pieces of its kind (MediaChunk,
-CodeChunk, AudioChunk) and one OutputEnd. A writer must know the last message of its log, and the
-server refuses a writer that another one has overtaken.
+The log of the text is the request's own log: TokenChunk records with indexes 0, 1, 2, …, then
+exactly one Finish or Failure, which ends the request. Another output has pieces of its kind
+(MediaChunk, CodeChunk, AudioChunk) and one OutputEnd. A writer must know the last message of its
+log. If another writer has appended meanwhile, the server refuses the append.
 
-Anyone who may publish on the bus can put other bytes into a log. Readers skip bytes that are no
-record, and record kinds of a newer version; a writer that finds only bytes that are no record after
-its own last one goes on behind them.
+Any client with access to the bus can write other bytes into a log. Readers skip undecodable
+messages and records of unknown kinds. If all messages after a writer's own last one are
+undecodable, the writer continues after them.
 """
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shared.bus.bus import Bus
-from shared.bus.reading import STALE_READ_S
+from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.reading import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -47,26 +46,26 @@ from shared.state.log_records import UnknownRecord, decode_record, is_final, rec
 
 
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
-    """The last record of a request's own log that this version knows; None for an empty log."""
+    """Return the last record of a request's own log of a known kind; None for an empty log."""
     tail = await _read_tail(bus, request_id, TEXT)
-    return tail.known if isinstance(tail.known, LogRecord) else None
+    return tail.record if isinstance(tail.record, LogRecord) else None
 
 
 async def last_of_output(bus: Bus, request_id: str, output: str) -> AnyRecord | None:
-    """The last record of an output's log that this version knows; None for an empty log."""
-    return (await _read_tail(bus, request_id, output)).known
+    """Return the last record of an output's log of a known kind; None for an empty log."""
+    return (await _read_tail(bus, request_id, output)).record
 
 
 class _Tail(NamedTuple):
-    """The end of a log."""
+    """End of a log."""
 
-    known: AnyRecord | None
-    """The final record, or the last one of a kind that this version knows."""
+    record: AnyRecord | None
+    """Final record, or the last record of a kind that this version knows."""
     next_index: int
     last_sequence: int
-    """Sequence of the last message, record or not."""
+    """Sequence of the last message, which may be undecodable."""
     headers: Mapping[str, str]
-    """What that message says of the log's tenant and size."""
+    """Headers of the last message, with the log's tenant and size."""
 
 
 async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
@@ -77,66 +76,68 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     record = decode_record(last.data)
     if record is not None and not isinstance(record, UnknownRecord):
         return _Tail(record, record.index + 1, last.sequence, last.log_headers)
-    # Other bytes cover the last record: only then is the whole log read.
+    # The whole log is read only if its last message is not a record of a known kind.
     stored = await bus.read(subjects.TOKENS_STREAM, subject)
     records = records_of(stored, 0)
-    known = [record for record in records if not isinstance(record, UnknownRecord)]
+    readable = [record for record in records if not isinstance(record, UnknownRecord)]
+    last_readable = readable[-1] if readable else None
     return _Tail(
-        next((record for record in known if is_final(record)), known[-1] if known else None),
+        next((record for record in readable if is_final(record)), last_readable),
         records[-1].index + 1 if records else 0,
         stored[-1].sequence if stored else 0,
         last.log_headers,
     )
 
 
-@dataclass(eq=False)
 class LogWriter:
-    """The right to append to one output's log, until another worker takes it.
+    """Writer of one output's log, until another worker appends to it.
 
-    `records` is what the log held when it was opened. Every append raises Fenced once another
-    writer has appended; the holder then drops the request without a further record.
+    Every append raises Fenced once another writer has appended. The worker then drops the request
+    without a further record.
     """
 
-    _bus: Bus
-    _request_id: str
-    output: str
-    _attempt: int
-    records: list[AnyRecord]
-    _next_index: int
-    _last_sequence: int
-    _tenant: str
-    _num_bytes: int
-    before_first: Callable[[], Awaitable[None]] | None = None
-    """Awaited once, before the first append of this writer; see `begin`."""
+    def __init__(
+        self,
+        bus: Bus,
+        request_id: str,
+        attempt: int,
+        output: str,
+        tenant: str,
+        stored: Sequence[StoredMessage],
+    ) -> None:
+        """Begin after `stored`, all messages of the log; `open` reads them. Raises LogTruncated."""
+        records = records_of(stored, 0)
+        if records and records[0].index != 0:
+            raise LogTruncated(
+                "the beginning of this request's token log has been removed to make room"
+            )
+        if records:
+            attempt = max(attempt, records[-1].attempt + 1)
+        self.output = output
+        self.records = [record for record in records if not isinstance(record, UnknownRecord)]
+        """Records of known kinds in the log when it was opened."""
+        self.before_first: Callable[[], Awaitable[None]] | None = None
+        """Awaited once, before the first append of this writer; see `begin`."""
+        self._bus = bus
+        self._request_id = request_id
+        self._attempt = attempt
+        self._next_index = records[-1].index + 1 if records else 0
+        self._last_sequence = stored[-1].sequence if stored else 0
+        self._tenant = tenant
+        self._num_bytes = sum(stored_bytes(message.data) for message in stored)
 
     @classmethod
     async def open(
         cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT, tenant: str = ""
     ) -> "LogWriter":
-        """Raises LogTruncated when the beginning of the log has been removed.
+        """Open a log. Raises LogTruncated if its beginning has been removed.
 
-        Deliveries of a task that was published again count from 1, but attempts in a log only rise.
+        After a task is published again, its deliveries count from 1 again. Attempts in a log only
+        rise, so the attempt is higher than any earlier one in the log.
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        found = records_of(stored, 0)
-        if found and found[0].index != 0:
-            raise LogTruncated(
-                "the beginning of this request's token log has been removed to make room"
-            )
-        if found:
-            attempt = max(attempt, found[-1].attempt + 1)
-        return cls(
-            bus,
-            request_id,
-            output,
-            attempt,
-            [record for record in found if not isinstance(record, UnknownRecord)],
-            found[-1].index + 1 if found else 0,
-            stored[-1].sequence if stored else 0,
-            tenant,
-            sum(stored_bytes(message.data) for message in stored),
-        )
+        return cls(bus, request_id, attempt, output, tenant, stored)
 
     @property
     def closed(self) -> bool:
@@ -161,7 +162,7 @@ class LogWriter:
     async def codes(
         self, position: int, frames: list[list[int]], end_token: int | None = None
     ) -> None:
-        """Append codec frames; `position` is the index of the first one in the speech."""
+        """Append codec frames. `position` is the index of the first frame in the speech."""
         chunk = CodeChunk(self._next_index, self._attempt, position, frames, end_token)
         await self._append(chunk)
 
@@ -180,7 +181,7 @@ class LogWriter:
     async def step(
         self, number: int, step: int, steps: int, *, state: str = "", preview: str = ""
     ) -> None:
-        """Append how far an image is; see StepState for the arguments."""
+        """Append the progress of an image; see StepState for the arguments."""
         chunk = StepState(self._next_index, self._attempt, number, step, steps, state, preview)
         await self._append(chunk)
 
@@ -189,7 +190,7 @@ class LogWriter:
         await self._append(ImageRecord(self._next_index, self._attempt, number, media, *size, seed))
 
     async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:
-        """Append the record that ends the request; `outputs` are those beside its text."""
+        """Append the record that ends the request. `outputs` are its outputs other than text."""
         assert summary.usage is not None
         await self._append(
             Finish(
@@ -203,7 +204,7 @@ class LogWriter:
         )
 
     async def end(self, summary: OutputSummary) -> None:
-        """Append the record that ends an output which is not the request's text."""
+        """Append the record that ends an output other than the request's text."""
         await self._append(OutputEnd(self._next_index, self._attempt, summary))
 
     async def begin(self) -> None:
@@ -229,16 +230,16 @@ class LogWriter:
         self._next_index += 1
 
     async def _is_stored(self, data: bytes) -> bool:
-        """Whether a refused append is in the log all the same, because only its ack was lost.
+        """Return whether a refused append is in the log, because only its ack was lost.
 
-        Records carry index and attempt, so equal bytes at the end of the log are this writer's. If
-        only foreign bytes are new there, the append may be repeated behind them. Raises Fenced when
-        another writer has appended a record.
+        Records contain index and attempt, so equal bytes at the end of the log are this writer's
+        record. If all new messages are undecodable, the append can be repeated after them. Raises
+        Fenced if another writer has appended a record.
         """
         subject = subjects.tokens(self._request_id, self.output)
         stored = await self._bus.read(subjects.TOKENS_STREAM, subject, self._last_sequence + 1)
         if not stored:
-            # A replica that answers reads may be a moment behind the one that refused.
+            # The replica that serves reads may not have the record that the leader refused for.
             raise Fenced(f"another worker writes the log of {self._request_id}")
         new = records_of(stored, self._next_index)
         if new and (len(new) > 1 or all(message.data != data for message in stored)):
@@ -257,8 +258,8 @@ async def end_request(
 ) -> None:
     """End a request with `error`, unless its log has its final record already.
 
-    Outputs beside its text are closed first, so that no worker appends to one after the end. The
-    `tenant` is needed for a log without any record.
+    Outputs other than its text are closed first, so that no worker appends to them after the end.
+    The `tenant` is needed for a log without any record.
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
     await close_log(
@@ -267,15 +268,15 @@ async def end_request(
         tenant,
     )
     if not had_outputs:
-        # A coordinator may have written the list of them in the meantime. One that writes it from
-        # now on finds the request ended, and closes them itself.
+        # A coordinator may have written the list of outputs meanwhile. A coordinator that writes it
+        # later reads that the request has ended, and closes the outputs itself.
         await close_outputs(bus, request_id, attempt)
 
 
 async def close_outputs(bus: Bus, request_id: str, attempt: int) -> bool:
-    """Cut those outputs of a request, beside its text, that have not ended.
+    """Cut the outputs of a request that have not ended, except its text.
 
-    False for a request without a list of its outputs, which may be one that is yet to be admitted.
+    Return False for a request without a list of outputs, which may not have been admitted yet.
     """
     expected = await output_ends.expected(bus, request_id)
     for output in expected:
@@ -292,7 +293,7 @@ async def close_outputs(bus: Bus, request_id: str, attempt: int) -> bool:
 async def finish_request(
     bus: Bus, request_id: str, attempt: int, ended: dict[str, OutputSummary]
 ) -> None:
-    """End a request whose outputs are all complete, unless its log has its final record already."""
+    """End a request with complete outputs, unless its log already has its final record."""
     text = ended.get(TEXT, OutputSummary())
     others = {name: summary for name, summary in ended.items() if name != TEXT}
     spans = {span for summary in ended.values() for span in summary.path}
@@ -312,8 +313,8 @@ async def close_log(
     """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
-        if is_final(tail.known):
-            return tail.known
+        if is_final(tail.record):
+            return tail.record
         try:
             record = final(tail.next_index)
             subject = subjects.append(request_id, output)
@@ -321,6 +322,6 @@ async def close_log(
             await bus.append(subject, to_json(record), tail.last_sequence, headers=headers)
             return record
         except Fenced:
-            # Another writer may have ended it, or only have added to it; or this append is stored
-            # and its ack was lost. A replica that answers reads may not know of it yet.
+            # Another writer may have ended the log or appended to it, or this record is stored and
+            # its ack was lost. The replica that serves reads may lag.
             await asyncio.sleep(STALE_READ_S)

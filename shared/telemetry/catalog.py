@@ -1,7 +1,7 @@
 """Catalog of all metrics: names, kinds and descriptions. Names follow vLLM where it has the metric.
 
 All metrics have the labels `model`, `role` and `worker` where these apply. Times since a request's
-acceptance use the broker's clock, so that clocks of machines do not matter.
+acceptance use the broker's clock, because the clocks of machines may differ.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class MetricSpec:
     """Name without the prefix; a counter's name ends in `_total`."""
     kind: Kind
     source: str
-    """Role that reports it."""
+    """Role that reports the metric."""
     description: str
     """Meaning and unit."""
     labels: tuple[str, ...] = ()
@@ -47,8 +47,7 @@ ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coord
 GENERATOR, GATEWAY, AUTOSCALER = "generator", "gateway", "autoscaler"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
-# Descriptions by name, with the labels besides the own ones in braces; grouped by kind, source and
-# bounds.
+# Descriptions by name, with further labels in braces, grouped by kind, source and bounds.
 _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("histogram", ENGINE, LONG_S): {
         "time_to_first_token_seconds": (
@@ -121,7 +120,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "encoded_items_total": "Items encoded by the tower.",
     },
     ("counter", ENCODER, ()): {
-        "encoder_found_items_total": "Requested items whose embeddings were already stored.",
+        "encoder_found_items_total": "Requested items with embeddings that were already stored.",
     },
     ("histogram", ENCODER, SIZES): {
         "encoder_batch_items": "Items in one batch of the tower.",
@@ -136,20 +135,20 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("histogram", GENERATOR, FACTORS): {
         "audio_realtime_factor": (
-            "Time from a speech's first task to its last samples, by the length of its sound: below"
-            " 1, it is made faster than it is played. Speeches that were resumed by this generator"
-            " are not counted."
+            "Time from a speech's first task to its last samples, divided by the length of its"
+            " sound: below 1, it is computed faster than it is played. Speeches that were resumed"
+            " by this generator are not counted."
         ),
     },
     ("histogram", GENERATOR, SIZES): {
         "generator_batch_size": "Chunks of sound or steps of images in one batch.",
     },
     ("counter", GENERATOR, ()): {
-        "image_steps_total": "Denoising steps that were done, of all images.",
-        "image_cache_hits_total": "Requests whose images were those of an equal request before.",
-        "audio_seconds_total": "Sound that was made, in seconds of its length.",
+        "image_steps_total": "Computed denoising steps of all images.",
+        "image_cache_hits_total": "Requests answered with the images of an earlier equal request.",
+        "audio_seconds_total": "Length of the computed sound, in seconds.",
         "audio_gap_seconds_total": (
-            "Time for which clients had played all sound that there was, and more was to come, in"
+            "Time in which clients had played all available sound of an unfinished speech, in"
             " seconds."
         ),
     },
@@ -200,14 +199,14 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("gauge", AUTOSCALER, ()): {
         "scale_wanted{pool}": (
-            "Workers that the pool is to have; autoscalers that do not lead report 0."
+            "Target number of the pool's workers; autoscalers that do not lead report 0."
         ),
         "scale_running{pool}": "Workers of the pool that are ready and do not drain.",
         "scale_starting{pool}": "Workers of the pool that are not ready yet.",
     },
     ("counter", AUTOSCALER, ()): {
         "scale_decisions_total{pool,reason}": (
-            "Changes of what a pool is to have, by the rule that has made them."
+            "Changes of a pool's target, by the rule that has decided them."
         ),
     },
     ("histogram", AUTOSCALER, LONG_S): {
@@ -218,11 +217,11 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("counter", STAGE, ()): {
         "request_errors_total{code}": (
             "Requests that this worker has ended with an error, by code: requests that a"
-            " coordinator refuses, ends at their deadline or cancels, and requests whose attempts"
-            " are used up."
+            " coordinator refuses, cancels or ends at their deadline, and requests without further"
+            " attempts."
         ),
         "stage_redeliveries_total": (
-            "Redelivered messages, after a worker has failed, died or requeued them."
+            "Messages that were redelivered, because a worker has failed, died or requeued them."
         ),
         "stage_retries_total{code}": "Messages requeued for another attempt, by error code.",
         "stage_dead_letters_total{code}": "Dead letters written, by error code.",

@@ -1,6 +1,6 @@
 """Snapshots of the whole cluster: the workers' metrics and the depths of the broker's queues.
 
-All workers reply to a single request, and no request of a client is looked up. The cost depends on
+All workers reply to a single request, and clients' requests are not read. So the cost depends on
 the number of workers and models, not on their load.
 """
 
@@ -23,7 +23,7 @@ from shared.protocol.messages import (
 from shared.telemetry.catalog import METRICS, OWN_LABELS
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
-# Wait for a worker with a heartbeat that is dead or busy.
+# Time to wait for the reply of a worker with a heartbeat, which may be dead or busy.
 REPLY_TIMEOUT_S = 0.5
 
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
@@ -57,7 +57,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
 
 
 async def _pools(bus: Bus) -> dict[str, PoolPlan]:
-    """Return what the leading autoscaler has written within PLAN_AGE_S."""
+    """Return the plans that the leading autoscaler has written within PLAN_AGE_S."""
     last = await bus.read_last(subjects.SCALE_STREAM, subjects.SCALE_PLAN)
     if last is None or bus.now_ms() - last.stored_ms > 1000 * PLAN_AGE_S:
         return {}
@@ -68,7 +68,7 @@ async def _pools(bus: Bus) -> dict[str, PoolPlan]:
 async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
     """Return the coordinators' queue, if there is one.
 
-    The age of its oldest message is omitted: that message would have to be read, and may have
+    The age of its oldest message is omitted, because the message would have to be read and may have
     megabytes.
     """
     try:
@@ -93,14 +93,14 @@ def _merge(queues: Iterable[StageQueue]) -> list[StageQueue]:
     merged: dict[tuple[str, str, str], StageQueue] = {}
     for queue in queues:
         key = queue.role, queue.model, queue.lane
-        if (one := merged.get(key)) is None:
+        if (total := merged.get(key)) is None:
             merged[key] = queue
             continue
-        times = [ms for ms in (one.oldest_ms, queue.oldest_ms) if ms is not None]
+        times = [ms for ms in (total.oldest_ms, queue.oldest_ms) if ms is not None]
         merged[key] = StageQueue(
             *key,
-            num_pending=one.num_pending + queue.num_pending,
-            num_in_flight=one.num_in_flight + queue.num_in_flight,
+            num_pending=total.num_pending + queue.num_pending,
+            num_in_flight=total.num_in_flight + queue.num_in_flight,
             oldest_ms=min(times, default=None),
         )
     return [*merged.values()]
@@ -111,10 +111,10 @@ async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetr
     by_worker: dict[str, WorkerMetrics] = {}
 
     def accept(reply: bytes) -> bool:
-        # Any client may reply on a subject; replies that are no worker's metrics are ignored.
+        # Any client may reply on a subject. Replies that are not metrics are ignored.
         if (metrics := decode_metrics(reply)) is not None:
-            known = [series for series in metrics.series if _is_known(series)]
-            by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
+            series = [item for item in metrics.series if _is_known(item)]
+            by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, series)
         return expected <= by_worker.keys()
 
     await bus.request_many(subjects.METRICS, accept, REPLY_TIMEOUT_S)
@@ -122,7 +122,7 @@ async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetr
 
 
 def _is_known(series: MetricSeries) -> bool:
-    """Return whether a series is complete, and its metric is known to this version."""
+    """Return whether a series is complete and in the catalog of this version."""
     if (spec := METRICS.get(series.name)) is None:
         return False
     num_buckets = len(series.bounds) + 1 if spec.kind == "histogram" else 0
@@ -132,7 +132,7 @@ def _is_known(series: MetricSeries) -> bool:
 
 
 def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
-    """Return the series of all workers, and those of the broker's state."""
+    """Return the series of all workers and of the broker's state."""
     return [
         *(series for metrics in snapshot.metrics.values() for series in metrics.series),
         *(_up(snapshot, beat) for beat in snapshot.beats),

@@ -1,7 +1,7 @@
 """Increases, sums and quantiles between two snapshots of a cluster.
 
-A worker that started between the snapshots counts from zero. A worker that is missing from the
-first one without having restarted has no increase.
+A worker that started between the snapshots counts from zero. A worker that is missing in the first
+snapshot without a restart has no increase.
 """
 
 import math
@@ -25,7 +25,7 @@ class StageQueue:
     model: str
     lane: str
     num_pending: int
-    """Messages that wait for a worker."""
+    """Number of messages that wait for a worker."""
     num_in_flight: int
     oldest_ms: float | None
     """Storage time of the oldest pending message, if known: Unix ms of the broker's clock."""
@@ -33,7 +33,7 @@ class StageQueue:
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """The state of a cluster at one moment."""
+    """State of a cluster at one moment."""
 
     at_ms: float
     beats: list[Heartbeat]
@@ -41,14 +41,14 @@ class ClusterSnapshot:
     """Metrics by worker, for the workers that have replied."""
     queues: list[StageQueue]
     in_flight: int
-    """Requests that have not ended."""
+    """Number of requests that have not ended."""
     oldest_ms: float | None
-    """Acceptance time of the oldest of them: Unix ms of the broker's clock."""
+    """Acceptance time of the oldest of these requests: Unix ms of the broker's clock."""
     dead_letters: int
     starting: list[StartReport] = field(default_factory=list)
     """Reports of workers that are not ready."""
     pools: Mapping[str, PoolPlan] = field(default_factory=dict)
-    """What the leading autoscaler wants of each pool; empty without one."""
+    """Plans of the leading autoscaler by pool; empty without one."""
 
     @cached_property
     def samples(self) -> dict[str, Samples]:
@@ -95,19 +95,19 @@ def increases(before: Samples, now: Samples) -> Samples:
 
 def total(samples: Samples, name: str, **labels: str) -> float:
     """Return the sum of all series that have these labels."""
-    wanted = labels.items()
-    return math.fsum(value for own, value in samples.get(name, {}).items() if wanted <= own)
+    values = samples.get(name, {}).items()
+    return math.fsum(value for own, value in values if labels.items() <= own)
 
 
 def buckets(parts: Iterable[Samples], name: str, **labels: str) -> list[tuple[float, float]]:
     """Merge a histogram: return each upper bound with the number of observations up to it."""
-    found: dict[float, float] = {}
+    counts: dict[float, float] = {}
     for samples in parts:
         for own, value in samples.get(f"{name}_bucket", {}).items():
             if labels.items() <= own:
                 bound = float(dict(own)["le"])
-                found[bound] = found.get(bound, 0.0) + value
-    return sorted(found.items())
+                counts[bound] = counts.get(bound, 0.0) + value
+    return sorted(counts.items())
 
 
 def quantile(buckets: list[tuple[float, float]], q: float) -> float | None:

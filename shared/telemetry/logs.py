@@ -47,12 +47,12 @@ def configure_logging(level: Level, fd: int = STDERR, **context: str) -> Logger:
 
 
 def set_level(level: Level) -> None:
-    """Set the least severe events of this process that are written."""
+    """Set the least severe level of events that this process writes."""
     _threshold.level = getattr(logging, level.upper())
 
 
 class _Threshold:
-    """Drops events below a level. Loggers are cached, so the level is none of theirs."""
+    """Drops events below a level. The level is here because loggers are cached."""
 
     level = logging.INFO
 

@@ -1,4 +1,4 @@
-"""The metrics of one process. Updates are cheap, because some happen for every token.
+"""Metrics of one process. Updates are cheap, because some happen for every token.
 
 Counters only grow, histograms count values by bucket, and functions read values that other code
 stores anyway. `shared.telemetry.prometheus` exports metrics, and `shared.telemetry.catalog`
@@ -7,7 +7,6 @@ describes them.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from shared.protocol.messages import MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import METRICS
@@ -16,7 +15,7 @@ LabelSet = tuple[tuple[str, str], ...]
 
 
 class Counter:
-    """A value that only grows."""
+    """Value that only grows."""
 
     __slots__ = ("value",)
 
@@ -49,21 +48,23 @@ ReadValue = Callable[[], float]
 Series = Counter | Histogram | ReadValue
 
 
-@dataclass(eq=False)
 class Metrics:
     """All series of one process, bound to one model; the model "" stands for none.
 
-    Names are those of the catalog. A series is created on its first use.
+    Names must be in the catalog. A series is created on its first use.
     """
 
-    _role: str
-    _worker: str
-    _model: str = ""
-    _series: dict[tuple[str, LabelSet], Series] = field(default_factory=dict)
+    def __init__(self, role: str, worker: str, model: str = "") -> None:
+        self._role = role
+        self._worker = worker
+        self._model = model
+        self._series: dict[tuple[str, LabelSet], Series] = {}
 
     def of(self, model: str) -> "Metrics":
         """Return the same metrics bound to `model`."""
-        return Metrics(self._role, self._worker, model, self._series)
+        metrics = Metrics(self._role, self._worker, model)
+        metrics._series = self._series
+        return metrics
 
     def counter(self, name: str, **labels: str) -> Counter:
         """Return the counter of this name and these labels."""
@@ -83,7 +84,7 @@ class Metrics:
         return series
 
     def set_function(self, name: str, read: ReadValue, **labels: str) -> None:
-        """Set a function that returns the current value; that of a counter must only grow."""
+        """Set a function that returns the current value. The value of a counter must only grow."""
         assert METRICS[name].kind != "histogram", name
         self._series[self._key(name, labels)] = read
 

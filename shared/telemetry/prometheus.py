@@ -22,7 +22,7 @@ from shared.telemetry.catalog import METRICS, PREFIX
 
 Collect = Callable[[], Iterable[MetricSeries]]
 Probe = Callable[[], tuple[bool, bytes]]
-"""Returns whether a check has succeeded, and a JSON text for people."""
+"""Returns whether a check has succeeded, and its status as JSON."""
 
 
 def to_text(series: Iterable[MetricSeries]) -> bytes:
@@ -33,7 +33,7 @@ def to_text(series: Iterable[MetricSeries]) -> bytes:
 def make_registry(collect: Collect) -> CollectorRegistry:
     """Return a registry that calls `collect` for each scrape."""
     registry = CollectorRegistry()
-    # Registration does not call `collect`, and names cannot clash: there is no other collector.
+    # Registration does not call `collect`. Names cannot clash, because there is no other collector.
     registry.register(_SeriesCollector(collect))
     return registry
 
@@ -72,7 +72,7 @@ def _buckets(series: MetricSeries) -> list[tuple[str, float]]:
 
 
 class MetricsEndpoint:
-    """An HTTP server in its own thread, without authentication."""
+    """HTTP server in its own thread, without authentication."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class MetricsEndpoint:
         num_ports: int = 1,
         probes: Mapping[str, Probe] = MappingProxyType({}),
     ) -> None:
-        """Listen on the first free one of `num_ports` ports from `port` on; 0 takes any free port.
+        """Listen on the first free port of `num_ports` ports from `port` on; 0 selects a free port.
 
-        Every path has the metrics, but those that `probes` name. `collect` and the probes are
+        Every path serves the metrics, except the paths in `probes`. `collect` and the probes are
         called in the server's threads. Raises ConfigError if no port can be opened.
         """
         self._server = _listen(make_registry(collect), host, port, num_ports)

@@ -1,11 +1,11 @@
-"""Schemas and grammars that restrict the calls of an answer to the offered functions. Pure.
+"""Schemas and grammars that restrict the calls in an answer to the offered functions. Pure.
 
-The grammar allows any text up to the opening tag of a call. The call must then name a function
-that was offered, with arguments that match its schema if it is strict.
+The grammar permits any text up to the opening tag of a call. Then it requires the name of an
+offered function, and arguments that match its schema if the function is strict.
 
-This is safe only for the `hermes` format, because its tag has no other meaning. In `llama3_json`
-the tag is the opening brace, and an answer in JSON begins with it too. In `mistral` the text after
-the tag differs between versions.
+This is correct only for the `hermes` format, because its tag has no other meaning. In `llama3_json`
+the tag is the opening brace, and an answer in JSON begins with it too. The text after the tag of
+`mistral` differs between its versions.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 from shared.protocol.requests import Tool
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""Option of llguidance. Otherwise, a model that is forced to write JSON against its tendency could
+"""Option of llguidance. Without it, a model that is forced to write JSON against its tendency could
 write spaces forever."""
 
-# The spacing that models were trained to write. It also prevents endless space.
+# The spacing of the models' training data. It also prevents endless spaces.
 _SPACING = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 }
@@ -37,7 +37,7 @@ _BEGIN_TOKEN = "begin: {}"
 def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> str:
     """Return the grammar of a whole answer, in llguidance's variant of Lark.
 
-    `call_signs` come from the ModelCard. A function that is not strict accepts any object.
+    `call_signs` are as in ModelCard. A function that is not strict accepts any object.
     """
     begin, end = call_signs
     opening = _BEGIN if begin is None else _BEGIN_TOKEN.format(f"TEXT <[{begin}]>")
@@ -48,7 +48,7 @@ def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> s
 def required_grammar(
     tools: Sequence[Tool], call_signs: Sequence[int | None], *, one_call: bool
 ) -> str:
-    """Return the grammar of an answer that consists of calls, with arguments as in the schemas."""
+    """Return the grammar of an answer that consists of calls with arguments of their schemas."""
     begin, end = call_signs
     opening = _BEGIN_TOKEN.format('"<tool_call>"' if begin is None else f"<[{begin}]>")
     start = "start: call" if one_call else r'start: call ("\n"? call)*'
@@ -69,7 +69,7 @@ def _calls_grammar(opening: str, end: int | None, schemas: Sequence[dict[str, An
 
 
 def _call_schema(tool: Tool, *, is_strict: bool) -> dict[str, Any]:
-    """Return the schema of a call. Definitions move to its top, where `$ref` finds them."""
+    """Return the schema of a call. Definitions are moved to its top, so that `$ref` resolves."""
     arguments = dict(tool.function.parameters or {}) if is_strict else {}
     definitions = arguments.pop("$defs", None)
     schema = call_schema(tool, "arguments", {"type": "object"} | arguments)
@@ -91,7 +91,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def calls_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions move to its top, so `$ref` finds them."""
+    """Return the schema of a list of calls. Definitions are moved to its top, for `$ref`."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:

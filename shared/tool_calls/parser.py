@@ -1,8 +1,8 @@
 """Streaming parser for tool calls in the text of an answer, in the formats of several models. Pure.
 
 The text is read character by character, so its division into chunks makes no difference. A call is
-returned as soon as its function's name is known. Text that begins like a call, but is not a call,
-becomes content. Nothing is ever evaluated.
+returned as soon as the name of its function is complete. Text that only looks like the beginning of
+a call becomes content. Nothing is evaluated.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ class ToolParser:
     """Parser for one choice of an answer."""
 
     def __init__(self, form: str, names: Sequence[str], *, one_call: bool = False) -> None:
-        """`names` are the names of the offered functions. With `one_call`, all calls after the
-        first are dropped."""
+        """`names` are the names of the offered functions.
+
+        With `one_call`, all calls after the first one are omitted.
+        """
         self._reader = CallReader(names, one_call=one_call)
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
@@ -33,7 +35,7 @@ class ToolParser:
         return self._reader.pop_pieces()
 
     def end(self) -> list[Piece]:
-        """Return the text that was held back, after the end of the answer."""
+        """Return the held text, at the end of the answer."""
         self._reading.close()
         self._reader.end()
         return self._reader.pop_pieces()
@@ -64,8 +66,8 @@ def _llama3_json(reader: CallReader) -> Reading:
     try:
         character = yield from reader.after_space()
         if character == "<":
-            for tag_character in "|python_tag|>":
-                reader.expect(tag_character, (yield from reader.next_char()))
+            for expected in "|python_tag|>":
+                reader.expect(expected, (yield from reader.next_char()))
             character = yield from reader.after_space()
         while True:
             reader.expect("{", character)
@@ -108,8 +110,8 @@ def _named_calls(reader: CallReader, character: str) -> Reading:
 def _tag(reader: CallReader, tag: str) -> Reading:
     """Read a tag, with space before it. Raises NoCall for other text."""
     reader.expect(tag[0], (yield from reader.after_space()))
-    for tag_character in tag[1:]:
-        reader.expect(tag_character, (yield from reader.next_char()))
+    for expected in tag[1:]:
+        reader.expect(expected, (yield from reader.next_char()))
 
 
 def _named(reader: CallReader) -> Reading:

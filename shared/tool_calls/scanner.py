@@ -1,8 +1,8 @@
-"""Character scanner for text that may contain tool calls: holds text until it is known to be
-content or a call, reads the JSON object of a call, and collects the pieces. Pure.
+"""Character scanner for text that may contain tool calls. Pure.
 
-Each character is read once and copied a bounded number of times, independent of the amount of held
-text: texts are lists of pieces until they are returned.
+The scanner holds text until it is either content or a call, reads the JSON object of a call, and
+collects the pieces. Each character is read once and copied a limited number of times, for any
+amount of held text: texts are lists of pieces until they are returned.
 """
 
 import json
@@ -19,7 +19,7 @@ class Content:
 
 @dataclass(slots=True)
 class Call:
-    """A part of a call: its first arguments, or further arguments of the same index."""
+    """Part of a call: its first arguments with the name, or further arguments without a name."""
 
     index: int
     name: str | None
@@ -28,23 +28,23 @@ class Call:
 
 Piece = Content | Call
 
-# A reader is a generator that is sent one character at a time.
+# A reader is a generator that receives one character at a time.
 Reading = Generator[None, str, None]
 Read = Generator[None, str, str]
 
 
 class NoCall(Exception):
-    """The text does not have the form of a call."""
+    """Raised for text that does not have the form of a call."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call being read: an object with a name and arguments, in either order."""
+    """Call being read: an object with a name and arguments, in either order."""
 
     name: str | None = None
     is_started: bool = False
     early: list[str] = field(default_factory=list)
-    """Arguments that came before the name."""
+    """Arguments before the name."""
 
 
 class CallReader:
@@ -56,14 +56,14 @@ class CallReader:
         self.num_calls = 0
         self._one_call = one_call
         self._held: list[str] = []
-        """Text that has been read and is not yet known to be content or a call."""
+        """Read text that is not yet decided to be content or a call."""
         self._pieces: list[tuple[int | None, str | None, list[str]]] = []
         """Call index (None for content), function name, and text."""
 
     # -- output ---------------------------------------------------------------------------------
 
     def pop_pieces(self) -> list[Piece]:
-        """Return the pieces found since the last call of this method."""
+        """Return the new pieces since the last call of this method."""
         pieces, self._pieces = self._pieces, []
         return [
             Content("".join(texts)) if index is None else Call(index, name, "".join(texts))
@@ -81,7 +81,7 @@ class CallReader:
         self._held = self._held[end:]
 
     def drop(self) -> None:
-        """Discard the held text, which has been understood."""
+        """Discard the held text after it was parsed."""
         self._held.clear()
 
     def end(self) -> None:
@@ -114,7 +114,7 @@ class CallReader:
     # -- reading --------------------------------------------------------------------------------
 
     def next_char(self) -> Read:
-        """Read one more character, which is held."""
+        """Read and hold one more character."""
         character = yield
         self._held.append(character)
         return character
@@ -131,7 +131,7 @@ class CallReader:
             raise NoCall
 
     def until(self, tag: str) -> Reading:
-        """Read content up to `tag`, which is held. Space after a call waits for the next text."""
+        """Read content up to `tag`, and hold the tag. Space after a call waits for more text."""
         begun = ""
         while begun != tag:
             character = yield from self.next_char()

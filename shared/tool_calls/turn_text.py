@@ -10,7 +10,7 @@ from shared.tool_calls.scanner import Call, Content, Piece
 class TurnText:
     """Content and calls so far.
 
-    Space is content only together with other content, or if there is nothing else.
+    Space counts as content only next to other content, or if there is nothing else.
     """
 
     def __init__(self, form: str | None, names: Sequence[str], *, one_call: bool = False) -> None:
@@ -20,14 +20,14 @@ class TurnText:
         self._content: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
         self.num_before = 0
-        """Number of the calls that come before the content."""
+        """Number of calls before the content."""
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """Return the pieces that `text` adds, in order."""
         if self._parser is None:
             return self._add(Content(text))
         pieces = self._parser.feed(text) + (self._parser.end() if is_last else [])
-        return [new_piece for piece in pieces for new_piece in self._add(piece)]
+        return [new for piece in pieces for new in self._add(piece)]
 
     def _add(self, piece: Piece) -> list[Piece]:
         if isinstance(piece, Call):

@@ -59,7 +59,7 @@ def test_requests_that_were_heard_or_are_with_a_renderer_wake_the_pools_of_their
     read |= queues("renderer", Queue(2, 1, 0.1), EMPTY)
     read["renderer", "other", "batch"] = Queue(100, 0, 0.1)
     found = figures_of(POOLS, look(read), Counter(demo=4, other=50))
-    assert [figures and figures.num_heard for figures in found.values()] == [7, 7]
+    assert [figures and figures.num_arrived for figures in found.values()] == [7, 7]
 
 
 async def publish(bus: Bus, *beats: Heartbeat) -> None:

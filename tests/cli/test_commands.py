@@ -155,7 +155,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
         "#   renderer ──▶ engine  (task: tokens)",
         "#   engine ~~▶ talker  (stream: text)",
         "#   talker ~~▶ code2wav  (stream: codes)",
-        "#   code2wav in chunks of 5, 10, then 25 frames, with 2 before and 2 behind",
+        "#   code2wav in chunks of 5, 10, then 25 frames, with 2 before and 2 after",
         "#   engine ──▷ output text (text)",
         "#   talker ──▷ output codes (codes)",
         "#   code2wav ──▷ output audio (audio)",

@@ -151,5 +151,5 @@ def _figures_of(pool: Pool, look: Look, before: Counter[str]) -> PoolFigures | N
         starting=workers.starting,
         num_pinned=sum(worker.num_pinned > 0 for worker in ready),
         num_draining=workers.num_draining,
-        num_heard=sum(before[model] for model in pool.models),
+        num_arrived=sum(before[model] for model in pool.models),
     )

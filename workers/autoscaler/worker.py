@@ -213,7 +213,7 @@ def plan_of(
     """Return the plan for the pool's actuator, which may not have started all workers."""
     starting = {name for name in workers.starting if name not in decision.give_up}
     # An actuator fills the pool up to the target, so the target must not exceed what is to start.
-    target = min(decision.wanted, figures.num_running + len(starting) + decision.start)
+    target = min(decision.target, figures.num_running + len(starting) + decision.start)
     loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
     return PoolPlan(
         wanted=max(0, target - len(workers.others)),

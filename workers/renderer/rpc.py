@@ -35,7 +35,7 @@ from shared.protocol.renderer_rpc import (
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter
@@ -52,25 +52,10 @@ _log = structlog.get_logger()
 class RendererRpc:
     """Answers the calls of all models of a renderer."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        path: PreviewPath,
-        splitter: SoundSplitter,
-        processors: Mapping[str, Processor],
-        config: Config,
-        in_thread: InThread,
-    ) -> None:
-        self._bus = bus
-        self._path = path
-        self._splitter = splitter
-        self._processors = processors
-        self._config = config
-        self._in_thread = in_thread
-        self._responders: list[GroupResponder] = []
-        limits, complaint = config.renderer, "calls wait for this renderer"
-        self._slots = FairSlots(max(1, limits.threads // 2), complaint)
-        self._splitting = FairSlots(max(1, limits.decoders // 2), complaint)
+    def __post_init__(self) -> None:
+        limits, complaint = self._config.renderer, "calls wait for this renderer"
+        self._slots = FairTurns(max(1, limits.threads // 2), complaint)
+        self._splitting = FairTurns(max(1, limits.decoders // 2), complaint)
 
     async def start(self) -> None:
         for model in self._processors:
@@ -97,7 +82,7 @@ class RendererRpc:
 
     async def _answer(
         self,
-        slots: FairSlots,
+        slots: FairTurns,
         work: Callable[[bytes, str], Awaitable[bytes]],
         data: bytes,
         named: str | None,

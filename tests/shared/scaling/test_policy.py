@@ -71,14 +71,14 @@ def test_limits_hold_whatever_the_figures_say(
         decisions, memory = decide(scaling, figures, memory, now_s)
         for name, decision in decisions.items():
             pool = scaling.pools[name]
-            assert pool.min <= decision.wanted <= pool.max
+            assert pool.min <= decision.target <= pool.max
             assert not (decision.start and decision.stop)
             if figures[name] is None:
                 assert decision == PoolDecision(before[name], 0, 0, (), "no_figures")
         if scaling.budget is not None:
-            assert sum(d.wanted for d in decisions.values()) <= scaling.budget
+            assert sum(d.target for d in decisions.values()) <= scaling.budget
         assert {n for n in NAMES if figures[n] is not None} <= decisions.keys()
-        before = {name: decision.wanted for name, decision in decisions.items()}
+        before = {name: decision.target for name, decision in decisions.items()}
 
 
 @given(scaling_settings(), LOOKS)
@@ -94,7 +94,7 @@ def test_starts_never_lead_beyond_the_budget_but_for_a_min(
             continue
         known = {name: seen for name, seen in figures.items() if seen is not None}
         used = sum(s.num_running + len(s.starting) + s.num_draining for s in known.values())
-        asked = {n: d.start for n, d in decisions.items() if d.wanted > scaling.pools[n].min}
+        asked = {n: d.start for n, d in decisions.items() if d.target > scaling.pools[n].min}
         assert sum(asked.values()) <= max(0, scaling.budget - used)
 
 
@@ -128,7 +128,7 @@ class Pool:
             self.num_asked += 1
             self.starting[f"w{self.num_asked}"] = self.now_s
         self.num_running -= decision.stop
-        return decision.wanted
+        return decision.target
 
 
 @given(
@@ -144,7 +144,7 @@ def test_zero_demand_leads_to_min_within_idle_s(
         pool.look(pending, oldest_s=oldest_s)
     for _ in range(int(settings.idle_s / 2) + 1):
         pool.look(0)
-    assert pool.decision.wanted == settings.min
+    assert pool.decision.target == settings.min
 
 
 @given(pool_settings(), st.integers(0, 300), st.integers(0, 100), st.floats(0, 2))
@@ -217,8 +217,8 @@ def test_the_budget_goes_to_the_higher_priority(order: list[str], budget: int, l
     decisions, _ = decide(scaling, figures, {}, 0.0)
     left = budget
     for name in reversed(order):
-        assert decisions[name].wanted == min(load, 10, left)
-        left -= decisions[name].wanted
+        assert decisions[name].target == min(load, 10, left)
+        left -= decisions[name].target
 
 
 def test_pools_of_one_priority_take_turns() -> None:
@@ -226,7 +226,7 @@ def test_pools_of_one_priority_take_turns() -> None:
     scaling = ScalingSettings(pools, budget=10)
     figures = {n: PoolFigures(k, 0, 0.0, 0) for n, k in zip(NAMES, (9, 1, 9), strict=True)}
     decisions, _ = decide(scaling, figures, {}, 0.0)
-    assert {n: d.wanted for n, d in decisions.items()} == {"engine": 5, "renderer": 4, "encoder": 1}
+    assert {n: d.target for n, d in decisions.items()} == {"engine": 5, "renderer": 4, "encoder": 1}
 
 
 def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> None:
@@ -243,7 +243,7 @@ def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> No
 
 def test_a_request_for_a_model_wakes_all_of_its_pools() -> None:
     scaling = ScalingSettings({name: PoolSettings() for name in NAMES}, EDGES)
-    heard = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 0, 0.0, 0, num_heard=1)}
+    heard = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 0, 0.0, 0, num_arrived=1)}
     decisions, _ = decide(scaling, heard, {}, 0.0)
     assert {d.start for d in decisions.values()} == {1}
     rendering = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 1, 0.0, 1)}
@@ -256,7 +256,7 @@ def test_the_oldest_task_makes_the_pool_a_quarter_larger_unless_something_starts
     for starting, wanted in (({}, 10), ({"w": 1.0}, 9)):
         seen = PoolFigures(16, 112, 3.0, 8, starting)
         decision = decide(scaling, {"engine": seen}, {}, 0.0)[0]["engine"]
-        assert decision.wanted == wanted
+        assert decision.target == wanted
 
 
 def test_a_pool_is_not_shrunk_below_its_pinned_workers() -> None:

@@ -23,7 +23,7 @@ from shared.errors import InvalidGrammar, WorkerFailure
 from shared.helpers.lru import ByteLRU
 from shared.protocol.multimodal import content_hash
 from shared.protocol.sampling import StructuredOutputs
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 from workers.engine.sampling.grammar_sandbox import compile_grammar, error_of
 from workers.engine.sampling.grammar_trial import FIELD, check_grammar
 
@@ -93,8 +93,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._max_held = max_held
         complaint = "grammars wait for this engine"
-        self._slots = FairSlots(MAX_COMPILING, complaint)
-        self._batch_slots = FairSlots(MAX_COMPILING_BATCH, complaint)
+        self._slots = FairTurns(MAX_COMPILING, complaint)
+        self._batch_slots = FairTurns(MAX_COMPILING_BATCH, complaint)
         self._waiting: Counter[_Key] = Counter()
         """Number of requests that wait for each of `_pending`."""
         self._pending: dict[_Key, asyncio.Task[Grammar]] = {}

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
 from shared.protocol.value_limits import check_json, count_bytes
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 from shared.tenants.tenant_shares import TenantShares
 from workers.gateway.http.errors import (
     BodyTooLarge,
@@ -41,7 +41,7 @@ class BodyReader:
         self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
         # Others may be at work on the rest of the connections.
         self._unfinished = TenantShares(limits.max_connections // 2, has_tenants=has_tenants)
-        self._thread = FairSlots(1, "bodies wait to be decoded")
+        self._thread = FairTurns(1, "bodies wait to be decoded")
 
     async def read(self, request: Request) -> bytes:
         """Return the request's body. Its memory is reserved until `release`.

@@ -20,7 +20,7 @@ from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
 from shared.net.dialing import AddressBlocked, GuardedBackend, NameNotResolved, Resolver, url_of
 from shared.net.targets import Target, parse_target
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32
@@ -66,7 +66,7 @@ class Fetcher:
             max_keepalive_connections=0,
             network_backend=GuardedBackend(self._resolver, networks),
         )
-        self._turns = FairSlots(MAX_FETCHES, "media files are being fetched already")
+        self._turns = FairTurns(MAX_FETCHES, "media files are being fetched already")
         self._of_tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def fetch(

@@ -1,4 +1,4 @@
-"""Slots for costly work, for which tenants take turns. They belong to one event loop."""
+"""Turns of tenants at costly work, with a limit on simultaneous work. For one event loop."""
 
 import asyncio
 import contextlib
@@ -8,20 +8,20 @@ from shared.errors import Overloaded
 from shared.tenants.fair_queue import FairQueue
 
 
-class FairSlots:
-    """A number of slots, and a fair queue of the callers that wait for one."""
+class FairTurns:
+    """Limit on callers that work at the same time, with a fair queue of waiting callers."""
 
-    def __init__(self, num_slots: int, complaint: str) -> None:
-        self._num_free = num_slots
+    def __init__(self, max_running: int, complaint: str) -> None:
+        self._num_free = max_running
         self._complaint = complaint
         """End of the error message, which begins with the limit on callers."""
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str, max_held: int) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. At most `max_held` callers wait for a slot or have one.
+        """Wait for a turn, and have it during the body. At most `max_held` callers wait or run.
 
-        Raises Overloaded, at once or when a caller of another tenant takes the place.
+        Raises Overloaded at once, or when a caller of another tenant gets the place.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         rejected = self._queue.add(tenant, turn, max_held)
@@ -40,7 +40,7 @@ class FairSlots:
                 self._start_waiting()
 
     def is_wanted(self, tenant: str) -> bool:
-        """Return whether a caller of another tenant waits for a slot."""
+        """Return whether a caller of another tenant waits for a turn."""
         return self._queue.has_waiting_besides(tenant)
 
     def _start_waiting(self) -> None:

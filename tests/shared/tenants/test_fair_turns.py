@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from shared.errors import Overloaded
-from shared.tenants.fair_slots import FairSlots
+from shared.tenants.fair_turns import FairTurns
 
 
 class Callers:
@@ -14,7 +14,7 @@ class Callers:
 
     def __init__(self, num_slots: int, max_held: int) -> None:
         self.began: list[str] = []
-        self._slots = FairSlots(num_slots, "callers wait here")
+        self._slots = FairTurns(num_slots, "callers wait here")
         self._max_held = max_held
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
