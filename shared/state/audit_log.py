@@ -29,7 +29,7 @@ async def write(bus: Bus, identity: str, record: AuditRecord) -> None:
 
 async def read_newest(bus: Bus) -> AsyncIterator[AuditEntry]:
     """Yield all entries, the newest first, without entries of newer versions."""
-    first, sequence = await bus.sequence_range(subjects.AUDIT_STREAM)
+    first, sequence = await bus.figures.sequence_range(subjects.AUDIT_STREAM)
     for number in range(sequence, first - 1, -1):
         stored = await bus.read_next(subjects.AUDIT_STREAM, number)
         if stored is None or stored.sequence != number:

@@ -206,7 +206,7 @@ class RequestLister:
 
     async def _read_end(self, stream: str, subject: str) -> list[StoredMessage]:
         """Return the new messages of a stream; the first time, its latest messages."""
-        first, last = await self._bus.sequence_range(stream)
+        first, last = await self._bus.figures.sequence_range(stream)
         start = max(self._next.get(stream, first), last - self._window + 1)
         self._is_cut |= start > first and stream not in self._next
         self._next[stream] = last + 1

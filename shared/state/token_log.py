@@ -15,8 +15,8 @@ import base64
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shared.bus.bus import STALE_READ_S, Bus
-from shared.bus.reading import StoredMessage
+from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S, StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json

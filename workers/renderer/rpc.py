@@ -7,16 +7,13 @@ overload the tenant with the most calls is refused.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
-from shared.bus.bus import Bus
-from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
-from shared.config.schema import Config
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.helpers.validation import invalid_request
 from shared.protocol import subjects
@@ -36,10 +33,6 @@ from shared.protocol.renderer_rpc import (
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
 from shared.tenants.fair_turns import FairTurns
-from workers.renderer.preview_path import PreviewPath
-from workers.renderer.processing.processor import Processor
-from workers.renderer.sound_splitter import SoundSplitter
-from workers.renderer.threads import InThread
 
 # Limit on calls in flight. At ten milliseconds each, the last call waits less than a second.
 MAX_HELD = 64
