@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
@@ -32,7 +33,7 @@ async def filled(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
 
 
 async def num_stored(bus: Bus) -> int:
-    return int((await bus._js.stream_info(subjects.TOKENS_STREAM)).state.messages)
+    return (await bus.stream_size(subjects.TOKENS_STREAM))[0]
 
 
 def write(folder: Path, mib: int) -> str:
@@ -47,7 +48,7 @@ async def test_nothing_to_change(own_broker: EmbeddedServer, filled: Bus, tmp_pa
 
 
 async def test_a_difference_is_shown_with_its_effect_and_needs_yes(
-    own_broker: EmbeddedServer, filled: Bus, tmp_path: Path
+    own_broker: EmbeddedServer, filled: Bus, tmp_path: Path, jetstream: JetStreamContext
 ) -> None:
     config = write(tmp_path, 4096)
     code, shown, said = await run(own_broker, "migrate", "--config", config)
@@ -60,7 +61,7 @@ async def test_a_difference_is_shown_with_its_effect_and_needs_yes(
     )
     code, shown, _ = await run(own_broker, "migrate", "--yes", "--config", config)
     assert (code, shown.splitlines()[-1]) == (0, "changed: 1")
-    info = await filled._js.stream_info(subjects.TOKENS_STREAM)
+    info = await jetstream.stream_info(subjects.TOKENS_STREAM)
     assert info.config.max_bytes == 4096 * 2**20
 
 
@@ -91,7 +92,13 @@ async def test_json_has_one_object_for_each_difference_and_changes_nothing(
 
 @pytest.mark.parametrize(("answer", "code", "mib"), [("y\n", 0, 4096), ("\n", 1, 2048)])
 async def test_the_question_is_answered_at_a_terminal(
-    own_broker: EmbeddedServer, filled: Bus, tmp_path: Path, answer: str, code: int, mib: int
+    own_broker: EmbeddedServer,
+    filled: Bus,
+    tmp_path: Path,
+    answer: str,
+    code: int,
+    mib: int,
+    jetstream: JetStreamContext,
 ) -> None:
     terminal, end = pty.openpty()
     arguments = ["migrate", "--config", write(tmp_path, 4096), "--nats", own_broker.url]
@@ -101,7 +108,7 @@ async def test_the_question_is_answered_at_a_terminal(
     os.write(terminal, answer.encode())
     shown, _ = await process.communicate()
     assert process.returncode == code, shown
-    info = await filled._js.stream_info(subjects.TOKENS_STREAM)
+    info = await jetstream.stream_info(subjects.TOKENS_STREAM)
     assert info.config.max_bytes == mib * 2**20
     recorded = [entry.record.action async for entry in audit_log.read_newest(filled)]
     assert recorded == ([] if code else ["migrate"])
@@ -123,7 +130,7 @@ async def test_up_fits_the_streams_of_its_own_broker_and_loses_nothing(tmp_path:
         bus = await Bus.connect(url, "test")
         if fill:
             for number in range(NUM_MESSAGES):
-                await bus._js.publish(subjects.append(f"r-{number}"), bytes(1024))
+                await bus.publish_without_id(subjects.append(f"r-{number}"), bytes(1024))
         info = await bus._js.stream_info(subjects.TOKENS_STREAM)
         await bus.close()
         return int(info.config.max_bytes or 0) // 2**20, int(info.state.messages)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client as NatsClient
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
@@ -262,11 +263,12 @@ async def test_ids_that_no_request_can_have_are_refused(broker: EmbeddedServer, 
 
 
 async def test_ask_sends_what_is_given_even_if_it_is_a_default(
-    broker: EmbeddedServer, bus: Bus, request_id: str
+    broker: EmbeddedServer, bus: Bus, request_id: str, nats_client: NatsClient
 ) -> None:
     options = ("--temperature", "1.0", "--request-id", request_id, "--model", request_id)
     subject = subjects.request(request_id)
-    listener = await bus._nc.subscribe(subject)
+    listener = await nats_client.subscribe(subject)
+    await nats_client.flush()
     asking = asyncio.create_task(run(broker, "ask", *options, "hello"))
     message = await listener.next_msg(60)
     assert json.loads(message.data)["sampling_params"] == {"temperature": 1.0}

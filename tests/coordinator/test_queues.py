@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
+from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, free_port
@@ -182,7 +183,7 @@ async def test_a_task_without_its_request_stops_no_later_request(
 
 @pytest.mark.parametrize("stream", [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM])
 async def test_streams_that_are_deleted_under_workers_come_back(
-    monitored: tuple[Bus, int], stream: str
+    monitored: tuple[Bus, int], stream: str, jetstream: JetStreamContext
 ) -> None:
     """A request whose tasks are lost is given to its stages again."""
     bus, _ = monitored
@@ -206,7 +207,7 @@ async def test_streams_that_are_deleted_under_workers_come_back(
 
     await bus.publish(subjects.request("demo"), data, "before")
     await until_rendered("before")
-    await bus._js.delete_stream(stream)
+    await jetstream.delete_stream(stream)
     await bus.publish(subjects.request("demo"), data, "after")
     await until_rendered("before", "after")
     for context in contexts:

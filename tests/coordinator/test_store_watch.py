@@ -5,6 +5,7 @@ import resource
 
 import pytest
 from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext
 from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
@@ -18,7 +19,10 @@ from workers.coordinator.store_watch import StoreWatch
 
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
 async def test_a_stream_that_refuses_for_long_is_counted_until_it_stores_again(
-    patience_s: float, own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    patience_s: float,
+    own_broker: EmbeddedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    jetstream: JetStreamContext,
 ) -> None:
     monkeypatch.setattr(store_watch, "PATIENCE_S", patience_s)
     monkeypatch.setattr(store_watch, "PROBE_S", 0.05)
@@ -30,7 +34,7 @@ async def test_a_stream_that_refuses_for_long_is_counted_until_it_stores_again(
         pid = int(own_broker.pid_file.read_text())
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         with pytest.raises(NatsTimeoutError):
-            await bus._js.publish(subjects.request("demo"), b"1", timeout=0.5)
+            await jetstream.publish(subjects.request("demo"), b"1", timeout=0.5)
         await until(lambda: subjects.REQUESTS_STREAM in watch._since_s)
         await until(lambda: patience_s > 0 or watch.num_refusing)
         assert watch.num_refusing == (1 if patience_s == 0 else 0)

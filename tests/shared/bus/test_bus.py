@@ -5,8 +5,9 @@ import secrets
 import time
 
 import pytest
+from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
-from nats.js import api
+from nats.js import JetStreamContext, api
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
@@ -53,14 +54,17 @@ async def test_a_message_published_twice_is_delivered_once(bus: Bus, model: str)
         await asyncio.wait_for(consumer.next(), 0.3)
 
 
-async def test_six_hundred_pulls_wait_at_one_consumer(bus: Bus, model: str) -> None:
+async def test_six_hundred_pulls_wait_at_one_consumer(
+    bus: Bus, model: str, nats_client: NatsClient
+) -> None:
     queue = subjects.STAGES_STREAM, subjects.stage_consumer("renderer", model, "batch")
     await bus.create_consumer(*queue, subjects.stage_filter("renderer", model, "batch"), 30.0)
-    inbox = bus._nc.new_inbox()
-    replies = await bus._nc.subscribe(inbox)
+    inbox = nats_client.new_inbox()
+    replies = await nats_client.subscribe(inbox)
     pull = to_json({"batch": 1, "expires": 60_000_000_000})
     for _ in range(600):
-        await bus._nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{queue[0]}.{queue[1]}", pull, inbox)
+        await nats_client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{queue[0]}.{queue[1]}", pull, inbox)
+    await nats_client.flush()
     for number in range(600):
         await put(bus, model, str(number))
     received = [await replies.next_msg(10) for _ in range(600)]
@@ -68,7 +72,7 @@ async def test_six_hundred_pulls_wait_at_one_consumer(bus: Bus, model: str) -> N
 
 
 async def test_a_consumer_of_an_older_version_is_joined_and_keeps_its_limit_on_pulls(
-    bus: Bus, model: str
+    bus: Bus, model: str, jetstream: JetStreamContext
 ) -> None:
     stream, durable = subjects.STAGES_STREAM, subjects.stage_consumer("renderer", model, "batch")
     older = api.ConsumerConfig(
@@ -78,14 +82,14 @@ async def test_a_consumer_of_an_older_version_is_joined_and_keeps_its_limit_on_p
         ack_wait=7.0,
         max_ack_pending=-1,
     )
-    await bus._js.add_consumer(stream, older)
+    await jetstream.add_consumer(stream, older)
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=9.0)
     assert (await consumer.next()).data == b"a"
-    found = (await bus._js.consumer_info(stream, durable)).config
+    found = (await jetstream.consumer_info(stream, durable)).config
     assert (found.ack_wait, found.max_waiting) == (9.0, 512)
     # The older version still joins it.
-    await bus._js.add_consumer(stream, older)
+    await jetstream.add_consumer(stream, older)
 
 
 async def test_an_unsettled_message_is_redelivered(bus: Bus, model: str) -> None:

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client as NatsClient
+from nats.js import JetStreamContext
 from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
@@ -76,7 +78,7 @@ async def until_answered(bus: Bus) -> None:
 @pytest.mark.parametrize("queue", ["tasks", "slots", "requests", "cancels", "responses"])
 @pytest.mark.parametrize("deleted", ["consumer", "stream"])
 async def test_a_queue_that_is_deleted_comes_back(
-    connect: Callable[..., Any], queue: str, deleted: str
+    connect: Callable[..., Any], queue: str, deleted: str, jetstream: JetStreamContext
 ) -> None:
     bus: Bus = await connect()
     puller = await join(bus, queue)
@@ -85,9 +87,9 @@ async def test_a_queue_that_is_deleted_comes_back(
     await delivery.ack()
     if deleted == "consumer":
         durable = next(durable for stream, durable in bus._queues if stream == puller.stream)
-        await bus._js.delete_consumer(puller.stream, durable)
+        await jetstream.delete_consumer(puller.stream, durable)
     else:
-        await bus._js.delete_stream(puller.stream)
+        await jetstream.delete_stream(puller.stream)
         # A coordinator looks after a while, also where no worker notices it.
         bus.check_streams()
     await fill(bus, queue, "after")
@@ -99,13 +101,14 @@ async def test_a_queue_that_is_deleted_comes_back(
 
 async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
     connect: Callable[..., Any],
+    jetstream: JetStreamContext,
 ) -> None:
     coordinator: Bus = await connect()
     bus: Bus = await connect(creates_streams=False)
     consumer = await join(bus, "tasks")
     coordinator.creates_streams = False
     with capture_logs() as logs:
-        await bus._js.delete_stream(subjects.STAGES_STREAM)
+        await jetstream.delete_stream(subjects.STAGES_STREAM)
         await until(lambda: bus.outages.is_open, ANSWER_S)
         await until(lambda: bus.outages._refusals[subjects.STAGES_STREAM, TASKS] >= 8, ANSWER_S)
         coordinator.creates_streams = True
@@ -121,6 +124,7 @@ async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
 
 async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
     connect: Callable[..., Any],
+    jetstream: JetStreamContext,
 ) -> None:
     """A coordinator would check their limits a second time, and refuse what is in progress."""
     bus: Bus = await connect()
@@ -129,7 +133,7 @@ async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
     admitted = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert admitted.stored_ms >= bus.tasks.since_ms
     await admitted.retry(3600)
-    await bus._js.delete_consumer(*REQUESTS[:2])
+    await jetstream.delete_consumer(*REQUESTS[:2])
     again = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (again.data, again.attempt) == (b"before", 1)
     assert again.stored_ms < bus.tasks.since_ms
@@ -141,17 +145,17 @@ async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
 
 
 async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
-    connect: Callable[..., Any],
+    connect: Callable[..., Any], nats_client: NatsClient
 ) -> None:
     """A late acknowledgement would settle another request."""
     bus: Bus = await connect()
     consumer = await join(bus, "requests")
     await fill(bus, "requests", "before")
     lost = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    await bus._js.delete_stream(subjects.REQUESTS_STREAM)
+    await nats_client.jetstream().delete_stream(subjects.REQUESTS_STREAM)
     await fill(bus, "requests", "after")
     new = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert new.sequence > lost.sequence
-    await bus._nc.publish(lost.receipt, b"+ACK")
+    await nats_client.publish(lost.receipt, b"+ACK")
     await bus.delete(subjects.REQUESTS_STREAM, lost.sequence)
     assert await bus.get_queued_request(new.sequence) is not None

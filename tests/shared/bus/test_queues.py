@@ -5,7 +5,8 @@ import math
 import time
 
 import pytest
-from nats.js import api
+from nats.aio.client import Client as NatsClient
+from nats.js import JetStreamContext, api
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
@@ -49,42 +50,40 @@ async def consume_tasks(bus: Bus, ack_wait_s: float = 30.0) -> Consumer:
 
 
 async def test_a_worker_goes_on_with_new_tasks_when_those_before_are_lost(
+    own_bus: Bus,
     own_broker: EmbeddedServer,
 ) -> None:
-    bus = await connect(own_broker)
-    consumer = await consume_tasks(bus)
-    await put(bus, "a")
+    consumer = await consume_tasks(own_bus)
+    await put(own_bus, "a")
     assert (await consumer.next()).data == b"a"
     restart(own_broker)
-    await put(bus, "b")
+    await put(own_bus, "b")
     assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"b"
-    await bus.close()
 
 
-async def test_queues_without_a_worker_are_there_again(own_broker: EmbeddedServer) -> None:
-    bus = await connect(own_broker)
+async def test_queues_without_a_worker_are_there_again(
+    own_bus: Bus, own_broker: EmbeddedServer
+) -> None:
     where = subjects.stage_filter("renderer", "demo", "batch")
     queue = SlotQueue(None, QUEUE, where)
-    await bus.create_slot_consumers(subjects.STAGES_STREAM, [queue], 30.0)
-    await lose_tasks(bus, own_broker)
-    await put(bus, "a")
+    await own_bus.create_slot_consumers(subjects.STAGES_STREAM, [queue], 30.0)
+    await lose_tasks(own_bus, own_broker)
+    await put(own_bus, "a")
     async with asyncio.timeout(ANSWER_S):
-        while (depth := await bus.queue_depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
+        while (depth := await own_bus.queue_depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
-    await bus.close()
 
 
 async def test_an_acknowledgement_of_a_lost_task_settles_nothing(
-    own_broker: EmbeddedServer,
+    own_bus: Bus, own_broker: EmbeddedServer, nats_client: NatsClient
 ) -> None:
     """Both tasks are the first ones of their streams."""
-    bus = await connect(own_broker)
-    consumer = await consume_tasks(bus, ack_wait_s=1.0)
-    await put(bus, "a")
+    consumer = await consume_tasks(own_bus, ack_wait_s=1.0)
+    await put(own_bus, "a")
     lost = await consumer.next()
-    await lose_tasks(bus, own_broker)
-    await put(bus, "b")
+    await lose_tasks(own_bus, own_broker)
+    await put(own_bus, "b")
     first = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert lost.is_lost
     assert not first.is_lost
@@ -92,45 +91,43 @@ async def test_an_acknowledgement_of_a_lost_task_settles_nothing(
     await lost.ack()
     assert time.monotonic() - began < 0.5, "the server would not answer"
     # Another worker may not have noticed the loss.
-    await bus._nc.publish(lost.receipt, b"+ACK")
+    await nats_client.publish(lost.receipt, b"+ACK")
     again = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (again.data, again.attempt) == (b"b", 2)
     await again.ack()
-    await bus.close()
 
 
 async def test_requests_are_delivered_again_when_their_tasks_are_lost(
+    own_bus: Bus,
     own_broker: EmbeddedServer,
 ) -> None:
-    bus = await connect(own_broker)
-    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    consumer = await own_bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     for name in ("ended", "put-off", "new"):
-        await bus.publish(subjects.request("demo", "t"), name.encode(), name)
+        await own_bus.publish(subjects.request("demo", "t"), name.encode(), name)
     ended, put_off, _ = [await consumer.next() for _ in range(3)]
     await ended.ack()
     await put_off.retry(3600)
-    await bus._nc.flush()
+    await own_bus.sync_clock()  # The broker has the acknowledgements.
     restart(own_broker)
     found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
     assert found == {b"put-off", b"new"}
-    await bus.close()
 
 
 @pytest.mark.parametrize("storage", [api.StorageType.FILE, api.StorageType.MEMORY])
 async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
-    own_broker: EmbeddedServer, storage: api.StorageType
+    own_broker: EmbeddedServer, storage: api.StorageType, jetstream: JetStreamContext
 ) -> None:
     """Tasks are on disk in a cluster, and in the streams of older versions."""
     bus = await connect(own_broker)
     if storage is api.StorageType.FILE:
-        config = (await bus._js.stream_info(subjects.STAGES_STREAM)).config
-        await bus._js.delete_stream(subjects.STAGES_STREAM)
-        await bus._js.add_stream(config.evolve(storage=storage))
+        config = (await jetstream.stream_info(subjects.STAGES_STREAM)).config
+        await jetstream.delete_stream(subjects.STAGES_STREAM)
+        await jetstream.add_stream(config.evolve(storage=storage))
         bus.tasks = await bus.find_tasks()
     consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     await bus.publish(subjects.request("demo", "t"), b"put-off", "put-off")
     await (await consumer.next()).retry(3600)
-    await bus._nc.flush()
+    await bus.sync_clock()  # The broker has the acknowledgements.
     if storage is api.StorageType.FILE:
         restart(own_broker)
         await put(bus, "a")
@@ -161,24 +158,21 @@ async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
 
 
 async def test_a_migration_creates_a_stream_of_tasks_that_is_known_as_another_one(
-    own_broker: EmbeddedServer,
+    own_bus: Bus,
+    jetstream: JetStreamContext,
 ) -> None:
-    bus = await connect(own_broker)
-    before = await bus.find_tasks()
-    await bus._js.delete_stream(subjects.STAGES_STREAM)
-    await bus.change_streams(await bus.find_stream_changes(bus.now_ms()))
-    assert (await bus.find_tasks()).first_sequence > before.first_sequence
-    await bus.close()
+    before = await own_bus.find_tasks()
+    await jetstream.delete_stream(subjects.STAGES_STREAM)
+    await own_bus.change_streams(await own_bus.find_stream_changes(own_bus.now_ms()))
+    assert (await own_bus.find_tasks()).first_sequence > before.first_sequence
 
 
 async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are_lost(
-    own_broker: EmbeddedServer,
+    own_bus: Bus,
 ) -> None:
-    bus = await connect(own_broker)
-    now_ms = bus.now_ms()
-    assert bus.tasks.since_ms <= now_ms
-    bus._restore()
-    assert bus.tasks.since_ms == math.inf
-    await bus.restore_streams()
-    assert bus.tasks.since_ms <= now_ms
-    await bus.close()
+    now_ms = own_bus.now_ms()
+    assert own_bus.tasks.since_ms <= now_ms
+    own_bus._restore()
+    assert own_bus.tasks.since_ms == math.inf
+    await own_bus.restore_streams()
+    assert own_bus.tasks.since_ms <= now_ms

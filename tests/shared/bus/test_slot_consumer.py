@@ -5,6 +5,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
+from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
@@ -175,10 +176,12 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     assert frozen.num_in_flight > 0
 
 
-async def test_pulls_that_the_broker_refuses_are_sent_again(bus: Bus, model: str) -> None:
+async def test_pulls_that_the_broker_refuses_are_sent_again(
+    bus: Bus, model: str, jetstream: JetStreamContext
+) -> None:
     consumer = await consume(bus, model, owned=SLOTS)
     slot, durable, subject = queue_of(model, 3)
-    await bus._js.delete_consumer(subjects.STAGES_STREAM, durable)
+    await jetstream.delete_consumer(subjects.STAGES_STREAM, durable)
     await until(lambda: consumer._by_durable[durable].backlog is None)
     await put(bus, model, "a", slot)
     stream = subjects.STAGES_STREAM

@@ -2,13 +2,14 @@
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
+import nats
 import pytest
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext
 from structlog.testing import capture_logs
 
 from ops.chaos.processes.cluster import Cluster
@@ -34,57 +35,49 @@ SUBJECTS = {
 }
 
 
-@pytest.fixture
-async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(own_broker.url, "probes")
-    await bus.prepare(NatsConfig(), DeliveryConfig())
-    yield bus
-    await bus.close()
-
-
-async def states(bus: Bus) -> list[tuple[str, int, int]]:
-    infos = [await bus._js.stream_info(stream) for stream in SUBJECTS]
+async def states(jetstream: JetStreamContext) -> list[tuple[str, int, int]]:
+    infos = [await jetstream.stream_info(stream) for stream in SUBJECTS]
     return [(i.config.name or "", i.state.messages, i.state.last_seq) for i in infos]
 
 
-async def publish_to_all(bus: Bus) -> None:
+async def publish_to_all(jetstream: JetStreamContext) -> None:
     for subject in SUBJECTS.values():
         # A stream of a cluster may still elect its leader.
-        await retry_until(30, partial(bus._js.publish, subject, b"1"), (NatsError,), subject)
+        await retry_until(30, partial(jetstream.publish, subject, b"1"), (NatsError,), subject)
 
 
 async def test_each_stream_that_refuses_to_store_is_found(
-    own: Bus, own_broker: EmbeddedServer
+    own_bus: Bus, own_broker: EmbeddedServer, jetstream: JetStreamContext
 ) -> None:
-    assert await own.probe_streams() == {}
+    assert await own_bus.probe_streams() == {}
     pid = int(own_broker.pid_file.read_text())
     unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, unlimited[1]))
     for subject in SUBJECTS.values():
         # The broker answers nothing to a publish whose write has failed.
         with pytest.raises(NatsTimeoutError):
-            await own._js.publish(subject, b"1", timeout=0.1)
+            await jetstream.publish(subject, b"1", timeout=0.1)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-    refusals = await own.probe_streams()
+    refusals = await own_bus.probe_streams()
     assert refusals.keys() == SUBJECTS.keys()
     assert {refusal.needs_restart for refusal in refusals.values()} == {True}
     assert "file too large" in refusals[subjects.REQUESTS_STREAM].reason
     own_broker.end_process()
     own_broker.start()
     async with asyncio.timeout(20):
-        while await own.probe_streams():
+        while await own_bus.probe_streams():
             pass
-    await publish_to_all(own)
+    await publish_to_all(jetstream)
 
 
-async def test_a_probe_changes_nothing(own: Bus) -> None:
-    await publish_to_all(own)
-    consumer = await own.consume(
+async def test_a_probe_changes_nothing(own_bus: Bus, jetstream: JetStreamContext) -> None:
+    await publish_to_all(jetstream)
+    consumer = await own_bus.consume(
         subjects.REQUESTS_STREAM, "coordinator", subjects.REQUESTS_FILTER, 1, 5.0
     )
-    before = await states(own)
-    assert await own.probe_streams() == {}
-    assert await states(own) == before
+    before = await states(jetstream)
+    assert await own_bus.probe_streams() == {}
+    assert await states(jetstream) == before
     delivery = await asyncio.wait_for(consumer.next(), 10)
     assert delivery.data == b"1"
 
@@ -95,10 +88,13 @@ async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
     bus = await Bus.connect(brokers.url, "probes")
     try:
         await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
-        await publish_to_all(bus)
-        before = await states(bus)
+        client = await nats.connect(brokers.url)
+        jetstream = client.jetstream()
+        await publish_to_all(jetstream)
+        before = await states(jetstream)
         assert await bus.probe_streams() == {}
-        assert await states(bus) == before
+        assert await states(jetstream) == before
+        await client.close()
     finally:
         await bus.close()
         await brokers.stop()

@@ -1,9 +1,7 @@
 """A start never changes a stream; the differences are told, and their effects are counted."""
 
-from collections.abc import AsyncIterator
-
 import pytest
-from nats.js import api
+from nats.js import JetStreamContext, api
 from structlog.testing import capture_logs
 
 from shared.bus import streams
@@ -19,14 +17,6 @@ NATS = NatsConfig(unchecked=True)
 KIB = bytes(1024)
 
 
-@pytest.fixture
-async def own(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(own_broker.url, "test")
-    await bus.prepare(NATS, DeliveryConfig())
-    yield bus
-    await bus.close()
-
-
 async def fill(bus: Bus, number: int) -> None:
     for n in range(number):
         await bus.publish_without_id(subjects.append(f"r-{n}"), KIB)
@@ -38,7 +28,7 @@ async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
 
 
 async def num_stored(bus: Bus) -> int:
-    return int((await bus._js.stream_info(subjects.TOKENS_STREAM)).state.messages)
+    return (await bus.stream_size(subjects.TOKENS_STREAM))[0]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -47,18 +37,18 @@ def test_a_configuration_differs_from_itself_in_nothing(replicas: int) -> None:
         assert differences(config, config) == []
 
 
-async def test_streams_as_they_were_just_created_differ_in_nothing(own: Bus) -> None:
-    assert await changes_to(own, DeliveryConfig()) == []
+async def test_streams_as_they_were_just_created_differ_in_nothing(own_bus: Bus) -> None:
+    assert await changes_to(own_bus, DeliveryConfig()) == []
 
 
 async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
-    own: Bus, own_broker: EmbeddedServer
+    own_bus: Bus, own_broker: EmbeddedServer
 ) -> None:
-    await fill(own, 1500)
+    await fill(own_bus, 1500)
     other = await Bus.connect(own_broker.url, "coordinator-2")
     with capture_logs() as logs:
         await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
-    assert await num_stored(own) == 1500
+    assert await num_stored(own_bus) == 1500
     (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
     told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
     assert told == {
@@ -71,12 +61,12 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
 
 
 async def test_a_start_does_not_advise_a_change_that_no_command_can_make(
-    own: Bus, own_broker: EmbeddedServer
+    own_bus: Bus, own_broker: EmbeddedServer, jetstream: JetStreamContext
 ) -> None:
     """Tasks stay on disk where an older version has created their stream."""
-    config = (await own._js.stream_info(subjects.STAGES_STREAM)).config
-    await own._js.delete_stream(subjects.STAGES_STREAM)
-    await own._js.add_stream(config.evolve(storage=api.StorageType.FILE, first_seq=None))
+    config = (await jetstream.stream_info(subjects.STAGES_STREAM)).config
+    await jetstream.delete_stream(subjects.STAGES_STREAM)
+    await jetstream.add_stream(config.evolve(storage=api.StorageType.FILE, first_seq=None))
     other = await Bus.connect(own_broker.url, "coordinator-2")
     with capture_logs() as logs:
         await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
@@ -85,67 +75,71 @@ async def test_a_start_does_not_advise_a_change_that_no_command_can_make(
     await other.close()
 
 
-async def test_a_smaller_limit_names_what_it_would_delete_and_deletes_that(own: Bus) -> None:
-    await fill(own, 1500)
-    (change,) = await changes_to(own, DeliveryConfig(max_token_log_mib=1))
+async def test_a_smaller_limit_names_what_it_would_delete_and_deletes_that(own_bus: Bus) -> None:
+    await fill(own_bus, 1500)
+    (change,) = await changes_to(own_bus, DeliveryConfig(max_token_log_mib=1))
     assert change.shrinks
     named = int(change.effect.removeprefix("would delete ").removesuffix(" messages"))
-    assert await num_stored(own) == 1500
-    await own.change_streams([change])
-    assert abs(1500 - named - await num_stored(own)) <= 2
+    assert await num_stored(own_bus) == 1500
+    await own_bus.change_streams([change])
+    assert abs(1500 - named - await num_stored(own_bus)) <= 2
 
 
-async def test_a_greater_limit_keeps_everything(own: Bus) -> None:
-    await fill(own, 3)
-    (change,) = await changes_to(own, DeliveryConfig(max_token_log_mib=4096))
+async def test_a_greater_limit_keeps_everything(own_bus: Bus) -> None:
+    await fill(own_bus, 3)
+    (change,) = await changes_to(own_bus, DeliveryConfig(max_token_log_mib=4096))
     assert (change.effect, change.shrinks) == ("keeps all 3 messages", False)
-    await own.change_streams([change])
-    assert await changes_to(own, DeliveryConfig(max_token_log_mib=4096)) == []
+    await own_bus.change_streams([change])
+    assert await changes_to(own_bus, DeliveryConfig(max_token_log_mib=4096)) == []
 
 
-async def test_a_shorter_age_counts_what_is_older(own: Bus) -> None:
-    await fill(own, 20)
-    now_ms = own.now_ms()
-    own.configure_streams(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
-    assert not any(c.shrinks for c in await own.find_stream_changes(now_ms))
-    later = await own.find_stream_changes(now_ms + 61_000)
+async def test_a_shorter_age_counts_what_is_older(own_bus: Bus) -> None:
+    await fill(own_bus, 20)
+    now_ms = own_bus.now_ms()
+    own_bus.configure_streams(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
+    assert not any(c.shrinks for c in await own_bus.find_stream_changes(now_ms))
+    later = await own_bus.find_stream_changes(now_ms + 61_000)
     assert [c.effect for c in later if c.shrinks] == ["would delete 20 messages"]
 
 
-async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own: Bus) -> None:
+async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own_bus: Bus) -> None:
     for number in range(5):
-        await own.publish("pm.request.demo", b"x", str(number))
-    changes = await changes_to(own, DeliveryConfig(max_queued=2))
+        await own_bus.publish("pm.request.demo", b"x", str(number))
+    changes = await changes_to(own_bus, DeliveryConfig(max_queued=2))
     (shrinking,) = [change for change in changes if change.shrinks]
     assert shrinking.effect == "would take nothing new until 3 messages have left"
 
 
-async def test_the_streams_of_an_older_version_work_until_they_are_changed(own: Bus) -> None:
+async def test_the_streams_of_an_older_version_work_until_they_are_changed(
+    own_bus: Bus, jetstream: JetStreamContext
+) -> None:
     """What the commit before tenants had made: no subjects of theirs, and no steps."""
-    await own._js.delete_stream(subjects.STEPS_STREAM)
-    found = (await own._js.stream_info(subjects.CANCELS_STREAM)).config
-    await own._js.update_stream(found.evolve(subjects=["pm.cancel.*"]))
+    await jetstream.delete_stream(subjects.STEPS_STREAM)
+    found = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
+    await jetstream.update_stream(found.evolve(subjects=["pm.cancel.*"]))
     with capture_logs() as logs:
-        await own.prepare(NATS, DeliveryConfig())
+        await own_bus.prepare(NATS, DeliveryConfig())
     assert [
         (e["stream"], e["cluster_value"], e["value"]) for e in logs if "cluster_value" in e
     ] == [("CANCELS", "pm.cancel.*", "pm.cancel.>")]
-    await own.publish_without_id(subjects.cancel("r-1"), b"")
-    (change,) = await changes_to(own, DeliveryConfig())
-    await own.change_streams([change])
-    await own.publish_without_id(subjects.cancel("r-1@tenant"), b"")
+    await own_bus.publish_without_id(subjects.cancel("r-1"), b"")
+    (change,) = await changes_to(own_bus, DeliveryConfig())
+    await own_bus.change_streams([change])
+    await own_bus.publish_without_id(subjects.cancel("r-1@tenant"), b"")
 
 
-async def test_a_duplicate_window_of_an_older_version_is_removed(own: Bus) -> None:
+async def test_a_duplicate_window_of_an_older_version_is_removed(
+    own_bus: Bus, jetstream: JetStreamContext
+) -> None:
     for stream in (subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM):
-        config = (await own._js.stream_info(stream)).config
-        await own._js.update_stream(config.evolve(sources=[], duplicate_window=120.0))
-    await own.prepare(NATS, DeliveryConfig())
-    await own.publish(subjects.request("demo", "a"), b"{}", "r-1")
-    assert await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
-    await own.change_streams(await changes_to(own, DeliveryConfig()))
-    assert await changes_to(own, DeliveryConfig()) == []
-    assert not await own.publish(subjects.request("demo", "b"), b"{}", "r-1")
+        config = (await jetstream.stream_info(stream)).config
+        await jetstream.update_stream(config.evolve(sources=[], duplicate_window=120.0))
+    await own_bus.prepare(NATS, DeliveryConfig())
+    await own_bus.publish(subjects.request("demo", "a"), b"{}", "r-1")
+    assert await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    await own_bus.change_streams(await changes_to(own_bus, DeliveryConfig()))
+    assert await changes_to(own_bus, DeliveryConfig()) == []
+    assert not await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
 
 
 @pytest.mark.parametrize(
@@ -158,24 +152,24 @@ async def test_a_duplicate_window_of_an_older_version_is_removed(own: Bus) -> No
     ids=["republish", "discard", "discard per subject"],
 )
 async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed(
-    own: Bus, stream: str, less: dict[str, object]
+    own_bus: Bus, stream: str, less: dict[str, object], jetstream: JetStreamContext
 ) -> None:
-    config = (await own._js.stream_info(stream)).config
-    await own._js.update_stream(config.evolve(**less))
+    config = (await jetstream.stream_info(stream)).config
+    await jetstream.update_stream(config.evolve(**less))
     with pytest.raises(ConfigError, match=rf"stream {stream} has .*run `pagemill migrate`"):
-        await own.prepare(NATS, DeliveryConfig())
-    await own.change_streams(await own.find_stream_changes(own.now_ms()))
-    await own.prepare(NATS, DeliveryConfig())
+        await own_bus.prepare(NATS, DeliveryConfig())
+    await own_bus.change_streams(await own_bus.find_stream_changes(own_bus.now_ms()))
+    await own_bus.prepare(NATS, DeliveryConfig())
 
 
-async def test_what_no_stream_can_change_stays(own: Bus) -> None:
-    changes = await changes_to(own, DeliveryConfig(token_log_storage="memory"))
+async def test_what_no_stream_can_change_stays(own_bus: Bus) -> None:
+    changes = await changes_to(own_bus, DeliveryConfig(token_log_storage="memory"))
     assert [(c.difference.setting, c.effect) for c in changes] == [
         ("storage", "none: only a new stream can have it")
     ]
-    await own.change_streams(changes)
-    await own.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
-    assert await changes_to(own, DeliveryConfig()) == []
+    await own_bus.change_streams(changes)
+    await own_bus.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
+    assert await changes_to(own_bus, DeliveryConfig()) == []
 
 
 @pytest.mark.parametrize(

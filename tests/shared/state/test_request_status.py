@@ -3,6 +3,7 @@
 import secrets
 
 import pytest
+from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.codec import envelope
@@ -96,7 +97,7 @@ async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
 
 @pytest.mark.parametrize("parts", ["3", "0", "65", "1000000000", "2.5", "true", '"2"', "null"])
 async def test_a_foreign_number_of_parts_is_no_record(
-    bus: Bus, request_id: str, parts: str
+    bus: Bus, request_id: str, parts: str, jetstream: JetStreamContext
 ) -> None:
     record = RequestRecord("completion", "m", "", 0, durable=False, options={"parts": 3})
     data = to_json(record).replace(b'"parts":3', b'"parts":' + parts.encode())
@@ -104,7 +105,7 @@ async def test_a_foreign_number_of_parts_is_no_record(
     status = await request_status.find(bus, request_id)
     assert (status.state, "3 prompts" in status.why) == ("unknown", parts == "3")
     # The list is cut, and other tests leave hundreds of tasks.
-    await bus._js.purge_stream(subjects.STAGES_STREAM)
+    await jetstream.purge_stream(subjects.STAGES_STREAM)
     listed = [row.request_id for row in (await RequestLister(bus).update()).requests]
     assert (request_id in listed) == (parts != "3")
 
