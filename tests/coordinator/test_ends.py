@@ -62,7 +62,7 @@ async def admit(bus: Bus, request_id: str) -> list[str]:
     )
     config: Config = settings.load_config(CONFIG)
     context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
-    await Coordinator(context)._admit_or_end(Job(delivery, bus.now_ms(), request_id))
+    await Coordinator(context).admit_or_end(Job(delivery, bus.now_ms(), request_id))
     return settled
 
 

@@ -156,7 +156,7 @@ class Site:
             ack=settle,
             abandon=lambda: None,
         )
-        await self._coordinator._admit_or_end(Job(delivery, self.bus.now_ms(), request_id))
+        await self._coordinator.admit_or_end(Job(delivery, self.bus.now_ms(), request_id))
         return request_id
 
     async def finish(self, request_id: str, num_prompt: int, num_written: int) -> None:

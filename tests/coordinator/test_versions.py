@@ -48,7 +48,7 @@ async def coordinate(bus: Bus, request_id: str, data: bytes, age_s: float, versi
     )
     config = Config({"demo": ModelConfig("nowhere")})
     context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
-    await Coordinator(context)._admit_or_end(Job(delivery, bus.now_ms(), request_id))
+    await Coordinator(context).admit_or_end(Job(delivery, bus.now_ms(), request_id))
 
 
 async def publish_first_task(bus: Bus, embedding: EmbeddingParams | None) -> bytes:

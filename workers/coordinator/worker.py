@@ -80,7 +80,7 @@ class Coordinator:
         requests = await self._consume(*queue, feeds_tasks=True)
         queue = subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
         cancels = await self._consume(*queue)
-        loop.add_queue(requests, self._request_of, self._admit_or_end)
+        loop.add_queue(requests, self._request_of, self.admit_or_end)
         loop.add_queue(cancels, self._cancellation_of, self._cancel)
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         watch = StoreWatch(self._context.bus)
@@ -120,7 +120,8 @@ class Coordinator:
         history = History(failures=delivery.attempt - 1 if is_counted else 0, deaths=0)
         return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
 
-    async def _admit_or_end(self, job: Job) -> None:
+    async def admit_or_end(self, job: Job) -> None:
+        """Forward a request to its first stage, or end it. Raises DecodeError without an id."""
         if job.request_id is None:
             # There is no log to answer in: an operator finds the request among the dead letters.
             raise DecodeError(
