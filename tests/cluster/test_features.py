@@ -1,6 +1,5 @@
 """Prompts in other forms than messages, through the whole of Pagemill."""
 
-import base64
 import secrets
 from typing import Any
 
@@ -22,13 +21,13 @@ from shared.protocol.requests import (
 )
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
+from tests.support.media import data_url
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 def image(name: str) -> ImagePart:
-    data = base64.b64encode((IMAGES / name).read_bytes()).decode()
-    return ImagePart(ImageURL(f"data:image/png;base64,{data}"))
+    return ImagePart(ImageURL(data_url((IMAGES / name).read_bytes())))
 
 
 def question(*names: str) -> GenerateRequest:

@@ -1,7 +1,6 @@
 """A broker that runs alone loses the tasks with its process, and the requests are answered."""
 
 import asyncio
-import base64
 import os
 import signal
 
@@ -16,6 +15,7 @@ from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Messa
 from tests.cluster.conftest import Cluster, living, stopped
 from tests.cluster.processes import until_nothing_is_left
 from tests.cluster.streams import assert_gapless, text_of
+from tests.support.media import data_url
 from tests.support.waiting import until
 
 
@@ -30,8 +30,7 @@ async def test_tasks_that_wait_for_a_worker_are_made_again(
     cluster: Cluster, client: Bus, role: str
 ) -> None:
     """The engine's task names pixels in the memory of the renderer, which are free at the end."""
-    data = base64.b64encode((IMAGES / "red.png").read_bytes()).decode()
-    image = ImagePart(ImageURL(f"data:image/png;base64,{data}"))
+    image = ImagePart(ImageURL(data_url((IMAGES / "red.png").read_bytes())))
     message = Message("user", [image, TextPart("What color is this image?")])
     request, request_id = GenerateRequest("demo", [message]), new_request_id()
 

@@ -1,7 +1,6 @@
 """The whole road through the public doors: NATS subjects, the command line, the two examples."""
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -34,14 +33,11 @@ from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text, 
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.npm import install, needs_npm
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
+from tests.support.media import data_url
 from workers.cli.ask import build_request
 
 CASES = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
 RED = IMAGES / "red.png"
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def png(size: tuple[int, int], colour: str = "red") -> bytes:

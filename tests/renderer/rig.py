@@ -2,16 +2,13 @@
 
 import asyncio
 import contextlib
-import io
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
-from PIL import Image
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
@@ -22,6 +19,7 @@ from shared.protocol import subjects
 from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task
 from shared.stage.runtime import Context
+from tests.support.workers import Announcement
 from tests.tasks import render_task
 from workers.renderer.worker import RendererWorker
 from workers.settings import DEMO_MODEL
@@ -29,11 +27,6 @@ from workers.settings import DEMO_MODEL
 _sequences = itertools.count(1_000_000)
 
 
-def png(seed: int = 0, size: tuple[int, int] = (112, 84)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def config_for(model: str, **renderer: Any) -> Config:
@@ -108,16 +101,9 @@ async def renderer(url: str, config: Config) -> AsyncIterator[RendererWorker]:
     context = Context("renderer", name, None, config, bus, structlog.get_logger())
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
-    ready = asyncio.Event()
-    announce = context.ready
-
-    def announce_and_tell(models: list[str], load: Callable[[], dict[str, float]]) -> None:
-        announce(models, load)
-        ready.set()
-
-    context.ready = announce_and_tell  # type: ignore[method-assign]
+    announced = Announcement(context)
     serving = asyncio.create_task(worker.serve())
-    await ready.wait()
+    await announced.wait()
     try:
         yield worker
     finally:

@@ -1,6 +1,5 @@
 """Videos in a renderer: what their decoders do harms no other request."""
 
-import base64
 import socket
 from collections.abc import AsyncIterator
 
@@ -19,11 +18,11 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
+from tests.support.media import data_url, png
 from tests.support.waiting import until
 from workers.renderer.decoding import pool as pools
 from workers.renderer.decoding.messages import Job
@@ -31,10 +30,6 @@ from workers.renderer.decoding.spawning import SPAWNER, Spawning
 from workers.renderer.worker import RendererWorker
 
 SEQUENCE = files.sequence([files.jpeg(files.picture(number)) for number in range(4)])
-
-
-def data_url(data: bytes) -> str:
-    return "data:;base64," + base64.b64encode(data).decode()
 
 
 def image_url() -> str:

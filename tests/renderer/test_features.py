@@ -32,12 +32,11 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
-from tests.renderer.test_paths import data_url
+from tests.support.media import data_url, png
 from workers.renderer.processing.processor import Processor
 from workers.settings import DEMO_MODEL
 

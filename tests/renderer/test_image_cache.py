@@ -1,14 +1,11 @@
 """An image is decoded and processed once per machine, with one result for all requests."""
 
 import asyncio
-import io
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from shared.blobs import mm_items
 from shared.blobs.store import Blobs
@@ -19,6 +16,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE
 from tests.renderer.threads import in_thread
+from tests.support.media import png
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.processing.processor import Processor
@@ -26,13 +24,6 @@ from workers.renderer.processing.prompt import MediaPart
 from workers.settings import DEMO_MODEL
 
 PART = MediaPart(IMAGE, "messages[0].content[0].image_url.url", "")
-
-
-def file_of(seed: int = 0, size: tuple[int, int] = (112, 84)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +66,9 @@ async def test_an_image_that_comes_again_is_not_made_again(
     renderer: Start, processor: Processor
 ) -> None:
     images, blobs = await renderer()
-    first = await images.prepare(processor, PART, file_of(), "", 60)
-    second = await images.prepare(processor, PART, file_of(), "", 60)
-    other = await images.prepare(processor, PART, file_of(1), "", 60)
+    first = await images.prepare(processor, PART, png(), "", 60)
+    second = await images.prepare(processor, PART, png(), "", 60)
+    other = await images.prepare(processor, PART, png(1), "", 60)
     assert (images.counters.processed, images.counters.hits) == (2, 1)
     assert first.mm_hash == second.mm_hash != other.mm_hash
     assert await contents(blobs, first) == await contents(blobs, second)
@@ -88,15 +79,15 @@ async def test_another_renderer_of_the_machine_has_it_too(
     renderer: Start, processor: Processor
 ) -> None:
     (ours, our_blobs), (theirs, their_blobs) = await renderer(), await renderer()
-    made = await ours.prepare(processor, PART, file_of(), "", 60)
-    found = await theirs.prepare(processor, PART, file_of(), "", 60)
+    made = await ours.prepare(processor, PART, png(), "", 60)
+    found = await theirs.prepare(processor, PART, png(), "", 60)
     assert (theirs.counters.processed, theirs.counters.hits) == (0, 1)
     assert found.ref is not None
     assert made.ref is not None
     assert found.ref.worker == made.ref.worker
     assert await contents(their_blobs, found) == await contents(our_blobs, made)
     await our_blobs.close()
-    assert (await theirs.prepare(processor, PART, file_of(), "", 60)).ref is not None
+    assert (await theirs.prepare(processor, PART, png(), "", 60)).ref is not None
     assert theirs.counters.processed == 1, "it is processed again once no renderer has it"
 
 
@@ -105,7 +96,7 @@ async def test_those_who_come_together_wait_for_the_first(
 ) -> None:
     images, blobs = await renderer()
     waiting = [
-        asyncio.create_task(images.prepare(processor, PART, file_of(), "", 60)) for _ in range(8)
+        asyncio.create_task(images.prepare(processor, PART, png(), "", 60)) for _ in range(8)
     ]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -141,20 +132,20 @@ async def test_without_room_it_goes_into_the_message(renderer: Start, processor:
     images, blobs = await renderer(arena_mib=1)
     filling = blobs.put("ab" * 32, [bytes(2**20)], 60)
     assert filling is not None
-    prepared = await images.prepare(processor, PART, file_of(), "", 60)
+    prepared = await images.prepare(processor, PART, png(), "", 60)
     assert prepared.ref is None
     assert set(prepared.fields) == {"pixel_patches", "pixel_table", "image_grid_thw"}
     await blobs.release(filling)
-    assert (await images.prepare(processor, PART, file_of(), "", 60)).ref is not None
+    assert (await images.prepare(processor, PART, png(), "", 60)).ref is not None
 
 
 async def test_what_was_made_for_one_tenant_is_not_found_for_another(
     renderer: Start, processor: Processor
 ) -> None:
     (ours, _), (theirs, _) = await renderer(), await renderer()
-    a = await ours.prepare(processor, PART, file_of(), "a", 60)
-    b = await theirs.prepare(processor, PART, file_of(), "b", 60)
+    a = await ours.prepare(processor, PART, png(), "a", 60)
+    b = await theirs.prepare(processor, PART, png(), "b", 60)
     assert a.mm_hash != b.mm_hash
     assert (theirs.counters.processed, theirs.counters.hits) == (1, 0)
-    assert (await theirs.prepare(processor, PART, file_of(), "a", 60)).mm_hash == a.mm_hash
+    assert (await theirs.prepare(processor, PART, png(), "a", 60)).mm_hash == a.mm_hash
     assert (theirs.counters.processed, theirs.counters.hits) == (1, 1)

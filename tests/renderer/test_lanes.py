@@ -1,7 +1,6 @@
 """Media of the batch lane get the time that interactive requests leave."""
 
 import asyncio
-import base64
 import os
 from typing import Any
 
@@ -14,13 +13,10 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import IMAGE, VIDEO
 from shared.protocol.requests import ImagePart, ImageURL, Message, VideoPart, VideoURL
 from tests.renderer.decoding import files
-from tests.renderer.rig import config_for, new_model, png, publish, renderer, task_for
+from tests.renderer.rig import config_for, new_model, publish, renderer, task_for
+from tests.support.media import data_url, png
 from workers.renderer.media.decoders import BATCH_NICENESS
 from workers.renderer.processing.processor import Processor
-
-
-def data_url(data: bytes) -> str:
-    return "data:;base64," + base64.b64encode(data).decode()
 
 
 def media_of(lane: str) -> list[ImagePart | VideoPart]:

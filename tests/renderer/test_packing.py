@@ -115,7 +115,7 @@ async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model
         assert items[0].embedding is not None
         assert made == []
     assert await queued(bus, model, first, "batch") is None
-    assert blobs._server.arena.slots.num_pinned == 1
+    assert blobs.num_pinned == 1
     assert len(blobs._server._leases) == 1
 
 
@@ -126,7 +126,7 @@ async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, mo
     made = refs_of([image])
     await packer(bus, blobs, model).pack(header_of(bus, model), [image], ranges_of([image]), made)
     assert await queued(bus, model, image) is None
-    assert blobs._server.arena.slots.num_pinned == 0
+    assert blobs.num_pinned == 0
 
 
 async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: str) -> None:

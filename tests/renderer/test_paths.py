@@ -1,7 +1,6 @@
 """Which path uses the main cache, and which leaves it as it was: contents, order and counters."""
 
 import asyncio
-import base64
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
@@ -38,11 +37,11 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
+from tests.support.media import data_url, png
 from workers.renderer import rpc, warmup
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor
@@ -103,10 +102,6 @@ async def rig(broker: EmbeddedServer, bus: Bus) -> AsyncIterator[Rig]:
     sink = await Sink.open(bus, model)
     async with renderer(broker.url, config_for(model)) as worker:
         yield Rig(bus, model, worker, sink)
-
-
-def data_url(data: bytes) -> str:
-    return "data:;base64," + base64.b64encode(data).decode()
 
 
 # The truth table: path, and whether it uses the main cache.

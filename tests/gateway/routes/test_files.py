@@ -1,27 +1,20 @@
 """Files that are stored for requests."""
 
 import hashlib
-import io
 import secrets
 from pathlib import Path
 
 import httpx
 import pytest
-from PIL import Image
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from tests.gateway.conftest import Gateway, Start
+from tests.support.media import png
 from workers.gateway.http.auth import digest, make_key
 
 FILES = "/v1/files"
 MIB = 2**20
-
-
-def png() -> bytes:
-    file = io.BytesIO()
-    Image.effect_noise((56, 56), 64).convert("RGB").save(file, "PNG")
-    return file.getvalue()
 
 
 async def upload(http: httpx.AsyncClient, data: bytes, **fields: str) -> httpx.Response:

@@ -1,6 +1,5 @@
 """Render and generate through a real gateway, with the demo model."""
 
-import base64
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.gateway.conftest import Start
+from tests.support.media import data_url
 
 IMAGES = Path(__file__).parents[3] / "ops" / "demo_images"
 GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
@@ -18,8 +18,7 @@ GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
 def chat(image: str | None = None, **changed: Any) -> dict[str, Any]:
     parts: list[Any] = [{"type": "text", "text": "What color is this image?"}]
     if image is not None:
-        data = base64.b64encode((IMAGES / image).read_bytes()).decode()
-        url = f"data:image/png;base64,{data}"
+        url = data_url((IMAGES / image).read_bytes())
         parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": parts}]
     return {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0} | changed

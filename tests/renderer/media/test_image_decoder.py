@@ -50,10 +50,6 @@ def saved(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
 def load(url: str) -> DecodedImage:
     return decode_image(loader(LIMITS).read(url, FIELD, ""), LIMITS, FIELD)
 

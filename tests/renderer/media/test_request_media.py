@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 from msgspec.structs import replace
+from nats.js import JetStreamContext
 
 from ops.token_logs import read_log
 from shared import client
@@ -29,12 +30,12 @@ from tests.renderer.rig import (
     config_for,
     messages_with,
     new_model,
-    png,
     publish,
     renderer,
     task_for,
 )
 from tests.renderer.threads import in_thread
+from tests.support.media import png
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.media.request_media import RequestMedia
 
@@ -144,13 +145,14 @@ async def test_without_a_store_nothing_is_handed_over(
     model: str,
     canary: Canary,
     monkeypatch: pytest.MonkeyPatch,
+    jetstream: JetStreamContext,
 ) -> None:
     """It waits, as for any other part of the broker, and no failure is counted."""
     for module in (publishing, reading):
         monkeypatch.setattr(module, "BROKER_DEADLINE_S", 0.3)
     config = config_for(model)
     async with renderer(broker.url, config):
-        await bus._js.delete_stream(subjects.MEDIA_STREAM)
+        await jetstream.delete_stream(subjects.MEDIA_STREAM)
         try:
             await publish(bus, task_for(bus, model, messages_with([canary.url("/a.png")])))
             with pytest.raises(TimeoutError):
