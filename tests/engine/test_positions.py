@@ -57,7 +57,7 @@ def request(
         fields["second_per_grid_ts"] = torch.tensor(value)
         place = PlaceholderRange(len(token_ids), processed.num_tokens)
         items.append(Item("video", f"{name} {number}", place, fields))
-        token_ids += [processor._placeholder_ids["video"]] * processed.num_tokens + [8, 9]
+        token_ids += [processor.placeholder_ids["video"]] * processed.num_tokens + [8, 9]
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(name, token_ids, items, sampling)
 

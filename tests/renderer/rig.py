@@ -27,8 +27,6 @@ from workers.settings import DEMO_MODEL
 _sequences = itertools.count(1_000_000)
 
 
-
-
 def config_for(model: str, **renderer: Any) -> Config:
     """Fetches from this machine; `model` is one of the test's own, so that its queues are too."""
     limits = {"media_hosts": ["127.0.0.1"], "media_networks": ["127.0.0.0/8"]} | renderer

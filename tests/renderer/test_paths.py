@@ -79,7 +79,7 @@ class Rig:
 
     def caches(self) -> dict[str, Any]:
         """Return the render path's caches, the least recently used first, and their counters."""
-        pictures, fetched = self.worker._render_path.images, self.worker._loader._fetched[IMAGE]
+        pictures, fetched = self.worker.render_path.images, self.worker._loader._fetched[IMAGE]
         return {
             "counters": (pictures.counters.hits, pictures.counters.processed),
             "pictures": list(pictures._blobs._server.arena.slots._slots),
@@ -154,7 +154,7 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
     counted = await rig.tokenize(messages)
     assert prompt.prompt_token_ids == engine_task.prompt_token_ids == counted.token_ids
     assert counted.count == len(counted.token_ids) < counted.max_model_len
-    blobs = rig.worker._render_path.images._blobs
+    blobs = rig.worker.render_path.images._blobs
     for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
         assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
         fields, blob = await mm_items.open_item(blobs, theirs, engine_tensors)
@@ -169,7 +169,7 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
 
 async def test_a_request_that_fails_holds_none_of_its_images(rig: Rig) -> None:
     """They would fill the arena until the deadline, and a client that resends them would wait."""
-    too_long = "a b " * rig.worker._processors[rig.model].max_model_len
+    too_long = "a b " * rig.worker.processors[rig.model].max_model_len
     good = data_url(png(1, (560, 560)))
     for failing in (
         messages_with([good, "data:;base64,AAAA"]),
@@ -180,7 +180,7 @@ async def test_a_request_that_fails_holds_none_of_its_images(rig: Rig) -> None:
         async with asyncio.timeout(20):
             records = [record async for record in client.follow(rig.bus, task.header.request_id)]
         assert isinstance(records[-1], Failure)
-        slots = rig.worker._render_path.images._blobs._server.arena.slots
+        slots = rig.worker.render_path.images._blobs._server.arena.slots
         assert len(slots) == 1
         async with asyncio.timeout(30):
             while slots.num_pinned:  # noqa: ASYNC110
@@ -188,7 +188,7 @@ async def test_a_request_that_fails_holds_none_of_its_images(rig: Rig) -> None:
 
 
 async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:
-    processor = rig.worker._processors[rig.model]
+    processor = rig.worker.processors[rig.model]
     answer = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt="two words"))
     assert isinstance(answer, Tokenized)
     assert answer.token_ids == processor.tokenize(Prompt(text="two words"))
@@ -199,7 +199,7 @@ async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:
 
 
 async def test_counting_goes_beyond_what_fits(rig: Rig) -> None:
-    room = rig.worker._processors[rig.model].max_model_len
+    room = rig.worker.processors[rig.model].max_model_len
     text = "a b " * room
     answer = await client.tokenize(rig.bus, rig.model, TokenizeRequest([Message("user", text)]))
     assert isinstance(answer, Tokenized)
@@ -242,7 +242,7 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 ) -> None:
     model = new_model()
     async with renderer(broker.url, config_for(model)) as worker:
-        worker._preview_path.render = _with_little_room(worker)  # type: ignore[method-assign]
+        worker.preview_path.render = _with_little_room(worker)  # type: ignore[method-assign]
         request = GenerateRequest(model, messages_with([data_url(png(1)), data_url(png(2))]))
         refusal = await client.render(bus, request)
     assert isinstance(refusal, ErrorReply)
@@ -251,7 +251,7 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 
 
 def _with_little_room(worker: RendererWorker) -> Any:
-    render = worker._preview_path.render
+    render = worker.preview_path.render
 
     async def in_50_kb(processor: Processor, asked: Prompt, _: int, tenant: str) -> Any:
         return await render(processor, asked, 50_000, tenant)
@@ -269,7 +269,7 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
 ) -> None:
     """However many ask, one of the two threads is not theirs."""
     most, now = 0, 0
-    path = rig.worker._preview_path
+    path = rig.worker.preview_path
     in_thread = path._in_thread
     all_have_come = asyncio.Event()
 
@@ -323,13 +323,13 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     monkeypatch.setattr(rpc, "MAX_HELD", 8)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     order: list[str] = []
-    in_thread, one_is_refused = rig.worker._preview_path._in_thread, asyncio.Event()
+    in_thread, one_is_refused = rig.worker.preview_path._in_thread, asyncio.Event()
 
     async def held(function: Any, *args: Any) -> Any:
         await one_is_refused.wait()
         return await in_thread(function, *args)
 
-    monkeypatch.setattr(rig.worker._preview_path, "_in_thread", held)
+    monkeypatch.setattr(rig.worker.preview_path, "_in_thread", held)
 
     async def ask(tenant: str) -> str:
         answer = await client.render(rig.bus, request, tenant=tenant)
@@ -355,7 +355,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        roads = second._render_path.images._blobs._transports
+        roads = second.render_path.images._blobs._transports
         assert roads == {}, "the warm-up has left a connection to the first"
         answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
         assert not any(isinstance(answer, ErrorReply) for answer in answers)

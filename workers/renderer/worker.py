@@ -47,13 +47,13 @@ class RendererWorker:
     def __init__(self, context: Context, blobs: Blobs) -> None:
         self._context = context
         self._config = context.config
-        self._processors: dict[str, Processor] = {}
+        self.processors: dict[str, Processor] = {}
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._text_threads = ThreadPoolExecutor(limits.threads, "text")
         self._loader = MediaLoader(limits, self._in_thread)
         self._decoders = MediaDecoders(limits, self._in_thread)
-        self._render_path = RenderPath(
+        self.render_path = RenderPath(
             context.bus,
             blobs,
             self._config,
@@ -63,7 +63,7 @@ class RendererWorker:
         )
         models = models_of(context.pipelines, context.stage.name)
         self._detours = Detours(context, models)
-        self._preview_path = PreviewPath(
+        self.preview_path = PreviewPath(
             context.bus, self._loader, limits, self._decoders, self._in_thread
         )
 
@@ -71,7 +71,7 @@ class RendererWorker:
         for name in models_of(self._context.pipelines, self._context.stage.name):
             model = self._config.models[name]
             self._context.step(f"loading the processor of {name}")
-            processor = self._processors[name] = await self._in_thread(Processor, model)
+            processor = self.processors[name] = await self._in_thread(Processor, model)
             self._context.step(f"warming up {name}")
             if any(map(processor.accepts, (VIDEO, AUDIO))):
                 self._decoders.start()
@@ -82,9 +82,9 @@ class RendererWorker:
     async def _warm_up(self, model: str, processor: Processor) -> None:
         media = self._open_media("warm-up", 0)
         render = partial(
-            self._render_path.render, processor, media=media, ttl_s=TTL_S, header=None, made=[]
+            self.render_path.render, processor, media=media, ttl_s=TTL_S, header=None, made=[]
         )
-        preview = partial(self._preview_path.render, processor, max_bytes=MAX_BYTES)
+        preview = partial(self.preview_path.render, processor, max_bytes=MAX_BYTES)
         for path, way in (("render", render), ("preview", preview)):
             log = self._context.log.bind(model=model, path=path)
             began_ms = self._context.bus.now_ms()
@@ -95,30 +95,28 @@ class RendererWorker:
                 log.warning("warm_up_failed", exc_info=True)
             else:
                 log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
-        self._render_path.images.clear()
+        self.render_path.images.clear()
 
     async def serve(self) -> None:
         """Serve all models; they share the same threads."""
         config, context = self._config, self._context
         loop = WorkerLoop(context)
-        await loop.add_stage(
-            self._processors, config.renderer.concurrency, RenderBody, self._handle
-        )
+        await loop.add_stage(self.processors, config.renderer.concurrency, RenderBody, self._handle)
         await context.bus.watch_subjects(subjects.ENDED_FILTER, context.stage.claims.note_ended)
         rpc = RendererRpc(
             context.bus,
-            self._preview_path,
+            self.preview_path,
             SoundSplitter(context.bus, self._decoders, config.renderer),
-            self._processors,
+            self.processors,
             config,
             self._in_thread,
         )
         await rpc.start()
-        counters = self._render_path.images.counters
+        counters = self.render_path.images.counters
         context.metrics.set_function("mm_cache_queries_total", lambda: counters.queries)
         context.metrics.set_function("mm_cache_hits_total", lambda: counters.hits)
         context.ready(
-            sorted(self._processors),
+            sorted(self.processors),
             lambda: {
                 "held": loop.num_claimed,
                 "mm_cache_hits": counters.hits,
@@ -166,8 +164,8 @@ class RendererWorker:
             # The job may have a new delivery by now.
             await job.delivery.progress()
 
-        return await self._render_path.render(
-            self._processors[header.model],
+        return await self.render_path.render(
+            self.processors[header.model],
             prompt,
             await self._media_of(header, prompt, job),
             (header.ticket.deadline_ms - self._context.bus.now_ms()) / 1000,

@@ -303,7 +303,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     processor, _ = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
-    added = processor._tokenizer._tokenizer.added_tokens_decoder.values()
+    added = processor.tokenizer._tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:
@@ -330,7 +330,7 @@ def test_lookalikes_leave_the_image_where_it_is(
     rendered = render(processor, [Message("user", parts)], [image])
     plain = render(processor, [Message("user", [parts[0], TextPart("x")])], [image])
     assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]
-    pad = processor._placeholder_ids[IMAGE]
+    pad = processor.placeholder_ids[IMAGE]
     assert rendered.prompt_token_ids.count(pad) == plain.prompt_token_ids.count(pad)
     _, errors = run(core, [unpack(pack(rendered))])
     assert errors == {}

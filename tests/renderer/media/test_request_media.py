@@ -187,7 +187,7 @@ async def test_the_store_is_each_tenants_own(
                 assert record.error.code == "media_not_found"
             await ask(url, "a")
             await sink.next()
-        assert worker._render_path.images.counters.processed == 2
+        assert worker.render_path.images.counters.processed == 2
 
 
 async def test_a_removed_file_is_neither_read_from_memory_nor_stored_again(
@@ -217,7 +217,7 @@ async def test_one_stored_image_in_many_requests(
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
         found = [(await sink.next())[0] for _ in range(3)]
-        assert worker._render_path.images.counters.processed == 1
+        assert worker.render_path.images.counters.processed == 1
     assert len({item.mm_hash for task in found for item in task.items}) == 1
 
 

@@ -126,7 +126,7 @@ def user(*parts: str | ImagePart) -> Message:
 
 
 def text_of(processor: Processor, token_ids: list[int]) -> str:
-    return processor._tokenizer.decode(token_ids)
+    return processor.tokenizer.decode(token_ids)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_the_prompt_is_what_transformers_makes_of_the_template(processor: Proces
     messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
     rendered = render(processor, messages, [])
     conversation = [{"role": m.role, "content": m.content} for m in messages]
-    tokenizer = processor._tokenizer._tokenizer
+    tokenizer = processor.tokenizer._tokenizer
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
     assert rendered.prompt_token_ids == expected["input_ids"]
     assert (rendered.items, rendered.tensors) == ([], [])
@@ -294,7 +294,7 @@ def test_every_image_fills_its_own_placeholder(processor: Processor) -> None:
     pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
     messages = [user("one", image(), "two", image()), user(image(), "three")]
     rendered = render(processor, messages, pictures)
-    pad = processor._placeholder_ids[IMAGE]
+    pad = processor.placeholder_ids[IMAGE]
     ids = rendered.prompt_token_ids
     for picture, item in zip(pictures, rendered.items, strict=True):
         alone = render(processor, [user(image())], [picture])

@@ -75,7 +75,7 @@ def test_tools_and_calls_are_what_transformers_makes_of_them(processor: Processo
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": '{"degrees": 12}', "tool_call_id": "call1"},
     ]
-    expected = processor._tokenizer._tokenizer.apply_chat_template(
+    expected = processor.tokenizer._tokenizer.apply_chat_template(
         conversation, tools=[tool], add_generation_prompt=True
     )["input_ids"]
     asked = Prompt(HISTORY, tools=[TOOL])
@@ -226,9 +226,9 @@ def with_start(folder: Path) -> Processor:
     """A tokenizer that begins with a token of its own."""
     processor = model(folder)
     start = SPECIALS[1]
-    processor._tokenizer._encoder.post_processor = processors.TemplateProcessing(
+    processor.tokenizer._encoder.post_processor = processors.TemplateProcessing(
         single=f"{start} $A",
-        special_tokens=[(start, processor._tokenizer._encoder.token_to_id(start))],
+        special_tokens=[(start, processor.tokenizer._encoder.token_to_id(start))],
     )
     return processor
 

@@ -169,7 +169,7 @@ def test_a_llava_image_travels_as_its_values(tmp_path: Path) -> None:
 
 
 def asked(processor: Processor, *places: tuple[int, int], length: int = 20) -> Prompt:
-    pad = processor._placeholder_ids[IMAGE]
+    pad = processor.placeholder_ids[IMAGE]
     ids = [pad if 4 <= i < 8 or 10 <= i < 14 else 1 for i in range(length)]
     return Prompt(token_ids=ids, features=[Feature("image", "h", *place) for place in places])
 

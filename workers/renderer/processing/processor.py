@@ -94,10 +94,10 @@ class Processor:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
         family = find_family(config)
         self._inputs = open_inputs(family, folder, config, model)
-        self._placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
-        self._tokenizer = PromptTokenizer(tokenizer, self._placeholder_ids.values())
+        self.placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
+        self.tokenizer = PromptTokenizer(tokenizer, self.placeholder_ids.values())
         default = None if family is None else family.tool_format
-        self._tool_parser = model.tool_parser or self._tokenizer.find_tool_format(default)
+        self._tool_parser = model.tool_parser or self.tokenizer.find_tool_format(default)
         longest: int = config.get_text_config().max_position_embeddings
         self.max_model_len = min(longest, model.max_model_len or longest)
         """Limit on prompt and answer together, in tokens."""
@@ -119,9 +119,9 @@ class Processor:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             takes_images=self.accepts(IMAGE),
-            takes_tools=self._tokenizer.takes_tools,
+            takes_tools=self.tokenizer.takes_tools,
             tool_parser=self._tool_parser,
-            call_signs=self._tokenizer.signs() if self._tool_parser == "hermes" else None,
+            call_signs=self.tokenizer.signs() if self._tool_parser == "hermes" else None,
             hidden_size=self._hidden_size,
         )
 
@@ -192,7 +192,7 @@ class Processor:
         layout = self._inputs[modality].layout
         if not isinstance(layout, PlannedLayout):
             return None
-        return layout.place(metadata, lambda text: self._tokenizer.encode(text, False))
+        return layout.place(metadata, lambda text: self.tokenizer.encode(text, False))
 
     def hash_item(self, modality: Modality, source_hash: str, tenant: str) -> str:
         """Return the mm_hash of what `decode_item` makes of the bytes with this hash."""
@@ -224,7 +224,7 @@ class Processor:
         self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in asked.features)
         embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
-        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids, embed_ids)
+        return prompt.check_ranges(token_ids, asked.features, self.placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}
@@ -262,7 +262,7 @@ class Processor:
         self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
         """Do what `expand` does, without a limit on the prompt's length."""
-        return prompt.expand(token_ids, media, self._placeholder_ids, field)
+        return prompt.expand(token_ids, media, self.placeholder_ids, field)
 
     def tokenize(self, asked: Prompt) -> list[int]:
         """Return the token ids of a prompt, with one placeholder for each medium in messages.
@@ -276,22 +276,22 @@ class Processor:
             return asked.token_ids
         if asked.text is not None:
             check_text_len(asked, self.max_model_len)
-            return self._tokenizer.encode(asked.text, asked.add_special_tokens is not False)
+            return self.tokenizer.encode(asked.text, asked.add_special_tokens is not False)
         self.check(asked.messages)
         check_text_len(asked, self.max_model_len)
-        return self._tokenizer.tokenize(asked)
+        return self.tokenizer.tokenize(asked)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool
     ) -> tuple[str, list[bytes]]:
         """Return the text of all tokens, and the bytes of each. Raises InvalidRequest."""
         self._check_ids(token_ids, "tokens")
-        text = self._tokenizer.decode(token_ids, skip_special_tokens)
-        return text, self._tokenizer.bytes_of(token_ids)
+        text = self.tokenizer.decode(token_ids, skip_special_tokens)
+        return text, self.tokenizer.bytes_of(token_ids)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the tokenizer itself spells it."""
-        return self._tokenizer.spellings(token_ids)
+        return self.tokenizer.spellings(token_ids)
 
     def check_len(self, token_ids: Sequence[int], field: str, embeds: bool = False) -> None:
         """Check that prompt and answer fit into the context. No answer follows if it `embeds`.
