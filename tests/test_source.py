@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import inspect
 import io
 import re
@@ -141,14 +142,19 @@ def _is_mode(args: list[ast.expr]) -> bool:
     return isinstance(first, str) and set(first) <= set("rwabx+t")
 
 
-def found(source: str, banned: set[str]) -> set[str]:
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def found(tree: ast.AST, banned: set[str]) -> set[str]:
     """Which of `banned` are used, or something within them."""
-    used = set(names_used(ast.parse(source)))
+    used = set(names_used(tree))
     return {name for name in banned if any(f"{u}.".startswith(f"{name}.") for u in used)}
 
 
 def in_all(banned: set[str]) -> dict[str, set[str]]:
-    by_module = {module_of(file): found(file.read_text(), banned) for file in FILES}
+    by_module = {module_of(file): found(tree_of(file), banned) for file in FILES}
     return {module: names for module, names in by_module.items() if names}
 
 
@@ -180,7 +186,7 @@ def test_no_model_brings_its_code_and_nothing_is_downloaded() -> None:
 
 def test_no_digest_is_shortened_and_no_key_is_pythons_own_hash() -> None:
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
                 assert "digest" not in ast.unparse(node.value.func)
     assert "hash" not in {ast.unparse(call.func) for call in calls()}
@@ -188,7 +194,7 @@ def test_no_digest_is_shortened_and_no_key_is_pythons_own_hash() -> None:
 
 def calls() -> Iterator[ast.Call]:
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Call):
                 yield node
 
@@ -214,20 +220,20 @@ def calls() -> Iterator[ast.Call]:
     ],
 )
 def test_the_reading_of_the_source_finds_it(line: str, banned: set[str]) -> None:
-    assert found(line, banned)
+    assert found(ast.parse(line), banned)
 
 
 def test_it_finds_nothing_in_what_is_harmless() -> None:
     source = (
         "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
     )
-    assert found(source, CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+    assert found(ast.parse(source), CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
 
 
 def test_no_function_is_too_long() -> None:
     too_long = []
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or 0) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:

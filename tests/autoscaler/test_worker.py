@@ -1,6 +1,7 @@
 """The loop of an autoscaler: the lead while a look takes long, and the end without a broker."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from shared.protocol import subjects
 from shared.stage.runtime import Context, Shutdown
 from shared.telemetry.metrics import Metrics
 from tests.autoscaler.conftest import two_pools
+from tests.support.waiting import until
 from workers.autoscaler.lease import Lease
 from workers.autoscaler.worker import Autoscaler
 
@@ -27,32 +29,27 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"workers.autoscaler.{module}.RENEW_S", 0.2)
 
 
-def make_autoscaler(bus: Bus) -> tuple[Autoscaler, Shutdown]:
+def make_autoscaler(bus: Bus) -> tuple[Autoscaler, Shutdown, Callable[[], bool]]:
+    """The last part returns whether the autoscaler leads."""
     shutdown = Shutdown()
+    loads: list[Callable[[], dict[str, float]]] = []
     context: Any = SimpleNamespace(
         bus=bus,
         worker="autoscaler-1",
         shutdown=shutdown,
         log=structlog.get_logger(),
         metrics=Metrics("autoscaler", "autoscaler-1"),
-        ready=lambda models, load: None,
+        ready=lambda models, load: loads.append(load),
     )
-    return Autoscaler(cast(Context, context), two_pools()), shutdown
-
-
-async def until_it_leads(made: Autoscaler) -> None:
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + 30.0
-    while not made._lease.is_held:
-        assert loop.time() < deadline_s
-        await asyncio.sleep(0.01)
+    autoscaler = Autoscaler(cast(Context, context), two_pools())
+    return autoscaler, shutdown, lambda: bool(loads) and loads[0]()["leads"] == 1.0
 
 
 async def test_a_slow_look_does_not_cost_the_lead(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
-    made, shutdown = make_autoscaler(bus)
+    made, shutdown, leads = make_autoscaler(bus)
     looks, answered = asyncio.Event(), asyncio.Event()
 
     async def look() -> None:
@@ -61,7 +58,7 @@ async def test_a_slow_look_does_not_cost_the_lead(
 
     other = Lease(bus, "autoscaler-2")
     serving = asyncio.create_task(made.serve())
-    await until_it_leads(made)
+    await until(leads)
     monkeypatch.setattr(made._reader, "look", look)
     await looks.wait()
     loop = asyncio.get_running_loop()
@@ -69,7 +66,7 @@ async def test_a_slow_look_does_not_cost_the_lead(
     while loop.time() < until_s:
         assert not await other.take()
         await asyncio.sleep(0.05)
-    assert made._lease.is_held
+    assert leads()
     answered.set()
     shutdown.begin()
     await serving
@@ -86,10 +83,10 @@ async def test_an_autoscaler_without_a_broker_ends_cleanly(
     await asyncio.to_thread(server.start)
     bus = await Bus.connect(server.url, "test")
     await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
-    made, shutdown = make_autoscaler(bus)
+    made, shutdown, leads = make_autoscaler(bus)
     with structlog.testing.capture_logs() as lines:
         serving = asyncio.create_task(made.serve())
-        await until_it_leads(made)
+        await until(leads)
         await asyncio.to_thread(server.stop)
         shutdown.begin()
         async with asyncio.timeout(30):

@@ -16,15 +16,18 @@ from workers.engine.metrics import EngineMetrics, RequestTiming
 STEP_S = 0.25
 
 
-LIMITS = {"max_num_batched_tokens": 16, "max_model_len": 48}
-
-
 class Rig:
     """A core, stepped as the worker does, on a clock on which every step takes as long."""
 
     def __init__(self, num_blocks: int = 12) -> None:
         self.runner = FakeRunner(block_size=4, vocab_size=100)
-        self.core = make_core(self.runner, BlockPool(num_blocks, 4), 100, **LIMITS)
+        self.core = make_core(
+            self.runner,
+            BlockPool(num_blocks, 4),
+            vocab_size=100,
+            max_num_batched_tokens=16,
+            max_model_len=48,
+        )
         self.metrics = Metrics("engine", "engine-1", "demo")
         self.meters = EngineMetrics(self.metrics, self.core.stats(), lambda s: 1000 * s)
         self.timings: dict[str, RequestTiming] = {}

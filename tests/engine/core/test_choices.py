@@ -72,9 +72,15 @@ class Script(FakeRunner):
 
 
 def new_core(runner: FakeRunner, **options: Any) -> EngineCore:
-    pool = BlockPool(64, BLOCK_SIZE)
-    ends = {"decode": decode, "eos": [EOS], "max_model_len": 24}
-    return make_core(runner, pool, VOCAB_SIZE, **ends, **options)
+    return make_core(
+        runner,
+        BlockPool(64, BLOCK_SIZE),
+        VOCAB_SIZE,
+        decode=decode,
+        eos=[EOS],
+        max_model_len=24,
+        **options,
+    )
 
 
 def make_request(**params: Any) -> EngineRequest:

@@ -18,6 +18,7 @@ from shared.blobs import protocol
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
 from shared.blobs.transports import TcpTransport
+from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import BlobsConfig
 from shared.errors import BlobLost
@@ -266,7 +267,7 @@ async def test_open_blobs_survive_a_cancelled_request(start: StartBlobs) -> None
     await until_there_is_room(owner, b"b" * MIB)
 
 
-async def test_invalid_requests_do_not_affect_other_readers(start: StartBlobs) -> None:
+async def test_invalid_requests_do_not_affect_other_readers(start: StartBlobs, bus: Bus) -> None:
     owner = await start()
     ref = put(owner, b"abc")
     assert owner.address.tcp is not None
@@ -280,7 +281,7 @@ async def test_invalid_requests_do_not_affect_other_readers(start: StartBlobs) -
     reader = await start()
     with await reader.get(ref) as blob:
         assert bytes(blob.data) == b"abc"
-    assert await reader._bus.request(subjects.blob(ref.worker), b"nonsense", 1) == b""
+    assert await bus.request(subjects.blob(ref.worker), b"nonsense", 1) == b""
 
 
 def num_mapped_arenas() -> int:

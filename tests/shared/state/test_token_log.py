@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,13 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
     assert isinstance(records[0], TokenChunk)
 
 
+def lose_unread(reader: LogReader) -> None:
+    """Remove the records that the reader has received and not read, as if lost on their way."""
+    live: Any = reader._live
+    while not live._unread.empty():
+        live._unread.get_nowait()
+
+
 async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
     own_broker: EmbeddedServer, request_id: str
 ) -> None:
@@ -151,8 +159,7 @@ async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
         await again.tokens(delta(0))
         await again.tokens(delta(1))
         await again.finish(OutputSummary(Usage(1, 2), 1), {})
-        while not reader._live._unread.empty():  # These are lost on their way.
-            reader._live._unread.get_nowait()
+        lose_unread(reader)
         reader._live.wake()
         read += [record async for record in records]
     assert [record.index for record in read] == [0, 1, 2]
@@ -178,8 +185,7 @@ async def test_a_log_in_memory_may_end_with_fewer_records_than_were_read_before_
         await again.tokens([*delta(0), *delta(1), *delta(2), *delta(3)])
         await again.finish(OutputSummary(Usage(1, 4), 1), {})
         if not is_live:
-            while not reader._live._unread.empty():
-                reader._live._unread.get_nowait()
+            lose_unread(reader)
         assert [type(record) async for record in records] == [Finish]
     await bus.close()
 
