@@ -46,11 +46,11 @@ from tests.cluster.processes import (
     joined_sound,
     running,
     sound_of,
-    until,
     until_nothing_is_left,
     until_ready,
 )
 from tests.generator import voices
+from tests.support.waiting import until
 from workers import roles
 from workers.generator.core.vocoder import Chunk, Samples
 from workers.generator.table_vocoder import TableVocoder

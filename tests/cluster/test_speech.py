@@ -44,11 +44,11 @@ from tests.cluster.processes import (
     joined_sound,
     running,
     sound_of,
-    until,
     until_nothing_is_left,
     until_ready,
 )
 from tests.generator import voices
+from tests.support.waiting import until
 from tests.talkers import PlainTalker
 from workers import settings
 from workers.engine.runner import ModelRunner

@@ -24,16 +24,10 @@ from ops.browser import ENTER, MISSING, browsing
 from shared.bus.bus import Bus
 from tests import preloaded, talkers
 from tests.cluster import test_speech
-from tests.cluster.processes import (
-    Processes,
-    running,
-    sound_of,
-    until,
-    until_nothing_is_left,
-    until_ready,
-)
+from tests.cluster.processes import Processes, running, sound_of, until_nothing_is_left, until_ready
 from tests.cluster.test_speech import CONFIG, MAX_CODES, ROOT, TEXTS, WORKERS, read_wav
 from tests.generator import voices
+from tests.support.waiting import until
 from tests.talkers import PlainTalker
 
 QUESTION: Any = [{"role": "user", "content": "What can you do?"}]

@@ -20,14 +20,8 @@ from shared.protocol.task_messages import EngineBody, ItemResult, Task, TaskHead
 from shared.stage.job import Job
 from shared.stage.worker_loop import Outcome
 from shared.state import item_results
-from tests.shared.stage.test_worker_loop import (
-    accept,
-    is_queued,
-    serving,
-    settled,
-    until,
-    write_text,
-)
+from tests.shared.stage.test_worker_loop import accept, is_queued, serving, settled, write_text
+from tests.support.waiting import until
 
 NEWER = 99
 # Deliveries that an older worker would have given the request up after.
