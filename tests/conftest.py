@@ -27,6 +27,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 from tests import preloaded
+from tests.support.broker import running_broker
 
 # transformers imports Triton, which reads this variable at its import. Without a GPU, the kernels
 # run in Triton's interpreter.
@@ -243,19 +244,15 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A nats-server on a free port."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.stop()
+    with running_broker(tmp_path_factory.mktemp("nats")) as server:
+        yield server
 
 
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server that no other test uses."""
-    server = EmbeddedServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
+    with running_broker(tmp_path / "nats") as server:
+        yield server
 
 
 @pytest.fixture

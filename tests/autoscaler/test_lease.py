@@ -1,13 +1,11 @@
 """The lead among autoscalers."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScalePlan
 from shared.state.scale_state import read_plan
@@ -100,16 +98,11 @@ async def test_a_lost_lead_is_not_renewed(bus: Bus, monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_lead_is_not_released_without_a_broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_broker: EmbeddedServer, own_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.2)
-    server = EmbeddedServer(tmp_path)
-    server.start()
-    own = await Bus.connect(server.url, "test")
-    await own.prepare(NatsConfig(unchecked=True), DeliveryConfig())
-    lease = Lease(own, "first")
+    lease = Lease(own_bus, "first")
     assert await lease.take()
-    server.stop()
+    own_broker.stop()
     assert not await lease.release()
     assert not lease.is_held
-    await own.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
-from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.stage.runtime import Context, Shutdown
 from shared.telemetry.metrics import Metrics
@@ -75,23 +73,18 @@ async def test_a_slow_look_does_not_cost_the_lead(
 
 
 async def test_an_autoscaler_without_a_broker_ends_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_broker: EmbeddedServer, own_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("publishing", "reading", "messaging"):
         monkeypatch.setattr(f"shared.bus.{module}.BROKER_DEADLINE_S", 1.0)
-    server = EmbeddedServer(tmp_path)
-    await asyncio.to_thread(server.start)
-    bus = await Bus.connect(server.url, "test")
-    await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
-    made, shutdown, leads = make_autoscaler(bus)
+    made, shutdown, leads = make_autoscaler(own_bus)
     with structlog.testing.capture_logs() as lines:
         serving = asyncio.create_task(made.serve())
         await until(leads)
-        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(own_broker.stop)
         shutdown.begin()
         async with asyncio.timeout(30):
             await serving
-    await bus.close()
     assert [line["event"] for line in lines if line["log_level"] == "warning"][-1:] == [
         "lead_not_released"
     ]

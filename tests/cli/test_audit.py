@@ -21,6 +21,7 @@ from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import ErrorInfo
 from shared.state import audit_log
 from tests.cluster.conftest import ROOT
+from tests.support.broker import running_broker
 from workers.cli.audited import audited
 from workers.cli.commands import keys, scale
 from workers.cli.commands.audit import audit
@@ -44,10 +45,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
     folder = tmp_path_factory.mktemp("audit")
     keyring = Keyring(folder / "keys")
     keyring.complete()
-    server = EmbeddedServer(folder / "nats", accounts_file=keyring.accounts_file)
-    server.start()
-    yield server
-    server.stop()
+    with running_broker(folder / "nats", accounts_file=keyring.accounts_file) as server:
+        yield server
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import EmbeddedServer
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import AudioChunk, OutputEnd, OutputRecord
 from tests import preloaded
 from tests.generator import voices
+from tests.support.broker import running_broker
 from tests.support.waiting import until
 from workers.generator.loader import load_vocoder
 
@@ -82,16 +82,14 @@ def running(
     folder: Path, workers: Mapping[str, Sequence[str]], roles_of: str
 ) -> Iterator[Processes]:
     """Run a broker and a worker of each stage; the folder has their configuration."""
-    server = EmbeddedServer(folder / "nats")
-    server.start()
-    processes = Processes(folder, server.url, workers, roles_of)
-    try:
-        for stage in workers:
-            processes.start(stage)
-        yield processes
-    finally:
-        processes.stop()
-        server.stop()
+    with running_broker(folder / "nats") as server:
+        processes = Processes(folder, server.url, workers, roles_of)
+        try:
+            for stage in workers:
+                processes.start(stage)
+            yield processes
+        finally:
+            processes.stop()
 
 
 async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:

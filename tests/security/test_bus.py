@@ -31,6 +31,7 @@ from shared.protocol.requests import tenant_header
 from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas
+from tests.support.broker import running_broker
 from workers.keyring import Keyring
 
 CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
@@ -85,10 +86,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     keyring = Keyring(folder / "keys")
     keyring.complete(["a", "b"])
-    server = EmbeddedServer(folder / "nats", accounts_file=keyring.accounts_file)
-    server.start()
-    yield Site(server, keyring)
-    server.stop()
+    with running_broker(folder / "nats", accounts_file=keyring.accounts_file) as server:
+        yield Site(server, keyring)
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Connections to the broker: those of one tenant must not take the places of all others."""
 
-import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,18 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.protocol.permissions import OPERATOR
+from tests.support.broker import running_broker
 from tests.support.waiting import until
 from workers.keyring import TENANT_CONNECTIONS, Keyring
 
 
-@contextlib.asynccontextmanager
-async def site(folder: Path) -> AsyncIterator[tuple[EmbeddedServer, Keyring]]:
+@contextlib.contextmanager
+def site(folder: Path) -> Iterator[tuple[EmbeddedServer, Keyring]]:
     """A server that the tenants `a` and `b` may use."""
     keyring = Keyring(folder / "keys")
     keyring.complete(["a", "b"])
-    server = EmbeddedServer(folder / "nats", accounts_file=keyring.accounts_file)
-    await asyncio.to_thread(server.start)
-    try:
+    with running_broker(folder / "nats", accounts_file=keyring.accounts_file) as server:
         yield server, keyring
-    finally:
-        await asyncio.to_thread(server.stop)
 
 
 async def connect(server: EmbeddedServer, seed: Path) -> Client | None:
@@ -63,7 +59,7 @@ async def flood(server: EmbeddedServer, seed: Path) -> list[Client]:
 
 
 async def test_a_tenant_has_no_more_connections_than_its_own(tmp_path: Path) -> None:
-    async with site(tmp_path) as (server, keyring):
+    with site(tmp_path) as (server, keyring):
         opened = await flood(server, keyring.file_of_tenant("a"))
         assert len(opened) == TENANT_CONNECTIONS
         assert "maximum account active connections exceeded" in log_of(server)
@@ -77,7 +73,7 @@ async def test_a_tenant_has_no_more_connections_than_its_own(tmp_path: Path) -> 
 
 
 async def test_a_connection_of_a_tenant_has_a_limit_on_subscriptions(tmp_path: Path) -> None:
-    async with site(tmp_path) as (server, keyring):
+    with site(tmp_path) as (server, keyring):
         client = await connect(server, keyring.file_of_tenant("a"))
         assert client is not None
         for number in range(MAX_SUBSCRIPTIONS):
@@ -96,7 +92,7 @@ async def test_the_server_has_fewer_connections_than_descriptors(
 ) -> None:
     limits = TENANT_CONNECTIONS, TENANT_CONNECTIONS
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    async with site(tmp_path) as (server, keyring):
+    with site(tmp_path) as (server, keyring):
         opened = await flood(server, keyring.file_of_tenant("a"))
         # The check whether the server listens has taken a place for a moment.
         assert len(opened) == TENANT_CONNECTIONS // 2
