@@ -124,7 +124,6 @@ async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
 
 async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
     connect: Callable[..., Any],
-    jetstream: JetStreamContext,
 ) -> None:
     """A coordinator would check their limits a second time, and refuse what is in progress."""
     bus: Bus = await connect()
@@ -133,7 +132,7 @@ async def test_messages_that_a_new_consumer_delivers_again_are_not_new(
     admitted = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert admitted.stored_ms >= bus.tasks.since_ms
     await admitted.retry(3600)
-    await jetstream.delete_consumer(*REQUESTS[:2])
+    await bus._js.delete_consumer(*REQUESTS[:2])
     again = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (again.data, again.attempt) == (b"before", 1)
     assert again.stored_ms < bus.tasks.since_ms
