@@ -88,7 +88,7 @@ async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
     bus = await Bus.connect(brokers.url, "probes")
     try:
         await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
-        client = await nats.connect(brokers.url)
+        client = await nats.connect(brokers.members[0].url)
         jetstream = client.jetstream()
         await publish_to_all(jetstream)
         before = await states(jetstream)
