@@ -33,7 +33,7 @@ async def filled(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
 
 
 async def num_stored(bus: Bus) -> int:
-    return (await bus.stream_size(subjects.TOKENS_STREAM))[0]
+    return (await bus.figures.size(subjects.TOKENS_STREAM))[0]
 
 
 def write(folder: Path, mib: int) -> str:
@@ -131,7 +131,7 @@ async def test_up_fits_the_streams_of_its_own_broker_and_loses_nothing(tmp_path:
         if fill:
             for number in range(NUM_MESSAGES):
                 await bus.publish_without_id(subjects.append(f"r-{number}"), bytes(1024))
-        info = await bus._js.stream_info(subjects.TOKENS_STREAM)
+        info = await bus.connection.js.stream_info(subjects.TOKENS_STREAM)
         await bus.close()
         return int(info.config.max_bytes or 0) // 2**20, int(info.state.messages)
 

@@ -66,4 +66,4 @@ async def test_the_server_itself_deletes_nothing(bus: Bus, jetstream: JetStreamC
     for taken_back in ({"deny_delete": False}, {"deny_purge": False}):
         with pytest.raises(APIError, match="can not cancel"):
             await jetstream.update_stream(config.evolve(**taken_back))
-    assert (await bus.stream_size(STREAM))[0] > 0
+    assert (await bus.figures.size(STREAM))[0] > 0

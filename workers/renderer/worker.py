@@ -82,7 +82,7 @@ class RendererWorker:
     async def _warm_up(self, model: str, processor: Processor) -> None:
         media = self._open_media("warm-up", 0)
         render = partial(
-            self.render_path.render, processor, media=media, ttl_s=TTL_S, header=None, made=[]
+            self.render_path.render, processor, media=media, ttl_s=TTL_S, header=None, refs=[]
         )
         preview = partial(self.preview_path.render, processor, max_bytes=MAX_BYTES)
         for path, way in (("render", render), ("preview", preview)):

@@ -58,7 +58,7 @@ async def test_six_hundred_pulls_wait_at_one_consumer(
     bus: Bus, model: str, nats_client: NatsClient
 ) -> None:
     queue = subjects.STAGES_STREAM, subjects.stage_consumer("renderer", model, "batch")
-    await bus.create_consumer(*queue, subjects.stage_filter("renderer", model, "batch"), 30.0)
+    await bus.queues.create(*queue, subjects.stage_filter("renderer", model, "batch"), 30.0)
     inbox = nats_client.new_inbox()
     replies = await nats_client.subscribe(inbox)
     pull = to_json({"batch": 1, "expires": 60_000_000_000})

@@ -89,7 +89,7 @@ async def test_a_queue_that_is_deleted_comes_back(
     delivery = await asyncio.wait_for(puller.next(), ANSWER_S)
     await delivery.ack()
     if deleted == "consumer":
-        durable = next(durable for stream, durable in bus._queues if stream == puller.stream)
+        durable = next(durable for stream, durable in bus.queues._queues if stream == puller.stream)
         await jetstream.delete_consumer(puller.stream, durable)
     else:
         await jetstream.delete_stream(puller.stream)
@@ -112,10 +112,12 @@ async def test_a_worker_that_may_not_create_streams_waits_for_a_coordinator(
     coordinator.streams.creates_streams = False
     with capture_logs() as logs:
         await jetstream.delete_stream(subjects.STAGES_STREAM)
-        await until(lambda: bus.outages.is_open, ANSWER_S)
-        await until(lambda: bus.outages._refusals[subjects.STAGES_STREAM, TASKS] >= 8, ANSWER_S)
-        coordinator.creates_streams = True
-        coordinator.check_streams()
+        await until(lambda: bus.queues.outages.is_open, ANSWER_S)
+        await until(
+            lambda: bus.queues.outages._refusals[subjects.STAGES_STREAM, TASKS] >= 8, ANSWER_S
+        )
+        coordinator.streams.creates_streams = True
+        coordinator.queues.check()
         await put(coordinator, "after")
         assert (await asyncio.wait_for(consumer.next(), ANSWER_S)).data == b"after"
         await until_answered(bus)

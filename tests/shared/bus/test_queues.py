@@ -66,11 +66,11 @@ async def test_queues_without_a_worker_are_there_again(
 ) -> None:
     where = subjects.stage_filter("renderer", "demo", "batch")
     queue = SlotQueue(None, QUEUE, where)
-    await own_bus.create_slot_consumers(subjects.STAGES_STREAM, [queue], 30.0)
+    await own_bus.queues.create_slots(subjects.STAGES_STREAM, [queue], 30.0)
     await lose_tasks(own_bus, own_broker)
     await put(own_bus, "a")
     async with asyncio.timeout(ANSWER_S):
-        while (depth := await own_bus.queue_depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
+        while (depth := await own_bus.figures.depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
 
@@ -101,13 +101,13 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
     own_bus: Bus,
     own_broker: EmbeddedServer,
 ) -> None:
-    consumer = await own_bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+    consumer = await own_bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     for name in ("ended", "put-off", "new"):
         await own_bus.publish(subjects.request("demo", "t"), name.encode(), name)
     ended, put_off, _ = [await consumer.next() for _ in range(3)]
     await ended.ack()
     await put_off.retry(3600)
-    await own_bus.sync_clock()  # The broker has the acknowledgements.
+    await own_bus.connection.sync_clock()  # The broker has the acknowledgements.
     restart(own_broker)
     found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
     assert found == {b"put-off", b"new"}
@@ -123,11 +123,11 @@ async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
         config = (await jetstream.stream_info(subjects.STAGES_STREAM)).config
         await jetstream.delete_stream(subjects.STAGES_STREAM)
         await jetstream.add_stream(config.evolve(storage=storage))
-        bus.tasks = await bus.find_tasks()
-    consumer = await bus.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
+        bus.streams.tasks = await bus.streams.find_tasks()
+    consumer = await bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     await bus.publish(subjects.request("demo", "t"), b"put-off", "put-off")
     await (await consumer.next()).retry(3600)
-    await bus.sync_clock()  # The broker has the acknowledgements.
+    await bus.connection.sync_clock()  # The broker has the acknowledgements.
     if storage is api.StorageType.FILE:
         restart(own_broker)
         await put(bus, "a")
@@ -161,10 +161,10 @@ async def test_a_migration_creates_a_stream_of_tasks_that_is_known_as_another_on
     own_bus: Bus,
     jetstream: JetStreamContext,
 ) -> None:
-    before = await own_bus.find_tasks()
+    before = await own_bus.streams.find_tasks()
     await jetstream.delete_stream(subjects.STAGES_STREAM)
-    await own_bus.change_streams(await own_bus.find_stream_changes(own_bus.now_ms()))
-    assert (await own_bus.find_tasks()).first_sequence > before.first_sequence
+    await own_bus.streams.change(await own_bus.streams.find_changes(own_bus.now_ms()))
+    assert (await own_bus.streams.find_tasks()).first_sequence > before.first_sequence
 
 
 async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are_lost(
@@ -174,5 +174,5 @@ async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are
     assert own_bus.tasks.since_ms <= now_ms
     own_bus._restore()
     assert own_bus.tasks.since_ms == math.inf
-    await own_bus.restore_streams()
+    await own_bus.queues.restore()
     assert own_bus.tasks.since_ms <= now_ms

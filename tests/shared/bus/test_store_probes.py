@@ -49,7 +49,7 @@ async def publish_to_all(jetstream: JetStreamContext) -> None:
 async def test_each_stream_that_refuses_to_store_is_found(
     own_bus: Bus, own_broker: EmbeddedServer, jetstream: JetStreamContext
 ) -> None:
-    assert await own_bus.probe_streams() == {}
+    assert await own_bus.streams.probe() == {}
     pid = int(own_broker.pid_file.read_text())
     unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, unlimited[1]))
@@ -58,25 +58,25 @@ async def test_each_stream_that_refuses_to_store_is_found(
         with pytest.raises(NatsTimeoutError):
             await jetstream.publish(subject, b"1", timeout=0.1)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-    refusals = await own_bus.probe_streams()
+    refusals = await own_bus.streams.probe()
     assert refusals.keys() == SUBJECTS.keys()
     assert {refusal.needs_restart for refusal in refusals.values()} == {True}
     assert "file too large" in refusals[subjects.REQUESTS_STREAM].reason
     own_broker.end_process()
     own_broker.start()
     async with asyncio.timeout(20):
-        while await own_bus.probe_streams():
+        while await own_bus.streams.probe():
             pass
     await publish_to_all(jetstream)
 
 
 async def test_a_probe_changes_nothing(own_bus: Bus, jetstream: JetStreamContext) -> None:
     await publish_to_all(jetstream)
-    consumer = await own_bus.consume(
+    consumer = await own_bus.queues.consume(
         subjects.REQUESTS_STREAM, "coordinator", subjects.REQUESTS_FILTER, 1, 5.0
     )
     before = await states(jetstream)
-    assert await own_bus.probe_streams() == {}
+    assert await own_bus.streams.probe() == {}
     assert await states(jetstream) == before
     delivery = await asyncio.wait_for(consumer.next(), 10)
     assert delivery.data == b"1"
@@ -87,12 +87,12 @@ async def test_a_probe_changes_nothing_in_a_cluster(tmp_path: Path) -> None:
     await brokers.start()
     bus = await Bus.connect(brokers.url, "probes")
     try:
-        await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(replicas=3), DeliveryConfig())
         client = await nats.connect(brokers.members[0].url)
         jetstream = client.jetstream()
         await publish_to_all(jetstream)
         before = await states(jetstream)
-        assert await bus.probe_streams() == {}
+        assert await bus.streams.probe() == {}
         assert await states(jetstream) == before
         await client.close()
     finally:

@@ -28,7 +28,7 @@ async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
 
 
 async def num_stored(bus: Bus) -> int:
-    return (await bus.stream_size(subjects.TOKENS_STREAM))[0]
+    return (await bus.figures.size(subjects.TOKENS_STREAM))[0]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -47,7 +47,7 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
     await fill(own_bus, 1500)
     other = await Bus.connect(own_broker.url, "coordinator-2")
     with capture_logs() as logs:
-        await other.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
+        await other.streams.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
     assert await num_stored(own_bus) == 1500
     (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
     told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
@@ -81,7 +81,7 @@ async def test_a_smaller_limit_names_what_it_would_delete_and_deletes_that(own_b
     assert change.shrinks
     named = int(change.effect.removeprefix("would delete ").removesuffix(" messages"))
     assert await num_stored(own_bus) == 1500
-    await own_bus.change_streams([change])
+    await own_bus.streams.change([change])
     assert abs(1500 - named - await num_stored(own_bus)) <= 2
 
 
@@ -89,16 +89,16 @@ async def test_a_greater_limit_keeps_everything(own_bus: Bus) -> None:
     await fill(own_bus, 3)
     (change,) = await changes_to(own_bus, DeliveryConfig(max_token_log_mib=4096))
     assert (change.effect, change.shrinks) == ("keeps all 3 messages", False)
-    await own_bus.change_streams([change])
+    await own_bus.streams.change([change])
     assert await changes_to(own_bus, DeliveryConfig(max_token_log_mib=4096)) == []
 
 
 async def test_a_shorter_age_counts_what_is_older(own_bus: Bus) -> None:
     await fill(own_bus, 20)
     now_ms = own_bus.now_ms()
-    own_bus.configure_streams(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
-    assert not any(c.shrinks for c in await own_bus.find_stream_changes(now_ms))
-    later = await own_bus.find_stream_changes(now_ms + 61_000)
+    own_bus.streams.configure(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
+    assert not any(c.shrinks for c in await own_bus.streams.find_changes(now_ms))
+    later = await own_bus.streams.find_changes(now_ms + 61_000)
     assert [c.effect for c in later if c.shrinks] == ["would delete 20 messages"]
 
 
@@ -118,13 +118,13 @@ async def test_the_streams_of_an_older_version_work_until_they_are_changed(
     found = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
     await jetstream.update_stream(found.evolve(subjects=["pm.cancel.*"]))
     with capture_logs() as logs:
-        await own_bus.prepare(NATS, DeliveryConfig())
+        await own_bus.streams.prepare(NATS, DeliveryConfig())
     assert [
         (e["stream"], e["cluster_value"], e["value"]) for e in logs if "cluster_value" in e
     ] == [("CANCELS", "pm.cancel.*", "pm.cancel.>")]
     await own_bus.publish_without_id(subjects.cancel("r-1"), b"")
     (change,) = await changes_to(own_bus, DeliveryConfig())
-    await own_bus.change_streams([change])
+    await own_bus.streams.change([change])
     await own_bus.publish_without_id(subjects.cancel("r-1@tenant"), b"")
 
 
@@ -134,10 +134,10 @@ async def test_a_duplicate_window_of_an_older_version_is_removed(
     for stream in (subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM):
         config = (await jetstream.stream_info(stream)).config
         await jetstream.update_stream(config.evolve(sources=[], duplicate_window=120.0))
-    await own_bus.prepare(NATS, DeliveryConfig())
+    await own_bus.streams.prepare(NATS, DeliveryConfig())
     await own_bus.publish(subjects.request("demo", "a"), b"{}", "r-1")
     assert await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
-    await own_bus.change_streams(await changes_to(own_bus, DeliveryConfig()))
+    await own_bus.streams.change(await changes_to(own_bus, DeliveryConfig()))
     assert await changes_to(own_bus, DeliveryConfig()) == []
     assert not await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
 
@@ -157,9 +157,9 @@ async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed
     config = (await jetstream.stream_info(stream)).config
     await jetstream.update_stream(config.evolve(**less))
     with pytest.raises(ConfigError, match=rf"stream {stream} has .*run `pagemill migrate`"):
-        await own_bus.prepare(NATS, DeliveryConfig())
-    await own_bus.change_streams(await own_bus.find_stream_changes(own_bus.now_ms()))
-    await own_bus.prepare(NATS, DeliveryConfig())
+        await own_bus.streams.prepare(NATS, DeliveryConfig())
+    await own_bus.streams.change(await own_bus.streams.find_changes(own_bus.now_ms()))
+    await own_bus.streams.prepare(NATS, DeliveryConfig())
 
 
 async def test_what_no_stream_can_change_stays(own_bus: Bus) -> None:
@@ -167,8 +167,8 @@ async def test_what_no_stream_can_change_stays(own_bus: Bus) -> None:
     assert [(c.difference.setting, c.effect) for c in changes] == [
         ("storage", "none: only a new stream can have it")
     ]
-    await own_bus.change_streams(changes)
-    await own_bus.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
+    await own_bus.streams.change(changes)
+    await own_bus.streams.prepare(NATS, DeliveryConfig(token_log_storage="memory"))
     assert await changes_to(own_bus, DeliveryConfig()) == []
 
 

@@ -226,7 +226,7 @@ class Processor:
         self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in prompt.features)
         embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
-        return prompt.check_ranges(token_ids, asked.features, self.placeholder_ids, embed_ids)
+        return prompts.check_ranges(token_ids, prompt.features, self.placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
         fields: dict[Modality, list[str]] = {}
@@ -263,8 +263,8 @@ class Processor:
     def expand_unchecked(
         self, token_ids: list[int], media: Sequence[prompts.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        """Do what `expand` does, without a limit on the prompt's length."""
-        return prompt.expand(token_ids, media, self.placeholder_ids, field)
+        """Do the same as `expand`, without a limit on the prompt's length."""
+        return prompts.expand(token_ids, media, self.placeholder_ids, field)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, with one placeholder for each medium in messages.
@@ -273,15 +273,15 @@ class Processor:
         refuses, for control tokens in messages and for ids outside the vocabulary,
         UnsupportedContent, ContextTooLong.
         """
-        if asked.token_ids is not None:
-            self._check_ids(asked.token_ids, "prompt_token_ids")
-            return asked.token_ids
-        if asked.text is not None:
-            check_text_len(asked, self.max_model_len)
-            return self.tokenizer.encode(asked.text, asked.add_special_tokens is not False)
-        self.check(asked.messages)
-        check_text_len(asked, self.max_model_len)
-        return self.tokenizer.tokenize(asked)
+        if prompt.token_ids is not None:
+            self._check_ids(prompt.token_ids, "prompt_token_ids")
+            return prompt.token_ids
+        if prompt.text is not None:
+            check_text_len(prompt, self.max_model_len)
+            return self.tokenizer.encode(prompt.text, prompt.add_special_tokens is not False)
+        self.check(prompt.messages)
+        check_text_len(prompt, self.max_model_len)
+        return self.tokenizer.tokenize(prompt)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool
@@ -292,7 +292,7 @@ class Processor:
         return text, self.tokenizer.bytes_of(token_ids)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the tokenizer itself spells it."""
+        """Return the tokenizer's spelling of each token."""
         return self.tokenizer.spellings(token_ids)
 
     def check_len(self, token_ids: Sequence[int], field: str, embeds: bool = False) -> None:
