@@ -185,7 +185,11 @@ class Messenger(BusPart):
             raise Unavailable(f"no responder on {subject}") from error
         # A worker from before these versions repeats the header.
         if VERSION_HEADER in (msg.headers or {}):
-            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
+            refusal = UnsupportedVersion(
+                f"this call has version {version}, which a worker cannot read"
+            )
+            refusal.reported = True
+            raise refusal
         return bytes(msg.data)
 
     async def request_many(

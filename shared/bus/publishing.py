@@ -33,11 +33,13 @@ class Publisher(BusPart):
         """Raises PayloadTooLarge if `data` does not fit into one message."""
         limit = self.max_payload - HEADER_BYTES
         if len(data) > limit:
-            raise PayloadTooLarge(
+            error = PayloadTooLarge(
                 f"the message for {subject} has {len(data)} bytes, the limit is {limit}:"
                 " send fewer or smaller media",
                 field="messages",
             )
+            error.reported = True
+            raise error
 
     async def publish(
         self,
