@@ -88,7 +88,9 @@ class ResponseRun:
                     return False
                 try:
                     await self._do_unless_overtaken(action, watch)
-                except Fenced:
+                except Fenced as error:
+                    if error.reported:  # It is not about this log.
+                        raise
                     if await self._log.is_gone():
                         return True
 

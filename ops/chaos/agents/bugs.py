@@ -70,13 +70,13 @@ def step_without_fence() -> None:
 
 @_bug("A1")
 def acknowledged_before_the_end() -> None:
-    from shared.bus.consumer import Delivery
+    from shared.stage.job import Job
     from workers.agent.worker import Agent
 
     handle = Agent._handle
 
-    async def early(self: Agent, delivery: Delivery) -> None:
-        await delivery.ack()
-        await handle(self, delivery)
+    async def early(self: Agent, job: Job) -> None:
+        await job.delivery.ack()
+        await handle(self, job)
 
     replace_attribute(Agent, "_handle", early)

@@ -8,8 +8,8 @@ import uvloop
 from ops.chaos.agents.bugs import BUGS
 from ops.chaos.agents.process import LEFT, TAKEN
 from ops.chaos.patching import replace_attribute
-from shared.bus.consumer import Delivery
 from shared.stage import runtime
+from shared.stage.job import Job
 from workers import settings
 from workers.agent.worker import Agent, main
 from workers.roles import AGENT
@@ -19,12 +19,12 @@ def report_responses() -> None:
     """Have the agent write on standard output which responses it takes, and which it leaves."""
     handle = Agent._handle
 
-    async def reported(self: Agent, delivery: Delivery) -> None:
-        _write(f"{TAKEN}{delivery.msg_id}")
+    async def reported(self: Agent, job: Job) -> None:
+        _write(f"{TAKEN}{job.request_id}")
         try:
-            await handle(self, delivery)
+            await handle(self, job)
         finally:
-            _write(f"{LEFT}{delivery.msg_id}")
+            _write(f"{LEFT}{job.request_id}")
 
     replace_attribute(Agent, "_handle", reported)
 
