@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -16,7 +16,7 @@ from shared.protocol import names, subjects
 from shared.protocol import renderer_rpc as rpc
 from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
-from shared.protocol.records import LogRecord, OutputRecord
+from shared.protocol.records import LogRecord, OutputRecord, named_error
 from shared.protocol.requests import GenerateRequest, encode_request, version_of_request
 from shared.protocol.versions import OLDEST_VERSION, needed_version
 from shared.state import media_store
@@ -28,6 +28,8 @@ ANSWER_TIMEOUT_S = 30.0
 NEWER_PAUSE_S = 0.1
 MAX_MEDIA_BYTES = 256 * 2**20
 """Limit on a file that is read at once."""
+
+Reply = TypeVar("Reply")
 
 
 def new_request_id() -> str:
@@ -173,58 +175,60 @@ async def read_media(bus: Bus, url: str, tenant: str = "") -> bytes:
 
 async def render(
     bus: Bus, request: GenerateRequest, tenant: str = ""
-) -> tuple[rpc.RenderedPrompt, list[TensorData]] | rpc.ErrorReply:
+) -> tuple[rpc.RenderedPrompt, list[TensorData]]:
     """Return the prompt that an engine would get for `request`, and the tensors of its items.
 
-    Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
-    renderer of the model answers.
+    Raises the error with which the renderer replies, which is `reported`. Raises PayloadTooLarge
+    for a request that does not fit into a message, and Unavailable when no renderer of the model
+    answers.
     """
-    answer = await _ask_newer(bus, request.model, "render", request, tenant)
-    return rpc.decode_error_reply(answer) or envelope.decode(answer, rpc.RenderedPrompt)
+    reply = await _ask_newer(bus, request.model, "render", request, tenant)
+    return _unwrap(rpc.decode_error_reply(reply) or envelope.decode(reply, rpc.RenderedPrompt))
 
 
 async def render_features(
     bus: Bus, request: rpc.FeaturesRequest, tenant: str = ""
-) -> rpc.RenderedFeatures | rpc.ErrorReply:
+) -> rpc.RenderedFeatures:
     """Return the features that another server would get for a request. Raises as `render` does."""
-    model = request.request.model
-    answer = await _ask_newer(bus, model, "features", request, tenant)
-    return rpc.decode_error_reply(answer) or rpc.decode_rendered_features(answer)
+    reply = await _ask_newer(bus, request.request.model, "features", request, tenant)
+    return _unwrap(rpc.decode_error_reply(reply) or rpc.decode_rendered_features(reply))
 
 
 async def tokenize(
     bus: Bus, model: str, request: rpc.TokenizeRequest, tenant: str = ""
-) -> rpc.Tokenized | rpc.ErrorReply:
+) -> rpc.Tokenized:
     """Return the tokens of a prompt. Raises as `render` does."""
-    return rpc.decode_tokenized(await _ask_newer(bus, model, "tokenize", request, tenant))
+    return _unwrap(rpc.decode_tokenized(await _ask_newer(bus, model, "tokenize", request, tenant)))
 
 
 async def detokenize(
     bus: Bus, model: str, request: rpc.DetokenizeRequest, tenant: str = ""
-) -> rpc.Detokenized | rpc.ErrorReply:
+) -> rpc.Detokenized:
     """Return the text of tokens. Raises as `render` does."""
-    return rpc.decode_detokenized(
-        await _request(bus, model, "detokenize", to_json(request), tenant)
-    )
+    reply = await _request(bus, model, "detokenize", to_json(request), tenant)
+    return _unwrap(rpc.decode_detokenized(reply))
 
 
-async def split_sound(
-    bus: Bus, model: str, url: str, tenant: str = ""
-) -> rpc.SoundPieces | rpc.ErrorReply:
+async def split_sound(bus: Bus, model: str, url: str, tenant: str = "") -> rpc.SoundPieces:
     """Return the pieces of a stored recording, each short enough for a model to hear.
 
     Raises as `render` does.
     """
-    question = to_json(rpc.SplitRequest(url))
-    return rpc.decode_sound_pieces(await _request(bus, model, "split", question, tenant))
+    reply = await _request(bus, model, "split", to_json(rpc.SplitRequest(url)), tenant)
+    return _unwrap(rpc.decode_sound_pieces(reply))
 
 
-async def model_card(
-    bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
-) -> rpc.ModelCard | rpc.ErrorReply:
-    """Return the card of a model. Raises Unavailable when no renderer of the model replies."""
-    answer = await _request(bus, model, "card", b"", timeout_s=timeout_s)
-    return rpc.decode_model_card(answer)
+async def model_card(bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S) -> rpc.ModelCard:
+    """Return the card of a model. Raises as `render` does."""
+    return _unwrap(
+        rpc.decode_model_card(await _request(bus, model, "card", b"", timeout_s=timeout_s))
+    )
+
+
+def _unwrap(reply: Reply | rpc.ErrorReply) -> Reply:
+    if isinstance(reply, rpc.ErrorReply):
+        raise named_error(reply.error)
+    return reply
 
 
 async def _ask_newer(bus: Bus, model: str, call: str, question: Struct, tenant: str) -> bytes:

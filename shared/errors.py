@@ -64,6 +64,9 @@ class PagemillError(Exception):
     """Whether another attempt may succeed."""
     retry_after_s: float | None = None
     """Delay after which a client may try again."""
+    reported: bool = False
+    """Whether the error comes from the bus: another process has reported it, or the bus refuses a
+    message. `field` is then a field of the message."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -81,7 +84,7 @@ class RequestError(PagemillError):
 
 
 class InvalidRequest(RequestError):
-    pass
+    code = "invalid_request"
 
 
 class UnknownModel(RequestError):

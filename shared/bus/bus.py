@@ -138,11 +138,13 @@ class Bus:
         """Raise PayloadTooLarge if `data` does not fit into one message."""
         limit = self.max_payload - HEADER_BYTES
         if len(data) > limit:
-            raise PayloadTooLarge(
+            error = PayloadTooLarge(
                 f"the message for {subject} has {len(data)} bytes, the limit is {limit}:"
                 " send fewer or smaller media",
                 field="messages",
             )
+            error.reported = True
+            raise error
 
     async def publish(
         self,
@@ -383,7 +385,11 @@ class Bus:
             raise Unavailable(f"no responder on {subject}") from error
         # A worker without support for versions repeats the header.
         if VERSION_HEADER in (msg.headers or {}):
-            raise UnsupportedVersion(f"this call has version {version}, which a worker cannot read")
+            refusal = UnsupportedVersion(
+                f"this call has version {version}, which a worker cannot read"
+            )
+            refusal.reported = True
+            raise refusal
         return bytes(msg.data)
 
     async def request_many(

@@ -466,6 +466,9 @@ class AgentConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the calls of one turn that are made at the same time."""
     concurrency: Positive = 256
     """Limit on responses in flight in one agent."""
+    max_deaths: Positive = 16
+    """Agents that may die with a response, none of which stored a step, before it counts as poison.
+    More than `delivery.max_deaths`, because all responses of an agent share its death."""
     servers: dict[Name, McpServerConfig] = {}
     """MCP servers by label."""
     mcp_hosts: list[str] = []

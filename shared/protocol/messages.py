@@ -131,7 +131,8 @@ class AttemptRecord(Versioned, frozen=True):
     """Number of the delivery, from 1."""
     began_ms: float
     log_len: int
-    """Records in the token log at the beginning. More records at a later attempt mean progress."""
+    """Records in the token log, or steps of the response, at its beginning. More of them at a later
+    attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
     model: str = ""
     """Empty in records of coordinators, and of workers without this field."""

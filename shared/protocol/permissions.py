@@ -225,9 +225,10 @@ def _agent(base: Permissions) -> Permissions:
     return base.with_(
         [
             *_asks(),
-            *(subjects.STEP_FILTER, subjects.DEAD_FILTER),
+            *(subjects.STEP_FILTER, subjects.DEAD_FILTER, subjects.ATTEMPTS_FILTER),
             *_consumes(subjects.RESPONSES_STREAM),
             *_reads(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
+            *_reads(subjects.ATTEMPTS_STREAM),
         ],
         _LOGS,
     )

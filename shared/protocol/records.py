@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from shared.errors import DeadlineExceeded, Overloaded, PagemillError, Unavailable
+from shared import errors
+from shared.errors import PagemillError, RequestError, ServerError
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND
 
 
@@ -227,16 +228,26 @@ def error_info(error: PagemillError) -> ErrorInfo:
     return msgspec.convert(error, ErrorInfo, from_attributes=True)
 
 
-# Errors that are handled by their class.
-_KINDS = {kind.code: kind for kind in (Unavailable, Overloaded, DeadlineExceeded)}
+# A class that inherits its code has its base here.
+_KINDS: dict[str, type[PagemillError]] = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, PagemillError) and "code" in vars(kind)
+}
 
 
-def error_of(info: ErrorInfo) -> PagemillError:
-    """Return an error that another process has reported, as an exception.
+def named_error(info: ErrorInfo) -> PagemillError:
+    """Return the error that another process has reported, as an exception of the class of its code.
 
-    It has the code, the fault and the retryability of the report.
+    It has the fault and the retryability of the report. A code of a newer version is a RequestError
+    or a ServerError, by its fault.
     """
-    error = _KINDS.get(info.code, PagemillError)(info.message, field=info.field)
+    by_fault = RequestError if info.fault == "client" else ServerError
+    kind = _KINDS.get(info.code, by_fault)
+    error = kind.__new__(kind)
+    # Some classes have constructors with other arguments.
+    PagemillError.__init__(error, info.message, field=info.field)
+    error.reported = True
     error.code, error.fault = info.code, info.fault
     error.retryable, error.retry_after_s = info.retryable, info.retry_after_s
     return error

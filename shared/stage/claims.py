@@ -9,7 +9,6 @@ import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
-from shared.bus.consumer import Delivery
 from shared.bus.heartbeats import DEAD_AFTER_S
 from shared.config.schema import DeliveryConfig
 from shared.errors import UnsupportedVersion
@@ -56,25 +55,22 @@ class ClaimedJobs:
         if (job := self._jobs.get(subjects.last_token(subject))) is not None:
             job.ended = True
 
-    def receive(self, delivery: Delivery) -> Job | None:
-        """A job whose request id comes from the subject, because its message may be undecodable.
+    def receive(self, job: Job) -> Job | None:
+        """Return a new job, or None when this worker has claimed a job of the same request.
 
-        None when this worker has claimed the job already. The new delivery then takes the place of
-        the old one: the broker has restarted, or progress was reported too late. A job that hangs
-        reports no progress for this delivery either, so another worker gets it in the end.
-
-        None as well for the task of a new round while this worker still has the one before: it is
-        put off until that is over.
+        The new delivery then takes the place of the old one: the broker has restarted, or progress
+        was reported too late. A job that hangs reports no progress for this delivery either, so
+        another worker gets it in the end. Another message about the request, such as the task of a
+        new round, is put off until the claimed job is over.
         """
-        request_id = subjects.last_token(delivery.subject)
-        claimed = self._jobs.get(request_id)
+        claimed = self._jobs.get(job.request_id or "")
         if claimed is None:
-            return Job(delivery, self._bus.now_ms(), request_id)
-        if delivery.sequence != claimed.delivery.sequence:
-            self._start(delivery.retry(AGAIN_PAUSE_S))
+            return job
+        if job.delivery.sequence != claimed.delivery.sequence:
+            self._start(job.delivery.retry(AGAIN_PAUSE_S))
             return None
         claimed.delivery.abandon()
-        claimed.delivery = delivery
+        claimed.delivery = job.delivery
         return None
 
     def progressed(self, jobs: Iterable[Job]) -> None:
@@ -94,8 +90,11 @@ class ClaimedJobs:
     def waiting(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.waiting]
 
-    async def load_history(self, job: Job, log_len: int) -> bool:
-        """Read how earlier attempts ended. Raises when there must not be another attempt.
+    async def load_history(
+        self, job: Job, log_len: int, policy: DeliveryConfig | None = None
+    ) -> bool:
+        """Read how earlier attempts ended. Raises when `policy`, by default the policy of all
+        stages, allows no other attempt.
 
         False while it is unknown whether a worker that had the job is dead.
         """
@@ -112,7 +111,7 @@ class ClaimedJobs:
             return False
         dead = {w for w, silence_s in zip(others, silences, strict=True) if silence_s > ALIVE_S}
         job.history = retry.recount(job.attempts, self._stage, log_len, dead)
-        if (error := retry.verdict(job.history, self._policy)) is not None:
+        if (error := retry.verdict(job.history, policy or self._policy)) is not None:
             raise error
         return True
 

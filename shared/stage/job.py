@@ -1,5 +1,6 @@
 """A delivery that a worker has claimed, what is known of its request, and what is counted of it."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from shared.bus import request_queue
@@ -47,6 +48,8 @@ class Job:
     """Payloads that came with the task. They are released when it is acknowledged, never before."""
     outputs: list[BlobRef] = field(default_factory=list)
     """Payloads made for the next stage. They belong to this job until that task is stored."""
+    end: "Callable[[Job, PagemillError], Awaitable[None]] | None" = None
+    """Ends with an error what the job is about, where that is no request with a token log."""
 
     @property
     def ticket(self) -> RequestTicket | None:

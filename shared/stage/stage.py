@@ -65,8 +65,16 @@ class Stage:
     # -- claiming ---------------------------------------------------------------------------
 
     def receive(self, delivery: Delivery) -> Job | None:
-        """A new job, or None for the delivery of one that this worker has; see ClaimedJobs."""
-        job = self.claims.receive(delivery)
+        """A new job, or None for the delivery of one that this worker has; see ClaimedJobs.
+
+        The request id comes from the subject, because the message may be undecodable.
+        """
+        request_id = subjects.last_token(delivery.subject)
+        return self.receive_job(Job(delivery, self.bus.now_ms(), request_id))
+
+    def receive_job(self, new: Job) -> Job | None:
+        """The same for a job whose request id is not in its subject."""
+        job = self.claims.receive(new)
         if job is not None:
             self.counters.arrived(job)
         return job
@@ -293,7 +301,7 @@ class Stage:
         When that fails too, the broker is away: the message comes again after its ack wait.
         """
         try:
-            if isinstance(error, UnsupportedVersion):
+            if isinstance(error, UnsupportedVersion) and not error.reported:
                 await self.claims.leave(job, error)
             else:
                 await self._settle_failure(job, error)
@@ -306,7 +314,7 @@ class Stage:
         unknown = WorkerFailure("a worker failed on this request")
         cause = error if isinstance(error, PagemillError) else unknown
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
-        if isinstance(cause, Fenced):
+        if isinstance(cause, Fenced) and not cause.reported:
             log.warning("fenced", reason=cause.message)
             await self.yield_ownership(job)
             return
@@ -330,6 +338,10 @@ class Stage:
         await self._end_with_error(job, cause, [*job.path, self.span(job)])
 
     async def _end_with_error(self, job: Job, error: PagemillError, path: list[StageSpan]) -> None:
+        if job.end is not None:
+            await job.end(job, error)
+            await self.finish(job)
+            return
         has_ended = await end_with_error(self.bus, job, self._output_of(job), error, path)
         await (self.finish(job) if has_ended else self._acknowledge(job))
 

@@ -142,12 +142,16 @@ class WorkerLoop:
         self._background.start(owner.run())
 
     def add_queue(
-        self, consumer: Consumer, job_of: Callable[[Delivery], Job], handle: HandleJob
+        self, consumer: Consumer, job_of: Callable[[Delivery], Job | None], handle: HandleJob
     ) -> None:
-        """Serve a queue whose messages are no tasks; `handle` settles the job itself."""
+        """Serve a queue whose messages are no tasks; `handle` settles the job itself.
+
+        `job_of` returns None for the delivery of a job that this worker has.
+        """
 
         async def on_delivery(delivery: Delivery) -> None:
-            await self._run(job_of(delivery), handle)
+            if (job := job_of(delivery)) is not None:
+                await self._run(job, handle)
 
         self._serving.append((consumer, on_delivery))
 

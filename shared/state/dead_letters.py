@@ -52,11 +52,13 @@ async def requeue(bus: Bus, request_id: str, request: GenerateRequest, tenant: s
 async def requeue_response(bus: Bus, letter: DeadLetter) -> None:
     """Queue a response again. Raises InvalidRequest if it has ended.
 
-    Raises Overloaded or Unavailable without deleting the letters.
+    Its attempt records are removed first. Raises Overloaded or Unavailable without deleting the
+    letters.
     """
     assert letter.request_id is not None
     response = await find_any_tenants(bus, letter.request_id)
     if response is None or response.state not in ("queued", "in_progress"):
         raise InvalidRequest("the response has ended: create another one", field="request_id")
+    await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(letter.request_id))
     await bus.publish_without_id(letter.subject, letter.input)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(letter.request_id))

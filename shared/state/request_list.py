@@ -20,6 +20,7 @@ from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.log_records import decode_record
 from shared.state.request_status import State
+from shared.state.response_status import AGENT
 from shared.state.token_log import last_record
 
 # Number of messages to read from the end of each stream.
@@ -114,7 +115,10 @@ class RequestTable:
 
     def add_attempts(self, messages: Iterable[StoredMessage]) -> None:
         for message in messages:
-            attempt, trace = decode_attempt(message.data), self.add_name(message.subject)
+            attempt = decode_attempt(message.data)
+            if attempt is not None and attempt.stage == AGENT:  # Responses are no requests.
+                continue
+            trace = self.add_name(message.subject)
             if trace is not None and attempt is not None:
                 trace.attempts.append(attempt)
                 trace.model = trace.model or attempt.model or None

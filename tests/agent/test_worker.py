@@ -3,21 +3,23 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
-from shared.bus.consumer import Consumer
 from shared.config.parsing import parse_config
-from shared.errors import Overloaded, PagemillError, TokenRateExceeded, Unavailable
+from shared.errors import Overloaded, PagemillError, Poisoned, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import ListedTool, MessageItem
+from shared.protocol.messages import AttemptRecord, DeadLetter, decode_attempt, decode_dead_letter
 from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import ErrorReply, Tokenized
 from shared.protocol.steps import (
@@ -45,7 +47,7 @@ from tests.agent.test_mcp_client import (
     server_of,
     stuck_at,
 )
-from workers.agent import worker
+from tests.cluster.conftest import ROOT
 from workers.agent.mcp_client import McpClient
 from workers.agent.run import ResponseRun
 from workers.agent.worker import Agent
@@ -53,9 +55,9 @@ from workers.agent.worker import Agent
 BEGUN = Begun(0, 1, "m", "", [MessageItem("user", "Hi")], {})
 
 
-def context_of(bus: Bus, timeout_s: float = 600.0, **agent: Any) -> Context:
+def context_of(bus: Bus, timeout_s: float = 600.0, max_deliver: int = 1, **agent: Any) -> Context:
     tree = {"models": {"m": {"path": "m"}}, "agent": agent | {"mcp_networks": ["127.0.0.1/32"]}}
-    delivery = {"max_deliver": 1, "default_timeout_s": timeout_s}
+    delivery = {"max_deliver": max_deliver, "default_timeout_s": timeout_s, "retry_delay_s": 0.01}
     config = parse_config(json.dumps(tree | {"delivery": delivery}), {}, "test")
     return Context(
         "agent", f"agent-{secrets.token_hex(4)}", None, config, bus, structlog.get_logger()
@@ -117,6 +119,53 @@ async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
     assert await log.is_gone()
 
 
+@pytest.fixture(autouse=True)
+async def queue(bus: Bus) -> None:
+    """Remove the responses that other tests have left."""
+    await bus.purge(subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER)
+
+
+@asynccontextmanager
+async def serving(context: Context, *, drained: bool = True) -> AsyncIterator[None]:
+    """Run an agent in this process. If it is not drained, it requeues what it has in flight."""
+    running = asyncio.create_task(Agent(context).serve())
+    try:
+        yield
+    finally:
+        context.shutdown.begin()
+        if not drained:
+            context.shutdown.hurry.set()
+        await running
+        await context.close()
+
+
+async def enqueue(bus: Bus, log: StepLog) -> None:
+    task = to_json(ResponseTask(log.response_id, log.tenant))
+    await bus.publish_without_id(subjects.response("m"), task)
+
+
+async def handle(context: Context, log: StepLog) -> None:
+    """Have an agent handle a response that it gets from the queue, to its end."""
+    async with serving(context):
+        await enqueue(context.bus, log)
+        async with asyncio.timeout(30):
+            async for _ in log.follow():
+                pass
+    assert (await context.bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
+
+
+async def dead_letter_of(context: Context, data: bytes) -> DeadLetter:
+    """Return the dead letter that an agent writes of a message of its queue."""
+    bus = context.bus
+    letters = await bus.connection.nc.subscribe(subjects.DEAD_FILTER)
+    async with serving(context):
+        await bus.publish_without_id(subjects.response("m"), data)
+        message = await letters.next_msg(30)
+    await letters.unsubscribe()
+    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
+    return decode_dead_letter(message.data)
+
+
 async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus: Bus) -> None:
     called, answered = asyncio.Event(), asyncio.Event()
     async with server_of(adding(called, answered)) as target:
@@ -125,25 +174,19 @@ async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus:
         approved = [ApprovedCall("mcpr_1", "calc", "add", "{}", digest)]
         servers = [ServerUse("calc")]
         log = await begin(bus, replace(BEGUN, servers=servers, approved=approved))
-        agent = Agent(context_of(bus, servers={"calc": {"url": url}}))
-        handling = []
-        consumer = await consume_alone(bus)
-        for _ in range(2):
-            task = to_json(ResponseTask(log.response_id, ""))
-            await bus.publish_without_id(subjects.response("m"), task)
-            handling.append(asyncio.create_task(agent._handle(await consumer.next())))
+        context = context_of(bus, servers={"calc": {"url": url}})
+        async with serving(context, drained=False):
+            await enqueue(bus, log)
             await called.wait()
-        async with asyncio.timeout(30):
-            while True:  # Until the second one waits for the first.
-                if agent._locks[f" {log.response_id}"]._waiters:
-                    break
-                await asyncio.sleep(0)
-        answered.set()
-        result = await first_result(log)
-        for one in handling:
-            one.cancel()
-        await asyncio.gather(*handling, return_exceptions=True)
-        await agent._client.close()
+            await enqueue(bus, log)
+            queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
+            async with asyncio.timeout(30):
+                while True:  # Until the second message is delivered as well.
+                    if not (await bus.figures.depth(*queue)).num_pending:
+                        break
+                    await asyncio.sleep(0.1)
+            answered.set()
+            result = await first_result(log)
     assert result.outcome == "result"
 
 
@@ -204,32 +247,80 @@ async def first_result(log: StepLog) -> Result:
     raise AssertionError("there is no result")
 
 
-async def consume_alone(bus: Bus) -> Consumer:
-    """The queue of responses, without those that other tests have left."""
-    await bus.purge(subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER)
-    queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
-    return await bus.queues.consume(*queue, subjects.RESPONSES_FILTER, 4, 5.0)
-
-
 async def test_a_log_that_nobody_can_read_is_a_dead_letter(bus: Bus) -> None:
     log = await begin(bus)
     result = b'{"type":"result","index":1,"turn":7,"call":0,"outcome":"failed"}'
     await bus.publish_without_id(subjects.step("", log.response_id), result)
-    consumer = await consume_alone(bus)
-    task = to_json(ResponseTask(log.response_id, ""))
-    await bus.publish(subjects.response("m"), task, log.response_id)
-    await Agent(context_of(bus))._handle(await consumer.next())
-    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
-    letter = await dead_letters.find(bus, log.response_id)
+    letter = await dead_letter_of(context_of(bus), to_json(ResponseTask(log.response_id, "")))
+    assert letter.request_id == log.response_id
     assert (letter.role, letter.error.code) == ("agent", "undecodable_message")
 
 
-async def handle(agent: Agent, bus: Bus, log: StepLog) -> None:
-    """Have an agent handle a response that it gets from the queue."""
-    consumer = await consume_alone(bus)
+@pytest.mark.parametrize("data", [b"\xff", b'{"response_id":"a.b","tenant":""}'])
+async def test_a_message_that_names_no_response_is_a_dead_letter(bus: Bus, data: bytes) -> None:
+    letter = await dead_letter_of(context_of(bus), data)
+    assert (letter.role, letter.error.code) == ("agent", "undecodable_message")
+    assert (letter.request_id, letter.input) == (None, data)
+
+
+async def die(bus: Bus, log: StepLog, num_steps: Sequence[int]) -> None:
+    """Leave a response as agents leave it that have died with it, each after so many steps."""
+    await enqueue(bus, log)
+    queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
+    consumer = await bus.queues.consume(*queue, subjects.RESPONSES_FILTER, 1, 5.0)
+    delivery = await consumer.next()
+    for number, steps in enumerate(num_steps):
+        attempt = AttemptRecord("agent", f"agent-dead{number}", number + 1, 1.0 + number, steps)
+        await bus.publish_without_id(subjects.attempts(log.response_id), to_json(attempt))
+    await consumer.stop()
+    await delivery.retry(0)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "code"),
+    [([1, 1], "not_found"), ([1, 1, 1], "poison"), ([0, 0, 1], "not_found")],
+)
+async def test_a_response_of_which_agents_die_is_given_up(
+    bus: Bus, num_steps: list[int], code: str
+) -> None:
+    """A response that is carried out ends, because the one that it continues is deleted."""
+    log = await begin(bus, replace(BEGUN, ancestors=["gone"]))
+    context = context_of(bus, max_deaths=3)
+    await die(bus, log, num_steps)
+    async with serving(context), asyncio.timeout(30):
+        async for _ in log.follow():
+            pass
+    error = (await ended_of(bus, log)).error
+    assert error is not None
+    assert error.code == code
+    if code == "poison":
+        letter = await dead_letters.find(bus, log.response_id)
+        assert (letter.role, len(letter.history)) == ("agent", len(num_steps))
+
+
+async def test_a_requeued_response_has_no_history(bus: Bus) -> None:
+    log = await begin(bus, replace(BEGUN, ancestors=["gone"]))
+    await enqueue(bus, log)
+    attempt = to_json(AttemptRecord("agent", "agent-dead", 1, 1.0, 1))
+    await bus.publish_without_id(subjects.attempts(log.response_id), attempt)
     task = to_json(ResponseTask(log.response_id, ""))
-    await bus.publish(subjects.response("m"), task, log.response_id)
-    await agent._handle(await consumer.next())
+    letter = DeadLetter(
+        role="agent",
+        worker="agent-dead",
+        version="0",
+        subject=subjects.response("m"),
+        request_id=log.response_id,
+        attempts=1,
+        error=error_info(Poisoned("16 workers died with this request in hand")),
+        traceback="",
+        history=[],
+        request=b"",
+        input=task,
+        input_len=len(task),
+        failed_ms=1.0,
+    )
+    await dead_letters.requeue_response(bus, letter)
+    assert not await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(log.response_id))
 
 
 async def ended_of(bus: Bus, log: StepLog) -> Ended:
@@ -242,14 +333,17 @@ async def ended_of(bus: Bus, log: StepLog) -> Ended:
 class Renderer:
     """A renderer that replies with these errors, each once, and then with few tokens."""
 
-    errors: list[PagemillError] = field(default_factory=list)
+    errors: list[ErrorReply] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    num_calls: int = 0
+
+    def fail(self, *errors: PagemillError) -> None:
+        self.errors += [ErrorReply(error_info(error)) for error in errors]
 
     def tokenize(self, _: bytes) -> bytes:
         self.asked.set()
-        if self.errors:
-            return to_json(ErrorReply(error_info(self.errors.pop(0))))
-        return to_json(Tokenized(1, 100, [1]))
+        self.num_calls += 1
+        return to_json(self.errors.pop(0) if self.errors else Tokenized(1, 100, [1]))
 
 
 @pytest.fixture
@@ -260,53 +354,52 @@ async def renderer(bus: Bus) -> Renderer:
 
 
 TRUNCATED = replace(BEGUN, truncate=True)
+# An agent leaves these to its client, like the workers of stages.
+ONLY_CLIENTS = ("deadline_exceeded", "encoding_failed", "grammar_not_tried")
+REPLIES = [
+    msgspec.convert(reply, ErrorReply)
+    for reply in json.loads((ROOT / "tests" / "recorded" / "error_replies.json").read_text())
+]
 
 
-async def test_an_overloaded_renderer_is_asked_again(
-    bus: Bus, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "RETRY_S", 0.01)
-    renderer.errors += [Overloaded("too many requests"), Unavailable("away"), Overloaded("again")]
+async def test_an_overloaded_renderer_is_asked_again(bus: Bus, renderer: Renderer) -> None:
+    renderer.fail(Overloaded("too many requests"), Unavailable("away"), Overloaded("again"))
     log = await begin(bus, TRUNCATED)
-    handling = asyncio.create_task(handle(Agent(context_of(bus)), bus, log))
-    async for step in log.follow():
-        if not isinstance(step, Begun):
-            assert isinstance(step, Asked)
-            break
+    async with serving(context_of(bus), drained=False):
+        await enqueue(bus, log)
+        async for step in log.follow():
+            if not isinstance(step, Begun):
+                assert isinstance(step, Asked)
+                break
     assert renderer.errors == []
-    await log.delete()
-    handling.cancel()
-    await asyncio.gather(handling, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    ("error", "timeout_s"),
-    [
-        (Overloaded("full"), 0.5),
-        (Unavailable("away"), 0.5),
-        (TokenRateExceeded("much", 7.0), 600.0),
-    ],
-)
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.error.code)
 async def test_an_error_of_a_renderer_is_stored_as_it_is(
-    bus: Bus, renderer: Renderer, error: PagemillError, timeout_s: float
+    bus: Bus, renderer: Renderer, reply: ErrorReply
 ) -> None:
-    renderer.errors += [error] * 100
+    """One that is retryable is stored after the last attempt."""
+    renderer.errors += [reply] * 100
     log = await begin(bus, TRUNCATED)
-    await handle(Agent(context_of(bus, timeout_s)), bus, log)
-    assert (await ended_of(bus, log)).error == error_info(error)
-    assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 0
+    await handle(context_of(bus, timeout_s=0.5, max_deliver=2), log)
+    error = (await ended_of(bus, log)).error
+    assert error == reply.error
+    is_repeated = error.retryable and error.fault == "server" and error.code not in ONLY_CLIENTS
+    assert (renderer.num_calls > 1) == is_repeated
 
 
 async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Renderer) -> None:
-    renderer.errors += [Overloaded("full")] * 100
+    renderer.fail(*[Overloaded("full")] * 100)
     log, context = await begin(bus, TRUNCATED), context_of(bus)
-    handling = asyncio.create_task(handle(Agent(context), bus, log))
-    await renderer.asked.wait()
-    context.shutdown.begin()
-    await handling
+    async with serving(context):
+        await enqueue(bus, log)
+        await renderer.asked.wait()
     # The next agent gets it.
     assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     assert (await open_log(bus, "", log.response_id)).state.ended is None
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(log.response_id))
+    attempts = [decode_attempt(message.data) for message in stored]
+    assert [attempt and attempt.outcome for attempt in attempts] == ["open", "requeued"]
 
 
 async def test_required_tools_of_a_busy_server_are_an_error_that_passes(bus: Bus) -> None:

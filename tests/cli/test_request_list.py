@@ -72,6 +72,7 @@ async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
         await registered(bus, f"two-{RUN}", parts=2)
         await finish(bus, f"two-{RUN}-1")
         await attempt(bus, "item_abc", "encoder")
+        await attempt(bus, "resp_abc", "agent")
         await attempt(bus, f"direct-{RUN}", "coordinator")
         await attempt(bus, f"direct-{RUN}", "engine", model=MODEL)
         await end_request(bus, f"direct-{RUN}", 1, Cancelled("by its client"), [])
@@ -104,11 +105,11 @@ async def test_each_state_is_told_with_what_is_known(filled: Bus) -> None:
     assert rows[f"queued-{RUN}"].age_s is None
 
 
-async def test_parts_stand_for_their_request_and_items_are_no_requests(filled: Bus) -> None:
+async def test_parts_stand_for_their_request_and_items_and_responses_are_none(filled: Bus) -> None:
     rows = await listed(filled)
     assert f"two-{RUN}" not in rows
     assert rows[f"two-{RUN}-1"].model == MODEL
-    assert not [name for name in rows if name.startswith("item_")]
+    assert not [name for name in rows if name.startswith(("item_", "resp_"))]
 
 
 async def test_requests_older_than_the_window_are_not_listed_and_this_is_said(filled: Bus) -> None:

@@ -9,7 +9,7 @@ from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, render_features, tokenize
 from shared.protocol.records import Failure, Finish, LogRecord
-from shared.protocol.renderer_rpc import ErrorReply, FeaturesRequest, Tokenized, TokenizeRequest
+from shared.protocol.renderer_rpc import FeaturesRequest, TokenizeRequest
 from shared.protocol.requests import (
     ContentPart,
     Feature,
@@ -45,7 +45,6 @@ async def answer(bus: Bus, request: GenerateRequest, **more: Any) -> list[LogRec
 async def processed(bus: Bus, request: GenerateRequest, tenant: str = "") -> GenerateRequest:
     """The same request, rendered by somebody else."""
     rendered = await render_features(bus, FeaturesRequest(request))
-    assert not isinstance(rendered, ErrorReply), rendered
     features = []
     for feature in rendered.features:
         assert feature.kwargs_data is not None
@@ -93,7 +92,6 @@ async def test_a_hash_alone_gets_the_same_answer_for_its_tenant(client: Bus) -> 
 async def test_a_text_and_its_tokens_get_the_same_answer(client: Bus) -> None:
     text = "What can you do?"
     counted = await tokenize(client, "demo", TokenizeRequest(prompt=text))
-    assert isinstance(counted, Tokenized)
     by_text = await answer(client, GenerateRequest("demo", None, SAMPLING, prompt=text))
     by_tokens = await answer(
         client, GenerateRequest("demo", None, SAMPLING, prompt_token_ids=counted.token_ids)

@@ -28,9 +28,8 @@ from shared.protocol.records import (
     TokenLogprobs,
     Usage,
     error_info,
-    error_of,
 )
-from shared.protocol.renderer_rpc import ErrorReply, TokenizeRequest
+from shared.protocol.renderer_rpc import TokenizeRequest
 from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Result, Step, turn_id
 from shared.responses.conversation import Entry, entries_of
 from shared.responses.state import UNKNOWN_OUTCOME
@@ -89,7 +88,9 @@ class ResponseRun:
                     return False
                 try:
                     await self._do_unless_overtaken(action, watch)
-                except Fenced:
+                except Fenced as error:
+                    if error.reported:  # It is not about this log.
+                        raise
                     if await self._log.is_gone():
                         return True
 
@@ -243,8 +244,6 @@ class ResponseRun:
             request, sampling, _ = turn_request(self._log.state, asked, context)
             question = TokenizeRequest(request.messages, tools=request.tools)
             reply = await client.tokenize(self._bus, request.model, question, self.task.tenant)
-            if isinstance(reply, ErrorReply):
-                raise error_of(reply.error)
             if reply.count + sampling.get("max_tokens", 1) <= reply.max_model_len:
                 return asked
             rest = context[asked.num_dropped :]

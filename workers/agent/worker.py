@@ -6,25 +6,21 @@ the log alone decides what is next. So an agent may be killed at any moment.
 
 import asyncio
 import contextlib
-from weakref import WeakValueDictionary
+import random
+
+from msgspec.structs import replace
 
 from shared.bus.consumer import Delivery
-from shared.errors import (
-    DecodeError,
-    Overloaded,
-    PagemillError,
-    Poisoned,
-    Unavailable,
-    WorkerFailure,
-)
-from shared.protocol import subjects
+from shared.errors import DeadlineExceeded, DecodeError, Overloaded, PagemillError, Unavailable
+from shared.protocol import names, subjects
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.records import error_info
 from shared.protocol.steps import Ended, ResponseTask, decode_response_task
-from shared.stage import dead_letter
+from shared.stage import retry
 from shared.stage.job import Job
-from shared.stage.runtime import VERSION, Context
-from shared.stage.worker_loop import serve
+from shared.stage.runtime import Context
+from shared.stage.stage import SUSPECT_PAUSE_S
+from shared.stage.worker_loop import WorkerLoop
 from shared.state.step_log import open_log
 from workers.agent.core_dumps import forbid_core_dumps
 from workers.agent.mcp_client import McpClient
@@ -32,12 +28,8 @@ from workers.agent.run import ResponseRun
 
 # An agent that is killed leaves its responses for so long, if `delivery.ack_wait_s` is not shorter.
 ACK_WAIT_S = 5.0
-RETRY_S = 1.0
-MAX_RETRY_S = 30.0
 # Long conversations that are in memory at one time, each up to `agent.max_conversation_mib`.
 MAX_LONG_CONVERSATIONS = 4
-# Attempts of which none has made a step, because their agents have died.
-MAX_IDLE_ATTEMPTS = 16
 
 
 async def main(context: Context) -> None:
@@ -48,16 +40,18 @@ async def main(context: Context) -> None:
 class Agent:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._delivery = context.config.delivery
-        self._ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
+        self._stage = context.stage
+        self._delivery = delivery = context.config.delivery
+        max_deaths = context.config.agent.max_deaths
+        # Deaths are unfinished attempts as well. Attempts that fail are limited by `Stage.fail`.
+        max_deliver = max(delivery.max_deliver, max_deaths)
+        self._policy = replace(delivery, max_deaths=max_deaths, max_deliver=max_deliver)
+        self._ack_wait_s = min(ACK_WAIT_S, delivery.ack_wait_s)
         self._client = McpClient(context.config.agent)
-        self._locks = WeakValueDictionary[str, asyncio.Lock]()
-        """One for each response: if this process stands still for too long, the response comes to
-        it a second time, and would be taken for that of a dead agent."""
         self._conversations = asyncio.Semaphore(MAX_LONG_CONVERSATIONS)
 
     async def serve(self) -> None:
-        context = self._context
+        context, loop = self._context, WorkerLoop(self._context)
         consumer = await context.bus.queues.consume(
             subjects.RESPONSES_STREAM,
             subjects.RESPONSES_CONSUMER,
@@ -65,122 +59,115 @@ class Agent:
             context.config.agent.concurrency,
             self._ack_wait_s,
         )
+        loop.add_queue(consumer, self._response_of, self._handle)
         models = sorted(context.config.models)
-        context.ready(models, lambda: {"held": float(consumer.num_in_flight)})
+        context.ready(models, lambda: {"held": float(loop.num_claimed)})
         try:
-            await serve(consumer, self._handle, context.shutdown, self._delivery.drain_s)
+            await loop.run()
         finally:
             await self._client.close()
 
-    async def _handle(self, delivery: Delivery) -> None:
+    def _response_of(self, delivery: Delivery) -> Job | None:
+        task = _task_of(delivery)
+        response_id = None if task is None else task.response_id
+        job = Job(delivery, self._context.bus.now_ms(), response_id, end=self._end)
+        return self._stage.receive_job(job)
+
+    async def _handle(self, job: Job) -> None:
+        task = _task_of(job.delivery)
+        if task is None:
+            raise DecodeError("the message does not name a response", field="response_id")
+        self._stage.claims.add(job)
+        progress = asyncio.create_task(self._keep(job))
         try:
-            task = decode_response_task(delivery.data)
-        except UNDECODABLE:
-            self._context.log.warning("undecodable_response", subject=delivery.subject)
-            await delivery.ack()
-            return
-        progress = asyncio.create_task(self._keep(delivery))
-        run = self._run_of(task)
-        lock = self._locks.setdefault(f"{task.tenant} {task.response_id}", asyncio.Lock())
-        try:
-            async with lock:
-                await self._check_attempts(delivery, run)
-                has_ended = await self._carry_out(run)
-        except asyncio.CancelledError:
-            await delivery.retry(0)
-            raise
-        except Exception as error:
-            await self._retry_or_end(delivery, run, error)
-        else:
-            await (delivery.ack() if has_ended else delivery.retry(0))
+            if not await self._may_begin(job, task):
+                return
+            has_ended = await self._carry_out(task)
         finally:
             progress.cancel()
+        await (self._stage.finish(job) if has_ended else self._stage.requeue(job))
 
-    def _run_of(self, task: ResponseTask) -> ResponseRun:
-        return ResponseRun(self._context, task, self._client, self._conversations)
+    async def _may_begin(self, job: Job, task: ResponseTask) -> bool:
+        """Record this attempt. Raises Poisoned for a response that agents die of.
 
-    async def _carry_out(self, run: ResponseRun) -> bool:
-        """Carry out a response, and repeat a step that nothing has room for, or that no part of
-        the system answers, for at most as long as a request may take.
+        Return False if an agent that had the response may be dead; the job is settled then.
+        """
+        claims, num_steps = self._stage.claims, 1
+        if job.delivery.attempt > 1:
+            log = await open_log(self._context.bus, task.tenant, task.response_id)
+            num_steps = log.state.num_steps
+            if not await claims.load_history(job, num_steps, self._policy):
+                claims.release(job)
+                await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
+                return False
+        await claims.record_attempt(job, num_steps)
+        return True
 
-        The delivery is kept meanwhile: one that is returned counts as an agent that has died.
+    async def _carry_out(self, task: ResponseTask) -> bool:
+        """Carry out a response, and return whether it has ended.
+
+        A step that nothing has room for, or that no part of the system answers, is repeated for at
+        most as long as a request may take. The delivery is kept meanwhile: with a record of each of
+        these attempts, the responses that wait would fill the stream of attempts.
         """
         shutdown, clock = self._context.shutdown, asyncio.get_running_loop().time
         num_steps, num_tries, until_s = -1, 0, 0.0
         while True:
+            run = ResponseRun(self._context, task, self._client, self._conversations)
             try:
                 return await run.carry_out()
             except (Overloaded, Unavailable) as error:
                 if run.num_steps != num_steps:
                     num_steps, num_tries = run.num_steps, 0
                     until_s = clock() + self._delivery.default_timeout_s
-                pause_s = min(RETRY_S * 2**num_tries, MAX_RETRY_S)
-                self._log_interruption(run, num_tries + 1, error)
-                if clock() + pause_s > until_s:
-                    if not run.num_steps:
-                        raise  # The log could not be read.
+                decision = retry.decide(error, num_tries, self._delivery, random.random())
+                if not isinstance(decision, retry.RetryLater) or not run.num_steps:
+                    raise  # Without a step, the log could not be read.
+                self._log_interruption(task, num_tries + 1, error)
+                if run.is_late:
+                    raise DeadlineExceeded("the response has not ended in time") from error
+                if clock() + decision.after_s > until_s:
                     await run.fail(error_info(error))
                     return True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(shutdown.asked.wait(), pause_s)
+                await asyncio.wait_for(shutdown.asked.wait(), decision.after_s)
                 return False
             num_tries += 1
-            run = self._run_of(run.task)
 
-    def _log_interruption(self, run: ResponseRun, attempt: int, error: Exception) -> None:
-        expected = isinstance(error, PagemillError)
+    def _log_interruption(self, task: ResponseTask, attempt: int, error: PagemillError) -> None:
         self._context.log.warning(
             "response_interrupted",
-            response_id=run.task.response_id,
+            response_id=task.response_id,
             attempt=attempt,
-            error=str(error) if expected else type(error).__name__,
-            exc_info=None if expected else error,
+            error=error.message,
         )
 
-    async def _keep(self, delivery: Delivery) -> None:
+    async def _keep(self, job: Job) -> None:
         """Keep the response while this process lives; a loop that hangs loses it."""
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
-            await delivery.progress()
+            await job.delivery.progress()
 
-    async def _retry_or_end(self, delivery: Delivery, run: ResponseRun, error: Exception) -> None:
-        self._log_interruption(run, delivery.attempt, error)
-        # The failure of a response could not be stored; a full store may have room later.
-        passes = isinstance(error, Overloaded | Unavailable)
-        is_over = run.is_late if passes else self._is_last(delivery)
-        if is_over or isinstance(error, Poisoned):
-            with contextlib.suppress(PagemillError):
-                await self._give_up(delivery, run, error)
-                await delivery.ack()
-                return
-        pause_s = min(RETRY_S * 2 ** min(delivery.attempt - 1, 10), MAX_RETRY_S)
-        await delivery.retry(pause_s)
+    async def _end(self, job: Job, error: PagemillError) -> None:
+        """End a response that is given up, unless it has ended or its log cannot be read.
 
-    def _is_last(self, delivery: Delivery) -> bool:
-        return delivery.attempt >= self._delivery.max_deliver
-
-    async def _check_attempts(self, delivery: Delivery, run: ResponseRun) -> None:
-        """Raises Poisoned for a response that agents die of before they have made a step."""
-        if delivery.attempt <= MAX_IDLE_ATTEMPTS:
+        If the store has no room for the end, a gateway ends the response when it is late.
+        """
+        task = _task_of(job.delivery)
+        if task is None:
             return
-        found = await open_log(self._context.bus, run.task.tenant, run.task.response_id)
-        if delivery.attempt > MAX_IDLE_ATTEMPTS + found.state.num_steps:
-            raise Poisoned(f"{delivery.attempt} agents have not gone on with the response")
+        bus = self._context.bus
+        with contextlib.suppress(DecodeError, Overloaded):
+            log = await open_log(bus, task.tenant, task.response_id)
+            if log.state.begun is not None and log.state.ended is None:
+                now_s = int(bus.now_ms() / 1000)
+                await log.append(Ended(0, "failed", now_s, error=error_info(error)))
 
-    async def _give_up(self, delivery: Delivery, run: ResponseRun, error: Exception) -> None:
-        """End a response that fails again and again, and write a dead letter of it."""
-        context, task = self._context, run.task
-        cause = error if isinstance(error, PagemillError) else WorkerFailure("internal error")
-        found = None
-        with contextlib.suppress(DecodeError):  # A log that nobody can read cannot be ended.
-            found = await open_log(context.bus, task.tenant, task.response_id)
-        if found is not None and (found.state.begun is None or found.state.ended is not None):
-            return
-        job = Job(delivery, context.bus.now_ms(), task.response_id)
-        await dead_letter.write(
-            context.bus, job, context.role, context.worker, VERSION, cause, error
-        )
-        if found is not None:
-            now_s = int(context.bus.now_ms() / 1000)
-            with contextlib.suppress(Overloaded):  # There is no room to say so.
-                await found.append(Ended(0, "failed", now_s, error=error_info(cause)))
+
+def _task_of(delivery: Delivery) -> ResponseTask | None:
+    """Return None for a message that does not name a response."""
+    try:
+        task = decode_response_task(delivery.data)
+    except UNDECODABLE:
+        return None
+    return task if names.is_name(task.response_id) else None

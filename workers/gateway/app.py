@@ -106,7 +106,7 @@ class AppContext:
         received_s, cached = self._cards.get(model, (-math.inf, None))
         if cached is not None and now_s - received_s < CARD_FRESH_S:
             return cached
-        card = errors.unwrap_reply(await client.model_card(self.bus, model, CARD_TIMEOUT_S))
+        card = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
         self._cards[model] = now_s, card
         return card
 

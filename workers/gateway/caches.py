@@ -16,7 +16,6 @@ from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport
 from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.http.errors import unwrap_reply
 
 Sign = TypeVar("Sign", Heartbeat, StartReport)
 
@@ -170,5 +169,5 @@ class TokenBytesCache:
         if not missing:
             return
         request = DetokenizeRequest(missing)
-        reply = unwrap_reply(await client.detokenize(self._bus, model, request, tenant=tenant))
+        reply = await client.detokenize(self._bus, model, request, tenant=tenant)
         cached.update(zip(missing, reply.token_bytes, strict=True))

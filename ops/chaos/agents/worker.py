@@ -21,9 +21,9 @@ import uvloop
 from ops.chaos.bugs import catalog
 from ops.chaos.patching import wrap
 from shared.bus.bus import Bus
-from shared.bus.consumer import Delivery
 from shared.protocol import subjects
 from shared.stage import runtime
+from shared.stage.job import Job
 from workers import settings
 from workers.cli.commands.worker import load_main
 from workers.roles import AGENT
@@ -58,12 +58,12 @@ def report_responses(report: Path) -> None:
     file = report.open("ab", buffering=0)
 
     @wrap(Agent, "_handle")
-    async def handle(original: Any, self: Agent, delivery: Delivery) -> None:
-        file.write(f"{TAKEN}{delivery.msg_id}\n".encode())
+    async def handle(original: Any, self: Agent, job: Job) -> None:
+        file.write(f"{TAKEN}{job.request_id}\n".encode())
         try:
-            await original(self, delivery)
+            await original(self, job)
         finally:
-            file.write(f"{LEFT}{delivery.msg_id}\n".encode())
+            file.write(f"{LEFT}{job.request_id}\n".encode())
 
 
 def die_after(parts: set[str], report: Path) -> None:

@@ -43,10 +43,10 @@ def repeat_what_is_unknown() -> None:
 
 @bug("agent", AGENTS, "A1")
 def acknowledged_before_the_end() -> None:
-    from shared.bus.consumer import Delivery
+    from shared.stage.job import Job
     from workers.agent.worker import Agent
 
     @wrap(Agent, "_handle")
-    async def early(handle: Any, self: Agent, delivery: Delivery) -> None:
-        await delivery.ack()
-        await handle(self, delivery)
+    async def early(handle: Any, self: Agent, job: Job) -> None:
+        await job.delivery.ack()
+        await handle(self, job)

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
-from shared.protocol.records import ErrorInfo
+from shared.protocol.records import ErrorInfo, named_error
 from tests.gateway.conftest import Gateway
 from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http.errors import RequestFailed
@@ -61,8 +61,17 @@ def test_the_message_begins_with_the_clients_field() -> None:
     )
 
 
-def test_raised_errors_are_translated() -> None:
+def test_reported_errors_are_translated_and_no_others() -> None:
     with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}):
+        raise named_error(error_at("messages"))
+    assert caught.value.info.field == "prompt"
+    with pytest.raises(InvalidRequest) as own, translated_errors("completion", {}):
+        raise InvalidRequest("no", field="messages")
+    assert own.value.field == "messages"
+
+
+def test_errors_of_a_checked_message_are_translated() -> None:
+    with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}, checks=True):
         raise InvalidRequest("no", field="messages")
     assert caught.value.info.field == "prompt"
 

@@ -139,7 +139,13 @@ async def test_images_may_come_unprocessed(http: httpx.AsyncClient) -> None:
     assert answer["prompt_token_ids"] == rendered["token_ids"]
     assert answer["mm_placeholders"] == {"image": [place]}
     assert token_ids(answer) == token_ids(await ok(http, GENERATE, rendered))
-    for parts in (2 * raw["content_parts"], [{"type": "image_url"}], [{"type": "audio_url"}]):
+    undecodable = {"url": f"data:image/png;base64,{'!' * 300_000}"}
+    for parts in (
+        2 * raw["content_parts"],
+        [{"type": "image_url"}],
+        [{"type": "audio_url"}],
+        [{"type": "image_url", "image_url": undecodable}],
+    ):
         status, error = await refused(http, GENERATE, raw | {"content_parts": parts})
         assert (status, error["param"][:18]) == (400, "body.content_parts")
 

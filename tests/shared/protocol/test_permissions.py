@@ -115,7 +115,7 @@ def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
 def test_what_each_other_role_has_of_its_own() -> None:
     own = {
         "gateway": [subjects.request("m"), subjects.job("r"), subjects.step("t", "r")],
-        "agent": [subjects.request("m"), subjects.step("t", "r")],
+        "agent": [subjects.request("m"), subjects.step("t", "r"), subjects.attempts("r")],
         "autoscaler": [subjects.SCALE_PLAN],
         "pool": [subjects.scale_report("engine/org/m")],
         "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],

@@ -7,8 +7,9 @@ from typing import Any
 from shared import client
 from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
-from shared.errors import Unavailable, UnknownModel
-from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeRequest
+from shared.errors import PagemillError, Unavailable, UnknownModel
+from shared.protocol.records import error_info
+from shared.protocol.renderer_rpc import RenderedPrompt, TokenizeRequest
 from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, print_error
 from workers.cli.broker import connected
@@ -37,11 +38,11 @@ async def render(
     """
     login, model = find_login_and_model(config, nats, model)
     request = build_request(model, question, image or [])
-    async with connected(login, "render") as bus, _unserved_named(bus, model):
-        answer = await client.render(bus, request)
-    if isinstance(answer, ErrorReply):
-        return _print_error_reply(answer, as_json=json)
-    rendered, tensors = answer
+    try:
+        async with connected(login, "render") as bus, _unserved_named(bus, model):
+            rendered, tensors = await client.render(bus, request)
+    except PagemillError as error:
+        return _print_reported(error, as_json=json)
     if json:
         print_json(_describe(rendered, tensors))
         return 0
@@ -73,10 +74,11 @@ async def tokenize(
         Print one JSON object.
     """
     login, model = find_login_and_model(config, nats, model)
-    async with connected(login, "tokenize") as bus, _unserved_named(bus, model):
-        answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
-    if isinstance(answer, ErrorReply):
-        return _print_error_reply(answer, as_json=json)
+    try:
+        async with connected(login, "tokenize") as bus, _unserved_named(bus, model):
+            answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
+    except PagemillError as error:
+        return _print_reported(error, as_json=json)
     if json:
         print_json(answer)
     else:
@@ -119,6 +121,10 @@ def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[s
     }
 
 
-def _print_error_reply(reply: ErrorReply, *, as_json: bool) -> int:
-    print_json(reply) if as_json else print_error(reply.error)
+def _print_reported(error: PagemillError, *, as_json: bool) -> int:
+    """Print an error that a renderer has reported, and return the exit code. Raises all others."""
+    if not error.reported:
+        raise error
+    info = error_info(error)
+    print_json({"type": "error", "error": info}) if as_json else print_error(info)
     return 1

@@ -42,7 +42,7 @@ from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import token_ids_to_decode
-from workers.gateway.core.field_names import options_of_part, translate_error
+from workers.gateway.core.field_names import options_of_part, translate_error, translated_errors
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.core.part_order import in_part_order
 from workers.gateway.core.speech_order import in_speech_order
@@ -174,9 +174,10 @@ class ActiveRequest:
                 token_ids = token_ids_to_decode(record)
                 if record.index == 0:
                     token_ids.update(self._assembler.prompt_token_ids)
-                await self._context.token_bytes.load(
-                    self.record.model, token_ids, self.record.tenant
-                )
+                with translated_errors(self.record.kind, self.record.options):
+                    await self._context.token_bytes.load(
+                        self.record.model, token_ids, self.record.tenant
+                    )
                 return self._assembler.add(part, record)
             case Finish():
                 ended = self._assembler.end_outputs(self._client_outputs(record.outputs))

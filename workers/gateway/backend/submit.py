@@ -107,7 +107,8 @@ async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> 
     with contextlib.suppress(Unavailable):
         max_len = (await context.model_card(plan.requests[0].model)).max_model_len
         for number, part in enumerate(plan.requests):
-            with translated_errors(kind, options_of_part(plan.options, number)):
+            options = options_of_part(plan.options, number)
+            with translated_errors(kind, options, checks=True):
                 check_text_len(part, max_len)
 
 
@@ -181,7 +182,7 @@ async def _publish(
         context.bus, request, active.parts[part], active.record.tenant, sampling or None
     )
     options = options_of_part(active.record.options, part)
-    with translated_errors(active.record.kind, options):
+    with translated_errors(active.record.kind, options, checks=True):
         async for record in records:
             yield record
 

@@ -86,11 +86,18 @@ def options_of_part(options: Mapping[str, Any], part: int | None) -> Mapping[str
 
 
 @contextlib.contextmanager
-def translated_errors(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raise every error inside as RequestFailed, translated by `translate_error`."""
+def translated_errors(
+    kind: str, options: Mapping[str, Any], *, checks: bool = False
+) -> Iterator[None]:
+    """Raise reported errors as RequestFailed, translated by `translate_error`.
+
+    With `checks`, the same for all errors: the code inside checks the fields of a message.
+    """
     try:
         yield
     except PagemillError as error:
+        if not (checks or error.reported):
+            raise
         info = translate_error(errors.info_of(error), kind, options)
         raise errors.RequestFailed(info, "") from error
 

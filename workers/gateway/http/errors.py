@@ -4,8 +4,6 @@ A client's own error carries its message and field. An internal error gets a fix
 not reveal what went wrong inside.
 """
 
-from typing import TypeVar
-
 import msgspec
 from msgspec import Struct
 
@@ -21,9 +19,6 @@ from shared.errors import (
 )
 from shared.helpers.validation import split_validation_error
 from shared.protocol.records import ErrorInfo, error_info
-from shared.protocol.renderer_rpc import ErrorReply
-
-T = TypeVar("T")
 
 UNKNOWN_FIELD = "Object contains unknown field `"
 MISSING_FIELD = "Object missing required field `"
@@ -137,7 +132,7 @@ class Interrupted(PagemillError):
 
 
 class RequestFailed(PagemillError):
-    """A request failed at another worker: its log says so, or a worker replied with an error."""
+    """A request failed at another worker. `info` has the names that the client has for fields."""
 
     def __init__(self, info: ErrorInfo, event_id: str) -> None:
         super().__init__(info.message, field=info.field)
@@ -288,10 +283,3 @@ def split_field_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
         if complaint.startswith(kind):
             return kind, path, complaint.removeprefix(kind).removesuffix("`")
     return complaint, path, ""
-
-
-def unwrap_reply(reply: T | ErrorReply) -> T:
-    """Return a renderer's reply. Raises RequestFailed for one that is an error."""
-    if isinstance(reply, ErrorReply):
-        raise RequestFailed(reply.error, "")
-    return reply

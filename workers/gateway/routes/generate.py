@@ -126,7 +126,7 @@ async def _process_images(
 ) -> ParsedRequest:
     """Return the request with the images of its content parts as a renderer has processed them."""
     message = Message("user", list(images_of(parts)))
-    with translated_errors(KIND, {"fields": {"messages": "content_parts"}}):
+    with translated_errors(KIND, {"fields": {"messages": "content_parts"}}, checks=True):
         rendered = await render_features(
             context, GenerateRequest(model, [message]), "tensors", caller
         )

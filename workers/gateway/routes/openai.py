@@ -17,7 +17,6 @@ from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
@@ -87,9 +86,7 @@ async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Cal
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
     # The fields of the question are those of the request, except for one that has its default.
     question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
-    return unwrap_reply(
-        await client.tokenize(context.bus, request.model, question, tenant=caller.tenant)
-    )
+    return await client.tokenize(context.bus, request.model, question, tenant=caller.tenant)
 
 
 async def _with_echo(
@@ -110,7 +107,7 @@ async def _with_echo(
             assert token_ids is not None
             question = DetokenizeRequest(token_ids)
             reply = client.detokenize(context.bus, given.model, question, tenant=caller.tenant)
-            text = unwrap_reply(await reply).prompt
+            text = (await reply).prompt
         requests.append(request)
         if is_scored and token_ids is not None:
             await context.token_bytes.load(request.model, token_ids, caller.tenant)

@@ -117,7 +117,7 @@ async def _render(
         payload = "none" if asked.return_mm_kwargs is False else "tensors"
     defaults = context.config.models[model].sampling_defaults
     kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
-    with translated_errors(kind, plan.options):
+    with translated_errors(kind, plan.options, checks=True):
         sampling = resolve_sampling(defaults, plan.sampling)
         card, rendered = await asyncio.gather(
             context.model_card(model), render_features(context, request, payload, caller)

@@ -343,4 +343,4 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     question = TokenizeRequest(messages, tools=tools if shows_tools else [])
     with translated_errors("response", {}):
         reply = await client.tokenize(context.bus, asked.model, question, tenant=caller.tenant)
-        return Json(InputTokens(errors.unwrap_reply(reply).count))
+        return Json(InputTokens(reply.count))

@@ -14,7 +14,6 @@ from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import messages_of
 from workers.gateway.route_table import RENDERER_ERRORS
 from workers.gateway.routes.vllm_common import read_body, resolve_model, vllm_route_table
@@ -72,8 +71,7 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     model = resolve_model(context, asked.model)
     question = question_of(asked)
     with translated_errors("chat", {}):
-        reply = await client.tokenize(context.bus, model, question, tenant=caller.tenant)
-        tokenized = unwrap_reply(reply)
+        tokenized = await client.tokenize(context.bus, model, question, tenant=caller.tenant)
     strings = tokenized.token_strs if asked.return_token_strs else None
     return Json(
         TokenizeAnswer(tokenized.count, tokenized.max_model_len, tokenized.token_ids, strings)
@@ -90,7 +88,7 @@ async def detokenize(context: AppContext, request: Request, caller: Caller) -> R
         return Json(DetokenizeAnswer(""))
     question = DetokenizeRequest(asked.tokens, skip_special_tokens=False)
     reply = await client.detokenize(context.bus, model, question, tenant=caller.tenant)
-    return Json(DetokenizeAnswer(unwrap_reply(reply).prompt))
+    return Json(DetokenizeAnswer(reply.prompt))
 
 
 def question_of(asked: TokenizeBody) -> TokenizeRequest:

@@ -17,7 +17,7 @@ from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.multipart import parse_form
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
-from workers.gateway.http.errors import unwrap_reply, validation_error
+from workers.gateway.http.errors import validation_error
 from workers.gateway.openai.transcription import (
     TEXT,
     TranscriptionAssembler,
@@ -96,5 +96,4 @@ async def _split(context: AppContext, model: str, recording: bytes, tenant: str)
     """Store the recording and its pieces, and return the URLs of the pieces."""
     with translated_errors("transcription", {}):
         url = await context.pin_media(recording, tenant)
-        reply = await client.split_sound(context.bus, model, url, tenant)
-        return unwrap_reply(reply).urls
+        return (await client.split_sound(context.bus, model, url, tenant)).urls

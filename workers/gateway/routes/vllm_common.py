@@ -15,7 +15,7 @@ from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_num_values, declares_json
-from workers.gateway.http.errors import WrongContentType, unwrap_reply
+from workers.gateway.http.errors import WrongContentType
 from workers.gateway.route_table import RouteTable
 from workers.gateway.vllm.errors import body_of, status_of
 
@@ -61,4 +61,4 @@ async def render_features(
 ) -> RenderedFeatures:
     small = await store_large_images(context, request, caller.tenant)
     question = FeaturesRequest(small, payload)
-    return unwrap_reply(await client.render_features(context.bus, question, tenant=caller.tenant))
+    return await client.render_features(context.bus, question, tenant=caller.tenant)
