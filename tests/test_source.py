@@ -33,19 +33,11 @@ HARD = (
 )
 MAX_HARD = {
     "shared": 3,
-    "shared/blobs": 4,
-    "shared/codec": 5,
-    "shared/models": 62,
-    "shared/native": 11,
     "shared/responses": 7,
     "shared/stage": 48,
-    "shared/vision": 12,
-    "workers/agent": 13,
-    "workers/encoder": 2,
-    "workers/engine": 152,
+    "workers/agent": 11,
+    "workers/engine": 2,
     "workers/gateway": 99,
-    "workers/generator": 51,
-    "workers/renderer": 61,
 }
 
 # They make code of data.

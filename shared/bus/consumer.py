@@ -195,7 +195,7 @@ class Puller(ABC):
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         self.num_in_flight = 0
         """Number of unsettled deliveries."""
-        self._next_pull = 0
+        self.num_pulls = 0
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -311,8 +311,8 @@ class Consumer(Puller):
                     await self._changed.wait()
 
     async def _pull(self, batch: int, now: float) -> None:
-        self._next_pull += 1
-        number = str(self._next_pull)
+        self.num_pulls += 1
+        number = str(self.num_pulls)
         self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
         request: dict[str, object] = {"batch": batch}
         # After a refusal, a pull that does not wait shows at once whether the outage has ended.

@@ -15,7 +15,7 @@ from shared.bus.replies import Replies
 from shared.errors import Unavailable
 from shared.protocol.stored_size import kept_headers
 
-# A replica that serves reads may be behind for this long.
+# Time by which a replica that serves reads may lag.
 STALE_READ_S = 0.02
 
 T = TypeVar("T")

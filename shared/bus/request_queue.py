@@ -1,4 +1,4 @@
-"""The queue of clients' requests, in which a request stays until it has ended."""
+"""The queue of clients' requests. A request stays in it until it has ended."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ class SlotConsumer(Puller):
         """`load` returns the load of this worker, see `priorities`."""
         super().__init__(nc, stream, capacity, outages)
         self._load = load
-        self._by_durable = {
+        self.queues = {
             queue.durable: _Queue(
                 queue.slot,
                 queue.durable,
@@ -109,11 +109,11 @@ class SlotConsumer(Puller):
 
     def set_owned(self, slots: Collection[int]) -> None:
         """Own these slots from the next pull on."""
-        for queue in self._by_durable.values():
+        for queue in self.queues.values():
             queue.is_owned = queue.slot is None or queue.slot in slots
 
     def on_reconnect(self) -> None:
-        for queue in self._by_durable.values():
+        for queue in self.queues.values():
             queue.end_pull(backlog=None)
         self._changed.set()
 
@@ -127,7 +127,7 @@ class SlotConsumer(Puller):
 
     def _on_status(self, number: str, status: str) -> None:
         """End a pull, unless it was followed by another one."""
-        for queue in self._by_durable.values():
+        for queue in self.queues.values():
             if queue.pull != int(number):
                 continue
             if status in ("404", "408"):
@@ -140,7 +140,7 @@ class SlotConsumer(Puller):
 
     def _on_delivery(self, msg: Msg) -> None:
         metadata = msg.metadata
-        queue = self._by_durable[metadata.consumer]
+        queue = self.queues[metadata.consumer]
         self.outages.add_answer(self.stream, queue.durable)
         queue.backlog = metadata.num_pending
         queue.num_requested -= 1
@@ -158,13 +158,13 @@ class SlotConsumer(Puller):
         while True:
             self._changed.clear()
             await self._pull_where_due(loop.time())
-            due_s = min(queue.due_s for queue in self._by_durable.values())
+            due_s = min(queue.due_s for queue in self.queues.values())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(due_s - loop.time(), LEAST_PAUSE_S)):
                     await self._changed.wait()
 
     async def _pull_where_due(self, now_s: float) -> None:
-        every = self._by_durable.values()
+        every = self.queues.values()
         due = [queue for queue in every if queue.due_s <= now_s]
         if self.num_in_flight >= self.capacity:
             for queue in due:
@@ -185,10 +185,10 @@ class SlotConsumer(Puller):
                 await self._pull(queue, batch, now_s, waits=False)
 
     async def _pull(self, queue: _Queue, batch: int, now_s: float, *, waits: bool) -> None:
-        self._next_pull += 1
+        self.num_pulls += 1
         load = self._load()
         wait_s = WAIT_S if load <= BUSY else BUSY_WAIT_S
-        queue.pull, queue.num_requested, queue.waits = self._next_pull, batch, waits
+        queue.pull, queue.num_requested, queue.waits = self.num_pulls, batch, waits
         queue.due_s = now_s + wait_s * (RENEWED_AT if queue.is_owned else LOST_AT)
         request: dict[str, object] = {"batch": batch}
         request |= {"expires": int(wait_s * 1e9)} if waits else {"no_wait": True}

@@ -7,13 +7,16 @@ overload the tenant with the most calls is refused.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
+from shared.bus.bus import Bus
+from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
+from shared.config.schema import Config
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.helpers.validation import invalid_request
 from shared.protocol import subjects
@@ -33,6 +36,10 @@ from shared.protocol.renderer_rpc import (
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
 from shared.tenants.fair_turns import FairTurns
+from workers.renderer.preview_path import PreviewPath
+from workers.renderer.processing.processor import Processor
+from workers.renderer.sound_splitter import SoundSplitter
+from workers.renderer.threads import InThread
 
 # Limit on calls in flight. At ten milliseconds each, the last call waits less than a second.
 MAX_HELD = 64
@@ -45,8 +52,23 @@ _log = structlog.get_logger()
 class RendererRpc:
     """Answers the calls of all models of a renderer."""
 
-    def __post_init__(self) -> None:
-        limits, complaint = self._config.renderer, "calls wait for this renderer"
+    def __init__(
+        self,
+        bus: Bus,
+        path: PreviewPath,
+        splitter: SoundSplitter,
+        processors: Mapping[str, Processor],
+        config: Config,
+        in_thread: InThread,
+    ) -> None:
+        self._bus = bus
+        self._path = path
+        self._splitter = splitter
+        self._processors = processors
+        self._config = config
+        self._in_thread = in_thread
+        self._responders: list[GroupResponder] = []
+        limits, complaint = config.renderer, "calls wait for this renderer"
         self._slots = FairTurns(max(1, limits.threads // 2), complaint)
         self._splitting = FairTurns(max(1, limits.decoders // 2), complaint)
 

@@ -171,8 +171,8 @@ async def test_requests_do_not_count_as_new_before_it_is_known_whether_tasks_are
     own_bus: Bus,
 ) -> None:
     now_ms = own_bus.now_ms()
-    assert own_bus.tasks.since_ms <= now_ms
-    own_bus._restore()
-    assert own_bus.tasks.since_ms == math.inf
+    assert own_bus.streams.tasks.since_ms <= now_ms
+    own_bus._on_reconnect()
+    assert own_bus.streams.tasks.since_ms == math.inf
     await own_bus.queues.restore()
-    assert own_bus.tasks.since_ms <= now_ms
+    assert own_bus.streams.tasks.since_ms <= now_ms

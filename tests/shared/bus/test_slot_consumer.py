@@ -182,7 +182,7 @@ async def test_pulls_that_the_broker_refuses_are_sent_again(
     consumer = await consume(bus, model, owned=SLOTS)
     slot, durable, subject = queue_of(model, 3)
     await jetstream.delete_consumer(subjects.STAGES_STREAM, durable)
-    await until(lambda: consumer._by_durable[durable].backlog is None)
+    await until(lambda: consumer.queues[durable].backlog is None)
     await put(bus, model, "a", slot)
     stream = subjects.STAGES_STREAM
     await bus.queues.create(stream, durable, subject, 30.0, is_prioritized=True)
