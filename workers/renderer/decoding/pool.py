@@ -60,8 +60,8 @@ class DecoderPool:
     ) -> Iterator[Decoding]:
         """Decode another part of a file while the caller has a decoder of it open.
 
-        This does not wait for a free decoder: two callers could wait for each other forever. Of the
-        caller's two decoders, one works at a time. Raises the errors of Decoding.
+        This does not wait for a free decoder: two callers could wait for each other forever. Only
+        one of the caller's two decoders works at a time. Raises the errors of Decoding.
         """
         self._check(kind, source_hash, field, use)
         with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
