@@ -87,17 +87,6 @@ class RequestRecord(Struct, frozen=True):
         parts: int = self.options.get("parts", 1)
         return parts
 
-    @property
-    def num_logs(self) -> int:
-        """Number of logs that the answer is made of: one for each part, and that of an output."""
-        return self.num_parts + (self.output is not None)
-
-    @property
-    def output(self) -> str | None:
-        """The output beside the text that is part of the answer: that of a speech, or of images."""
-        beside = self.options.get("speech") or self.options.get("images")
-        return None if beside is None else str(beside["output"])
-
 
 class DeadLetter(Struct, frozen=True):
     role: str

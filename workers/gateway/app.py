@@ -22,13 +22,12 @@ from shared.errors import PagemillError, UnknownModel
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
 from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Assembler
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
@@ -37,9 +36,6 @@ from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
-MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
-"""Makes an assembler from a request id, the request's record and the bytes of its model's tokens.
-"""
 
 # Renderers answer from memory.
 CARD_TIMEOUT_S = 5.0
@@ -79,8 +75,8 @@ class AppContext:
         self.store_use = StoreUseCache(bus)
         self.heartbeats = SignsCache(bus.read_heartbeats)
         self.start_reports = SignsCache(bus.read_start_reports)
-        self.assemblers: dict[str, MakeAssembler] = {}
-        """Assembler factories, by the kind of a RequestRecord."""
+        self.assemblers: dict[str, type[Assembler[Any]]] = {}
+        """Classes of assemblers, by the kind of a RequestRecord."""
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)

@@ -13,7 +13,8 @@ from shared import errors as shared_errors
 from shared.config.schema import Right
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
-from workers.gateway.app import AppContext, MakeAssembler, error_response
+from workers.gateway.app import AppContext, error_response
+from workers.gateway.core.assembler import Assembler
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.origins import SAFE_METHODS
@@ -100,8 +101,8 @@ class RouteTable:
         self._refuse = refuse
         self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
-        self.assemblers: dict[str, MakeAssembler] = {}
-        """Assembler factories of this module, by the kind of a RequestRecord."""
+        self.assemblers: dict[str, type[Assembler[Any]]] = {}
+        """Classes of assemblers of this module, by the kind of a RequestRecord."""
 
     @property
     def operations(self) -> list[ApiOperation]:

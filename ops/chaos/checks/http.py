@@ -18,8 +18,10 @@ from ops.chaos.plan import MODEL, Planned
 from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.state.log_records import is_final
+from workers.gateway.core.assembler import Answering
 from workers.gateway.http import errors
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions
+from workers.gateway.openai.chat_assembler import ChatAssembler
 
 # A gateway is down, a gateway is silent, or the broker does not answer the gateway.
 TRANSIENT_CODES = ("connection", "silence", "503", "unavailable")
@@ -51,7 +53,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return all events of a streamed answer, without the end mark."""
     options = ChatOptions(include_usage=planned.streamed)
-    assembler = ChatAssembler(planned.bus_id, MODEL, created_s, options, {})
+    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, options))
     found: list[Event] = []
     for record in log:
         match record:
@@ -67,7 +69,7 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
 
 def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return the one event of an answer that is not streamed; empty while there is no end."""
-    assembler = ChatAssembler(planned.bus_id, MODEL, created_s, ChatOptions(), {})
+    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, ChatOptions()))
     body: Any = None
     for record in log:
         match record:

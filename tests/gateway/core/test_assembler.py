@@ -16,10 +16,12 @@ from shared.errors import LogTruncated
 from shared.protocol.records import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.app import error_response
 from workers.gateway.backend.active_request import merge_logs
+from workers.gateway.core.assembler import Answering
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions
+from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
 
 TOKEN_BYTES = {token: bytes([97 + token]) for token in range(26)}
@@ -58,7 +60,7 @@ def tree(value: Any) -> Any:
 def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None:
     def assembler() -> ChatAssembler:
         options = ChatOptions(include_usage=True, logprobs=True)
-        return ChatAssembler("chatcmpl-1", "demo", 5, options, TOKEN_BYTES)
+        return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options, TOKEN_BYTES))
 
     first, second = assembler(), assembler()
     events = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
@@ -80,7 +82,7 @@ def test_streamed_completions_equal_the_whole_ones(
 ) -> None:
     echo = [Echo("xy"), Echo("z")]
     options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, TOKEN_BYTES)
+    assembler = CompletionAssembler(Answering("cmpl-1", "demo", 5, options, TOKEN_BYTES))
     streamed = []
     for part, records in enumerate((one, other)):
         for record in records:
@@ -102,7 +104,7 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
     token_bytes = dict(enumerate(pieces))
     text = b"".join(pieces).decode()
     options = CompletionOptions(logprobs=True, echo=[Echo(text, list(token_bytes))])
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, token_bytes)
+    assembler = CompletionAssembler(Answering("cmpl-1", "demo", 5, options, token_bytes))
     scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in token_bytes]
     delta = ChoiceDelta(0, 0, list(token_bytes), text, "stop", logprobs=scored)
     (chunk,) = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
@@ -114,8 +116,10 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
 def test_a_stream_does_not_collect_log_probabilities() -> None:
     token_bytes = {0: b"a"}
     assemblers: list[ChatAssembler | CompletionAssembler] = [
-        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), token_bytes),
-        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes),
+        ChatAssembler(Answering("c", "demo", 5, ChatOptions(logprobs=True), token_bytes)),
+        CompletionAssembler(
+            Answering("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes)
+        ),
     ]
     delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
     for assembler in assemblers:

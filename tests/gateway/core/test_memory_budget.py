@@ -5,6 +5,7 @@ import base64
 import gc
 import random
 import tracemalloc
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,19 +20,19 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, TokenBytes
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
     AnswerBudget,
     AnswerSize,
     answer_size_of,
     read_answer_size,
-    with_answer_size,
+    stored_options,
 )
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat import plan_chat
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions, plan_chat
+from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import (
     CompletionAssembler,
     CompletionOptions,
@@ -51,19 +52,19 @@ TOKEN_BYTES = {i: f" t{i:05d}".encode() for i in range(10_000)}
 PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
 
 
-def chat(**fields: Any) -> SubmitPlan:
+def chat(**fields: Any) -> SubmitPlan[ChatOptions]:
     message = {"role": "user", "content": "Hi"}
     body = {"model": "demo", "messages": [message]} | fields
     return plan_chat(msgspec.convert(body, ChatRequest))
 
 
-def completion(**fields: Any) -> SubmitPlan:
+def completion(**fields: Any) -> SubmitPlan[CompletionOptions]:
     body = {"model": "demo", "prompt": "Hi"} | fields
     return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
-def score(**fields: Any) -> dict[str, Any]:
-    return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest)).options
+def score(**fields: Any) -> Mapping[str, str]:
+    return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest)).options.fields
 
 
 def test_an_answer_without_log_probabilities_has_no_limit() -> None:
@@ -71,12 +72,12 @@ def test_an_answer_without_log_probabilities_has_no_limit() -> None:
     for plan in (
         chat(n=8),
         completion(prompt=["Hi"] * 64, n=8),
-        SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
+        SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, AnswerOptions()),
     ):
         size = answer_size_of(plan, {"logprobs": 20})
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
-        assert with_answer_size(plan.options, size) == plan.options
+        assert stored_options(plan.options, size) == msgspec.to_builtins(plan.options)
         budget.reserve({}, size.max_bytes(10**6), "max_tokens", "chat")
 
 
@@ -96,36 +97,34 @@ def test_the_size_counts_choices_tokens_and_prompts() -> None:
 
     # With an echo, each choice has its own copy of the prompt.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
-    echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
+    echoed = msgspec.structs.replace(
+        echoed, options=msgspec.structs.replace(echoed.options, echo=[Echo("x")])
+    )
     assert answer_size_of(echoed, {}).max_bytes() == 4 * one
     request = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = answer_size_of(SubmitPlan([request], sampling, {}), {})
+    scored = answer_size_of(SubmitPlan([request], sampling, AnswerOptions()), {})
     assert scored.max_bytes() == one
-    assert scored.limiting_field(one, record_of("generate")) == "prompt_logprobs"
-
-
-def record_of(kind: Any, options: dict[str, Any] | None = None) -> RequestRecord:
-    return RequestRecord(kind, "demo", "", 0, False, options or {})
+    assert scored.limiting_field(one, "generate", {}) == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "advice"),
+    ("kind", "fields", "field", "advice"),
     [
-        (record_of("embedding"), "input", "fewer dimensions"),
-        (record_of("score", score(text_1="x", text_2="y")), "text_2", "send fewer texts"),
-        (record_of("score", score(queries="x", documents="y")), "documents", "send fewer texts"),
-        (record_of("rerank"), "documents", "send fewer documents"),
+        ("embedding", {}, "input", "fewer dimensions"),
+        ("score", score(text_1="x", text_2="y"), "text_2", "send fewer texts"),
+        ("score", score(queries="x", documents="y"), "documents", "send fewer texts"),
+        ("rerank", {}, "documents", "send fewer documents"),
     ],
 )
 def test_large_embeddings_are_refused_with_the_clients_field(
-    record: RequestRecord, field: str, advice: str
+    kind: str, fields: Mapping[str, str], field: str, advice: str
 ) -> None:
     budget, size = AnswerBudget(GatewayConfig(max_answer_mib=1)), AnswerSize(of_embeddings=2**20)
     num_bytes = size.max_bytes()
-    found = size.limiting_field(num_bytes, record)
+    found = size.limiting_field(num_bytes, kind, fields)
     with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$") as refused:
-        budget.reserve({}, num_bytes, found, record.kind)
+        budget.reserve({}, num_bytes, found, kind)
     assert refused.value.field == field
 
 
@@ -139,7 +138,9 @@ def test_large_embeddings_are_refused_with_the_clients_field(
     )
 )
 def test_the_size_survives_the_request_record(size: AnswerSize) -> None:
-    record = RequestRecord("chat", "demo", "", 0, False, with_answer_size({"logprobs": True}, size))
+    record = RequestRecord(
+        "chat", "demo", "", 0, False, stored_options(ChatOptions(logprobs=True), size)
+    )
     assert read_answer_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == size
 
 
@@ -161,15 +162,17 @@ def test_one_answer_and_all_together_have_a_limit() -> None:
         budget.reserve({}, 1, "max_tokens", "chat")
 
 
-def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
+def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler[Any]:
     if kind == "chat":
-        return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), token_bytes)
+        return ChatAssembler(Answering("c", "demo", 0, ChatOptions(logprobs=True), token_bytes))
     if kind == "completion":
-        return CompletionAssembler("c", "demo", 0, CompletionOptions(logprobs=True), token_bytes)
+        return CompletionAssembler(
+            Answering("c", "demo", 0, CompletionOptions(logprobs=True), token_bytes)
+        )
     if kind == "echo":
         echo = [Echo("x" * 6 * NUM_TOKENS, PROMPT)]
         options = CompletionOptions(logprobs=True, echo=echo)
-        return CompletionAssembler("c", "demo", 0, options, token_bytes)
+        return CompletionAssembler(Answering("c", "demo", 0, options, token_bytes))
     shape = GenerateShape(
         wire_id="g",
         num_prompt_tokens=1,
@@ -177,7 +180,7 @@ def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
         logprobs=num_others,
         prompt_token_ids=PROMPT if kind == "prompt" else [],
     )
-    return GenerateAssembler(shape, "demo", 0, token_bytes)
+    return GenerateAssembler(Answering("g", "demo", 0, shape, token_bytes))
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
@@ -190,7 +193,7 @@ def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> 
     assert answer_size_of(shorter, {}, dimensions).max_bytes() == size.max_bytes() / 2
     longer = plan_embedding(msgspec.structs.replace(given, dimensions=10**12))
     assert answer_size_of(longer, {}, dimensions) == size
-    record = RequestRecord("embedding", "demo", "", 0, False, with_answer_size(plan.options, size))
+    record = RequestRecord("embedding", "demo", "", 0, False, stored_options(plan.options, size))
     assert read_answer_size(record) == size
     values = random.Random(0)
     logs = [
@@ -203,7 +206,7 @@ def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> 
     gc.collect()
     tracemalloc.start()
     try:
-        assembling = EmbeddingAssembler.of_record("e", record, TOKEN_BYTES)
+        assembling = EmbeddingAssembler(Answering("e", "demo", 0, plan.options))
         for part, data in enumerate(logs):
             chunk = decode_record(data)
             assert isinstance(chunk, TokenChunk)

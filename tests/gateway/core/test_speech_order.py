@@ -25,11 +25,12 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
+from workers.gateway.core.assembler import Answering
 from workers.gateway.core.memory_budget import MAX_LARGEST, AnswerBudget
 from workers.gateway.core.speech_order import SpeechOrder
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler, ChatOptions
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.chat import AudioOptions, ChatOptions
+from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion
 
 WORDS = ["three ", "red ", "", "circles ", "and ", "more"]
@@ -61,7 +62,7 @@ def sound_log(*, timed: bool) -> list[AnyRecord]:
 def assembler(form: str, *, timed: bool) -> ChatAssembler:
     audio = AudioOptions(output="audio", format=form, stored_s=3600, timed=timed)
     options = ChatOptions(include_usage=True, speech=audio)
-    return ChatAssembler("chatcmpl-1", "demo", 5, options, {})
+    return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options))
 
 
 def shown(made: ChatAssembler, turns: Sequence[int], *, timed: bool) -> list[tuple[int, ChatChunk]]:

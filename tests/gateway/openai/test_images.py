@@ -7,7 +7,6 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (
     AudioChunk,
@@ -19,7 +18,8 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
-from workers.gateway.openai.images import ImageAssembler, plan_images
+from workers.gateway.core.assembler import Answering
+from workers.gateway.openai.images import ImageAssembler, ImageOptions, plan_images
 from workers.gateway.schemas.images import ImagesRequest, usage_of
 
 BASE = "https://gateway.example/v1/images/"
@@ -35,9 +35,8 @@ def images_request(**changes: Any) -> ImagesRequest:
 def image_assembler(**changes: Any) -> ImageAssembler:
     """The assembler of a request, made from what is stored of its plan."""
     plan = plan_images(images_request(**changes), PAINTER, BASE)
-    options = msgspec.json.decode(msgspec.json.encode(plan.options))
-    record = RequestRecord("images", "m", "", 7, False, options)
-    return ImageAssembler.of_record("images-1", record, {})
+    options = msgspec.json.decode(msgspec.json.encode(plan.options), type=ImageOptions)
+    return ImageAssembler(Answering("images-1", "m", 7, options))
 
 
 def painted(number: int) -> ImageRecord:
@@ -70,7 +69,7 @@ def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
     assert (request.prompt, request.outputs, request.timeout_s) == ("a star", ["picture"], 8)
     assert request.image == ImageParams("12x8", 2, 4, 1.5, "a moon", 3)
     assert (plan.stream, plan.durable, plan.sampling) == (False, True, {})
-    assert plan.options == {
+    assert msgspec.to_builtins(plan.options) == {
         "images": {"output": "picture", "format": "b64_json", "size": "12x8", "base_url": BASE}
     }
 
@@ -80,10 +79,10 @@ def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
     plan = plan_images(images_request(size=size), PAINTER, BASE)
     # What is not given is left to the stage.
     assert plan.requests[0].image == ImageParams()
-    assert plan.options["images"]["size"] == "16x16"
+    assert plan.options.images.size == "16x16"
     configured = msgspec.structs.replace(PAINTER, sampling_defaults={"size": "12x8"})
     plan = plan_images(images_request(size=size), configured, BASE)
-    assert plan.options["images"]["size"] == "12x8"
+    assert plan.options.images.size == "12x8"
 
 
 def test_a_stream_has_one_image_and_its_previews() -> None:

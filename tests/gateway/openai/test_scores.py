@@ -9,15 +9,16 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, WorkerFailure
-from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ErrorInfo, TokenChunk, Usage
 from shared.protocol.requests import EmbeddingParams
-from workers.gateway.core.field_names import options_of_part, translate_error
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.field_names import translate_error
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.scores import (
     MAX_RETURNED_BYTES,
     RerankAssembler,
     ScoreAssembler,
+    ScoreOptions,
     plan_rerank,
     plan_score,
 )
@@ -26,21 +27,20 @@ from workers.gateway.schemas.scores import RerankRequest, ScoreRequest
 VECTORS = {"x": [1.0, 0.0], "y": [0.0, 2.0], "xy": [3.0, 3.0], "-x": [-4.0, 0.0], "0": [0.0, 0.0]}
 
 
-def score_plan(**fields: Any) -> SubmitPlan:
+def score_plan(**fields: Any) -> SubmitPlan[ScoreOptions]:
     return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest))
 
 
-def rerank_plan(**fields: Any) -> SubmitPlan:
+def rerank_plan(**fields: Any) -> SubmitPlan[ScoreOptions]:
     body = {"model": "demo", "query": "x", "documents": ["x"], **fields}
     return plan_rerank(msgspec.convert(body, RerankRequest))
 
 
-def assembler_of(plan: SubmitPlan, kind: Any) -> Any:
+def assembler_of(plan: SubmitPlan[ScoreOptions], kind: Any) -> Any:
     """Return an assembler of the record as another gateway reads it, with all embeddings."""
-    record = RequestRecord(kind, "demo", "", 123, False, plan.options)
-    stored = msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord)
+    stored = msgspec.json.decode(msgspec.json.encode(plan.options), type=ScoreOptions)
     make = {"score": ScoreAssembler, "rerank": RerankAssembler}[kind]
-    assembler = make.of_record("the-id", stored, {})
+    assembler = make(Answering("the-id", "demo", 123, stored))
     for part, request in enumerate(plan.requests):
         assert request.prompt is not None
         data = base64.b64encode(struct.pack("<2f", *VECTORS[request.prompt])).decode()
@@ -81,7 +81,7 @@ def test_pairs_are_one_to_one_or_one_to_all(
 def test_a_text_of_several_pairs_is_embedded_once() -> None:
     plan = score_plan(text_1="x", text_2=["y", "x", "y"], priority=1, cache_salt="s", timeout_s=5)
     assert [request.prompt for request in plan.requests] == ["x", "y"]
-    assert plan.options["parts"] == 2
+    assert plan.options.parts == 2
     for request in plan.requests:
         assert request.embedding == EmbeddingParams(normalize=True)
         assert (request.lane, request.cache_salt, request.timeout_s) == ("batch", "s", 5)
@@ -184,10 +184,9 @@ def test_embeddings_of_different_lengths_have_no_score() -> None:
     ],
 )
 def test_errors_of_a_text_name_the_field_that_it_is_from(
-    kind: str, plan: SubmitPlan, fields: list[str]
+    kind: str, plan: SubmitPlan[ScoreOptions], fields: list[str]
 ) -> None:
     error = ErrorInfo("context_length_exceeded", "too long", "messages", "client", False)
     for part, field in enumerate(fields):
-        options = options_of_part(plan.options, part)
-        assert translate_error(error, kind, options).field == field
-    assert translate_error(error, kind, plan.options).field == fields[1]
+        assert translate_error(error, kind, plan.options.fields_of(part)).field == field
+    assert translate_error(error, kind, plan.options.fields).field == fields[1]

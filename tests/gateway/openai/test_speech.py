@@ -8,10 +8,10 @@ import pytest
 
 from shared.config.parsing import parse_config
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import Pipeline
 from shared.protocol.records import AudioChunk, ChoiceDelta, OutputSummary, TokenChunk, Usage
 from shared.stage.pipelines import pipelines_of
+from workers.gateway.core.assembler import Answering
 from workers.gateway.openai.demo import DemoAssembler, plan_demo
 from workers.gateway.openai.speech import SSE, SpeechAssembler, plan_speech
 from workers.gateway.schemas.demo import DemoRequest
@@ -61,8 +61,7 @@ def test_a_model_without_a_voice_is_refused() -> None:
 def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: str) -> None:
     asked = msgspec.structs.replace(SPEECH, response_format=sound_format, stream_format=SSE)
     plan = plan_speech(asked, spoken, 60.0)
-    record = RequestRecord("speech", "demo", "", 7, False, plan.options)
-    assembler = SpeechAssembler.of_record("speech-1", record, {})
+    assembler = SpeechAssembler(Answering("speech-1", "demo", 7, plan.options))
     chunks = [AudioChunk(n, 1, 2 * n, 2, 24_000, PCM) for n in range(2)]
     deltas = [event for chunk in chunks for event in assembler.add_audio(chunk)]
     assert all(isinstance(delta, SpeechDelta) for delta in deltas)
@@ -78,8 +77,7 @@ def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: 
 def test_the_demo_server_repeats_the_prompt_before_each_answer() -> None:
     plan = plan_demo(msgspec.convert({"model": "demo", "prompt": "Say ", "n": 2}, DemoRequest), 1)
     assert [request.prompt for request in plan.requests] == ["Say "]
-    record = RequestRecord("demo", "demo", "", 7, False, {**plan.options, "prompt": "Say "})
-    assembler = DemoAssembler.of_record("", record, {})
+    assembler = DemoAssembler(Answering("", "demo", 7, plan.options))
     (first,) = assembler.add(0, TokenChunk(0, 1, [ChoiceDelta(1, 0, [5], "so")]))
     assert first.text == ["Say ", "Say so"]
     assembler.add(0, TokenChunk(1, 1, [ChoiceDelta(0, 0, [5], "no"), ChoiceDelta(1, 1, [6], ".")]))

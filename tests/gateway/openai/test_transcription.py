@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shared.errors import RequestError
-from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, TextPart
+from workers.gateway.core.assembler import Answering
 from workers.gateway.core.part_order import in_part_order
 from workers.gateway.openai.transcription import (
     TranscriptionAssembler,
@@ -44,8 +44,7 @@ def records(seed: int) -> list[tuple[int, Any]]:
 
 def new_assembler(**fields: Any) -> TranscriptionAssembler:
     plan = plan_transcription(form(**fields), ["media:" + "0" * 64] * len(TEXTS))
-    record = RequestRecord("transcription", "m", "", 0, False, plan.options)
-    return TranscriptionAssembler.of_record("id", record, {})
+    return TranscriptionAssembler(Answering("id", "m", 0, plan.options))
 
 
 async def assemble(seed: int, **fields: Any) -> tuple[list[Any], TranscriptionAssembler]:

@@ -45,7 +45,7 @@ def error_at(field: str | None, message: str = "no") -> ErrorInfo:
 def test_a_field_has_the_name_that_the_client_sent(
     kind: str, own: dict[str, str], field: str | None, wanted: str | None
 ) -> None:
-    assert translate_error(error_at(field), kind, {"fields": own}).field == wanted
+    assert translate_error(error_at(field), kind, own).field == wanted
 
 
 def test_the_message_begins_with_the_clients_field() -> None:

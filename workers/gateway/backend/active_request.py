@@ -15,6 +15,7 @@ from contextlib import aclosing, suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -41,8 +42,8 @@ from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
-from workers.gateway.core.assembler import token_ids_to_decode
-from workers.gateway.core.field_names import options_of_part, translate_error
+from workers.gateway.core.assembler import Answering, AnswerOptions, token_ids_to_decode
+from workers.gateway.core.field_names import translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.core.part_order import in_part_order
 from workers.gateway.core.speech_order import in_speech_order
@@ -87,8 +88,15 @@ class ActiveRequest:
         self._first_audio_s = metrics.histogram(
             "http_time_to_first_audio_seconds", endpoint=endpoint
         )
+        assembler = context.assemblers[record.kind]
+        try:
+            self.options: AnswerOptions = msgspec.convert(record.options, assembler.options_type)
+        except msgspec.ValidationError as error:
+            raise _unknown_request() from error
         token_bytes = context.token_bytes.of(record.model)
-        self._assembler = context.assemblers[record.kind](self.request_id, record, token_bytes)
+        self._assembler = assembler(
+            Answering(self.request_id, record.model, record.created_s, self.options, token_bytes)
+        )
 
     async def events(
         self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
@@ -145,11 +153,10 @@ class ActiveRequest:
     def _merged(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
     ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
-        merged, options = merge_logs(logs), self.record.options
-        if "speech" not in options and self.record.output is None:
-            return in_part_order(merged) if options.get("in_order") else merged
-        speech = options.get("speech", {})
-        return in_speech_order(merged, timed=speech.get("timed", False))
+        merged, options = merge_logs(logs), self.options
+        if options.output is None:
+            return in_part_order(merged) if getattr(options, "in_order", False) else merged
+        return in_speech_order(merged, timed=getattr(options.output, "timed", False))
 
     async def _read_file(self, record: StepState | ImageRecord) -> str:
         """Return the file that is shown of a record in base64. Raises Unavailable if it is gone."""
@@ -209,9 +216,9 @@ class ActiveRequest:
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
         """Return the outputs, with errors whose fields have the client's names."""
-        kind, options = self.record.kind, self.record.options
+        kind, fields = self.record.kind, self.options.fields
         return {
-            name: replace(summary, error=translate_error(summary.error, kind, options))
+            name: replace(summary, error=translate_error(summary.error, kind, fields))
             if summary.error is not None
             else summary
             for name, summary in outputs.items()
@@ -219,21 +226,20 @@ class ActiveRequest:
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
-        options = options_of_part(self.record.options, part)
-        return translate_error(failure.error, self.record.kind, options)
+        return translate_error(failure.error, self.record.kind, self.options.fields_of(part))
 
     def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended.
 
-        That of an output beside the text, if there is one, is the last.
+        The log of an output besides the text, if there is one, is the last.
         """
         bus, rest_s = self._context.bus, max(0.0, self._rest_s)
         logs: list[AsyncIterator[AnyRecord]] = [
             client.follow(bus, part, timeout_s=rest_s) for part in self.parts
         ]
-        output = self.record.output
+        output = self.options.output
         if output is not None:
-            logs.append(client.follow_output(bus, self.request_id, output, timeout_s=rest_s))
+            logs.append(client.follow_output(bus, self.request_id, output.output, timeout_s=rest_s))
         return logs
 
     async def last_records(self) -> list[LogRecord | None]:
@@ -334,4 +340,8 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"] = request_id, True
             return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
-    raise NotFound("there is no such request, or it has been removed", field="id")
+    raise _unknown_request()
+
+
+def _unknown_request() -> NotFound:
+    return NotFound("there is no such request, or it has been removed", field="id")

@@ -28,9 +28,10 @@ from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.core.field_names import options_of_part, translated_errors
+from workers.gateway.core.assembler import Options
+from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
-from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, with_answer_size
+from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, stored_options
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
@@ -38,10 +39,6 @@ from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, ru
 
 LARGE_BYTES = 2**16
 """The texts of larger bodies are checked before they are published."""
-# Options that may differ when a client comes back for the same answer.
-_STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
-# Options of an output beside the text, of which the client has chosen the format.
-_OUTPUT_OPTIONS = frozenset({"speech", "images"})
 # Fields that are newer than the digest, with their defaults. A request without them has the same
 # digest at a gateway that does not know them, as in a rolling upgrade.
 _NEWER_FIELDS = {"on_late": "fail", "image": None}
@@ -52,7 +49,7 @@ async def submit(
     request: Request,
     caller: Caller,
     kind: Any,
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
     *,
     refuse: ErrorResponder = error_response,
 ) -> Response:
@@ -72,8 +69,8 @@ async def submit(
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
-        await _reserve_answer(context, request, record)
-    start = read_start(request, record.num_logs)
+        await _reserve_answer(context, request, record, plan)
+    start = read_start(request, plan.options.num_logs)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
@@ -99,7 +96,7 @@ async def submit(
     return await _respond(context, request, active, logs, start, refuse, plan)
 
 
-async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> None:
+async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan[Options]) -> None:
     """Raise RequestFailed for a text that no renderer will take, before the broker stores it.
 
     Without a renderer that tells the model's limit, the text is not checked here.
@@ -107,12 +104,12 @@ async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> 
     with contextlib.suppress(Unavailable):
         max_len = (await context.model_card(plan.requests[0].model)).max_model_len
         for number, part in enumerate(plan.requests):
-            with translated_errors(kind, options_of_part(plan.options, number)):
+            with translated_errors(kind, plan.options.fields_of(number)):
                 check_text_len(part, max_len)
 
 
 async def _record_of(
-    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan
+    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan[Options]
 ) -> RequestRecord:
     """Return a new record. Raises Unavailable if the length of embeddings cannot be known."""
     first, hidden_size = plan.requests[0], 0
@@ -120,7 +117,7 @@ async def _record_of(
         hidden_size = (await context.model_card(first.model)).hidden_size
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
     defaults = context.config.models[first.model].sampling_defaults
-    options = with_answer_size(plan.options, answer_size_of(plan, defaults, hidden_size))
+    options = stored_options(plan.options, answer_size_of(plan, defaults, hidden_size))
     return RequestRecord(
         kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
     )
@@ -131,7 +128,9 @@ def _without(record: RequestRecord, names: Set[str]) -> RequestRecord:
     return structs.replace(record, options=options)
 
 
-async def _reserve_answer(context: AppContext, request: Request, record: RequestRecord) -> None:
+async def _reserve_answer(
+    context: AppContext, request: Request, record: RequestRecord, plan: SubmitPlan[Options]
+) -> None:
     """Reserve memory for the whole answer.
 
     Raises AnswerTooLarge or Overloaded, and Unavailable where the model's limit is needed.
@@ -141,19 +140,15 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
         (await context.model_card(record.model)).max_model_len if size.needs_max_model_len else 0
     )
     num_bytes = size.max_bytes(max_len)
-    context.answer_budget.reserve(
-        request.scope, num_bytes, size.limiting_field(num_bytes, record), record.kind
-    )
+    field = size.limiting_field(num_bytes, record.kind, plan.options.fields)
+    context.answer_budget.reserve(request.scope, num_bytes, field, record.kind)
 
 
-def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan) -> str:
+def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan[Options]) -> str:
     """Return the digest of all that the answer depends on. How it is delivered is left out."""
-    shape = {name: value for name, value in plan.options.items() if name not in _STREAM_OPTIONS}
-    for name in shape.keys() & _OUTPUT_OPTIONS:
-        # The rest is configured, or in the requests.
-        shape[name] = {"format": shape[name]["format"]}
     contents = [_content_of(request) for request in requests]
-    return hashlib.sha256(to_json([contents, plan.sampling, shape])).hexdigest()
+    hashed = [contents, plan.sampling, plan.options.digest_part()]
+    return hashlib.sha256(to_json(hashed)).hexdigest()
 
 
 def _content_of(request: GenerateRequest) -> dict[str, Any]:
@@ -180,8 +175,7 @@ async def _publish(
     records = client.ask(
         context.bus, request, active.parts[part], active.record.tenant, sampling or None
     )
-    options = options_of_part(active.record.options, part)
-    with translated_errors(active.record.kind, options):
+    with translated_errors(active.record.kind, active.options.fields_of(part)):
         async for record in records:
             yield record
 
@@ -206,7 +200,7 @@ async def _open_logs(
     context: AppContext,
     active: ActiveRequest,
     requests: Sequence[GenerateRequest],
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
     *,
     is_named: bool,
 ) -> list[AsyncIterator[AnyRecord]]:
@@ -240,7 +234,7 @@ async def _respond(
     logs: Sequence[AsyncIterator[AnyRecord]],
     start: Sequence[int],
     refuse: ErrorResponder,
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
 ) -> Response:
     if plan.sound_format:
         return SoundStream(context, active, logs, plan.sound_format, active.on_disconnect)

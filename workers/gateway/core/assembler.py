@@ -7,9 +7,10 @@ This is how a stream resumes at another gateway.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from msgspec import UNSET, UnsetType
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.records import (
     AudioChunk,
@@ -25,8 +26,98 @@ TokenBytes = Mapping[int, bytes]
 """Bytes of tokens, by token id."""
 
 
-class Assembler(ABC):
+PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
+"""Fields of a request on the bus that errors of its text name."""
+
+# Options that may differ between requests of one id, because they change the delivery alone.
+_DELIVERY = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
+
+
+class OutputOptions(Struct, frozen=True, kw_only=True):
+    """Options of an output besides the text."""
+
+    output: str
+    """Name of the output."""
+    format: str
+
+
+class AnswerOptions(Struct, frozen=True, kw_only=True):
+    """Base class of the options of an answer, which are stored in the RequestRecord.
+
+    A field is stored unless it is UNSET. Digests depend on the order of the fields.
+    """
+
+    @property
+    def parts(self) -> int:
+        """Number of prompts."""
+        return 1
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """Client's names of fields that this request has renamed, by their names on the bus."""
+        return {}
+
+    @property
+    def part_fields(self) -> Sequence[str]:
+        """Client's field of each part's text; empty if all texts are from the same field."""
+        return ()
+
+    @property
+    def output(self) -> OutputOptions | None:
+        """Options of the output besides the text that belongs to the answer."""
+        return None
+
+    @property
+    def logprobs(self) -> int | None:
+        """Whether the answer has log probabilities, or of how many other tokens; None for none."""
+        return None
+
+    @property
+    def echo(self) -> Any:
+        """Prompts with which the choices begin."""
+        return ()
+
+    @property
+    def num_logs(self) -> int:
+        """Number of logs: one for each part, and one for an output besides the text."""
+        return self.parts + (self.output is not None)
+
+    def fields_of(self, part: int | None) -> Mapping[str, str]:
+        """Return `fields`, with the field that the text of one part is from."""
+        if part is None or not self.part_fields:
+            return self.fields
+        return dict.fromkeys(PROMPT_FIELDS, self.part_fields[part])
+
+    def digest_part(self) -> dict[str, Any]:
+        """Return the options that are part of a request's digest.
+
+        Only the format of an output is: the rest is configured, or in the request on the bus.
+        """
+        stored: dict[str, Any] = msgspec.to_builtins(self)
+        part = {name: value for name, value in stored.items() if name not in _DELIVERY}
+        for name in part:
+            if isinstance(getattr(self, name), OutputOptions):
+                part[name] = {"format": part[name]["format"]}
+        return part
+
+
+Options = TypeVar("Options", bound=AnswerOptions)
+
+
+class Answering(Struct, Generic[Options], frozen=True):
+    """A request that is being answered."""
+
+    request_id: str
+    model: str
+    created_s: int
+    options: Options
+    token_bytes: TokenBytes = {}
+
+
+class Assembler(ABC, Generic[Options]):
     """Assembles one answer. A request with several prompts has several logs, its parts."""
+
+    options_type: ClassVar[type[AnswerOptions]]
 
     collects_answer = True
     """False when `answer` will not be called. Log probabilities are then dropped after they have
@@ -37,6 +128,10 @@ class Assembler(ABC):
     """Memory that the answer needs for each sample of its speech."""
     prompt_token_ids: Sequence[int] = ()
     """Prompt tokens whose bytes are needed. No record contains them."""
+
+    def __init__(self, request: Answering[Options]) -> None:
+        self.request = request
+        self.options = request.options
 
     @abstractmethod
     def add(self, part: int, record: TokenChunk) -> list[Any]:

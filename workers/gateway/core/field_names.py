@@ -3,19 +3,16 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
+from workers.gateway.core.assembler import PROMPT_FIELDS
 from workers.gateway.http import errors
 
 _SAMPLING = "sampling_params"
 _TEMPLATE = "template_kwargs"
-
-PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
-"""Bus fields that errors of a text name."""
 
 CLIENT_FIELDS: dict[str, dict[str, str]] = {
     "chat": {"items": "messages", "outputs": "modalities", "voice": "audio.voice"},
@@ -55,13 +52,13 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
 """Client's field by bus field, for each kind of RequestRecord. Others have the same name."""
 
 
-def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorInfo:
+def translate_error(error: ErrorInfo, kind: str, fields: Mapping[str, str]) -> ErrorInfo:
     """Return the error with the field that the client has sent, also at the start of its message.
 
-    `options` are those of the RequestRecord; its `fields` are names that this request has changed.
+    `fields` are the client's names of fields that this request has renamed.
     """
     bus_field = error.field or ""
-    field = client_field_of(bus_field, kind, options)
+    field = client_field_of(bus_field, kind, fields)
     if kind != "generate":
         field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
         if field.partition(".")[0] == _TEMPLATE:
@@ -72,26 +69,18 @@ def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> 
     return msgspec.structs.replace(error, field=field or None, message=message)
 
 
-def client_field_of(bus_field: str, kind: str, options: Mapping[str, Any]) -> str:
+def client_field_of(bus_field: str, kind: str, fields: Mapping[str, str]) -> str:
     """Return the name that the client has for a bus field; the arguments are as above."""
-    return _renamed(bus_field, CLIENT_FIELDS[kind] | options.get("fields", {}))
-
-
-def options_of_part(options: Mapping[str, Any], part: int | None) -> Mapping[str, Any]:
-    """Return the options with the client's name of the field that one part is from, if recorded."""
-    fields = options.get("part_fields")
-    if part is None or not fields:
-        return options
-    return {**options, "fields": dict.fromkeys(PROMPT_FIELDS, fields[part])}
+    return _renamed(bus_field, {**CLIENT_FIELDS[kind], **fields})
 
 
 @contextlib.contextmanager
-def translated_errors(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
+def translated_errors(kind: str, fields: Mapping[str, str]) -> Iterator[None]:
     """Raise every error inside as RequestFailed, translated by `translate_error`."""
     try:
         yield
     except PagemillError as error:
-        info = translate_error(errors.info_of(error), kind, options)
+        info = translate_error(errors.info_of(error), kind, fields)
         raise errors.RequestFailed(info, "") from error
 
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.messages import RequestRecord
+from workers.gateway.core.assembler import AnswerOptions, Options
 from workers.gateway.core.field_names import client_field_of
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
@@ -70,17 +71,17 @@ class AnswerSize(Struct, frozen=True, omit_defaults=True):
         num_entries = self.of_prompt + self.per_token * num_tokens
         return ENTRY_BYTES * num_entries + VALUE_BYTES * self.of_embeddings
 
-    def limiting_field(self, num_bytes: int, record: RequestRecord) -> str:
+    def limiting_field(self, num_bytes: int, kind: str, fields: Mapping[str, str]) -> str:
         """Return the field of the request that makes up most of `num_bytes`."""
-        if record.kind in ADVICE_ON_EMBEDDINGS:
-            return client_field_of("prompt", record.kind, record.options)
+        if kind in ADVICE_ON_EMBEDDINGS:
+            return client_field_of("prompt", kind, fields)
         if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
-        return "prompt_logprobs" if record.kind == "generate" else "logprobs"
+        return "prompt_logprobs" if kind == "generate" else "logprobs"
 
 
 def answer_size_of(
-    plan: SubmitPlan, defaults: Mapping[str, Any], hidden_size: int = 0
+    plan: SubmitPlan[Options], defaults: Mapping[str, Any], hidden_size: int = 0
 ) -> AnswerSize:
     """Return the size of a plan's answer.
 
@@ -88,13 +89,13 @@ def answer_size_of(
     """
     sampling = {**defaults, **plan.sampling}
     num_choices = sampling.get("n", 1)
-    shown = plan.options.get("logprobs")
+    shown = plan.options.logprobs
     is_shown = shown is not None and shown is not False
     of_prompt = plan.sampling.get("prompt_logprobs")
     num_prompt = 0
     if of_prompt is not None:
         # With an echo, each choice has its own copy of the prompt's log probabilities.
-        copies = num_choices if "echo" in plan.options else 1
+        copies = num_choices if plan.options.echo else 1
         num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in plan.requests)
     return AnswerSize(
         per_token=_num_entries(sampling.get("logprobs")) if is_shown else 0,
@@ -113,10 +114,11 @@ def _num_entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def with_answer_size(options: Mapping[str, Any], size: AnswerSize) -> dict[str, Any]:
+def stored_options(options: AnswerOptions, size: AnswerSize) -> dict[str, Any]:
     """Return the options of a RequestRecord, from which `read_answer_size` reads the size."""
+    stored: dict[str, Any] = msgspec.to_builtins(options)
     is_large = size.per_token or size.of_prompt or size.of_embeddings
-    return {**options, _OPTION: msgspec.to_builtins(size)} if is_large else dict(options)
+    return stored | {_OPTION: msgspec.to_builtins(size)} if is_large else stored
 
 
 def read_answer_size(record: RequestRecord) -> AnswerSize:

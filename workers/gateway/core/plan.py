@@ -6,15 +6,16 @@ configured defaults, even where they are equal to the defaults of SamplingParams
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import MAX_PARTS
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, MAX_SEED
+from workers.gateway.core.assembler import AnswerOptions, Options
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.openai_request import (
     CommonRequest,
@@ -30,13 +31,24 @@ MAX_PROMPTS = MAX_PARTS
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-class SubmitPlan(Struct, frozen=True):
+class UsageOptions(AnswerOptions, frozen=True, kw_only=True):
+    """Base class of options of an answer that reports usage in a stream."""
+
+    include_usage: bool | UnsetType = UNSET
+    continuous_usage: bool | UnsetType = UNSET
+
+    @property
+    def prompt_tokens(self) -> int | UnsetType:
+        """Number of prompt tokens, for `continuous_usage`."""
+        return UNSET
+
+
+class SubmitPlan(Struct, Generic[Options], frozen=True):
     """One request to the bus, or several that together make one answer."""
 
     requests: list[GenerateRequest]
     sampling: dict[str, Any]
-    options: dict[str, Any]
-    """Options of the RequestRecord, on which the form of the answer depends."""
+    options: Options
     stream: bool = False
     durable: bool = False
     sound_format: str = ""
@@ -140,19 +152,19 @@ def plan_of(
     request: CommonRequest,
     requests: list[GenerateRequest],
     sampling: dict[str, Any],
-    options: dict[str, Any],
-) -> SubmitPlan:
-    """Return the plan, with the options and the delivery that all requests have in common."""
+    options: Options,
+) -> SubmitPlan[Options]:
+    """Return the plan, with the delivery that all requests have in common."""
     return SubmitPlan(
         requests,
         sampling,
-        _usage_options(request) | options,
+        options,
         stream=bool(request.stream),
         durable=bool(request.durable),
     )
 
 
-def _usage_options(request: CommonRequest) -> dict[str, Any]:
+def usage_options(request: CommonRequest) -> dict[str, Any]:
     """Return the answer's options on usage. Raises InvalidRequest for stream options without a
     stream."""
     options = request.stream_options

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from shared.protocol.records import AudioChunk, ChoiceDelta, OutputEnd, OutputSummary
-from workers.gateway.core.assembler import or_unset
+from workers.gateway.core.assembler import Answering, or_unset
 from workers.gateway.core.logprobs import openai_logprobs
 from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.http import errors
-from workers.gateway.openai.assembler import AnswerOptions, ChoiceSoFar, OpenAIAssembler
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.chat import ChatOptions
 from workers.gateway.openai.tool_calls import ChoiceText
 from workers.gateway.schemas.openai_response import (
     AnswerAudio,
@@ -31,14 +30,6 @@ from workers.gateway.schemas.openai_response import (
     SpeechError,
     TokenLogprob,
 )
-
-
-class ChatOptions(AnswerOptions, frozen=True, kw_only=True):
-    form: str | None = None
-    names: list[str] = msgspec.field(default_factory=list)
-    one_call: bool = False
-    speech: AudioOptions | None = None
-
 
 # Peak memory of one sample of a whole speech; tracemalloc has shown 10 bytes.
 SAMPLE_BYTES = 12
@@ -72,7 +63,6 @@ class _Speech:
         return "".join(text for _, text in done)
 
 
-@dataclass(eq=False)
 class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     """Assembler of chat completions, with tool calls or a speech.
 
@@ -83,25 +73,29 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     options_type, chunk_type, answer_type = ChatOptions, ChatChunk, ChatCompletion
     sample_bytes = SAMPLE_BYTES
 
-    def __post_init__(self) -> None:
-        audio = self.options.speech
+    def __init__(self, request: Answering[ChatOptions]) -> None:
+        super().__init__(request)
+        audio = self.options.output
         self._speech = None
         if audio is not None:
             self.max_events = 2  # The end of the request, and its usage.
-            expires_at = self.created_s + audio.stored_s
-            self._speech = _Speech(f"audio_{self.request_id}", expires_at)
+            expires_at = request.created_s + audio.stored_s
+            self._speech = _Speech(f"audio_{request.request_id}", expires_at)
 
     def _advance(self, part: int, delta: ChoiceDelta) -> ChatChunkChoice | None:
         choice, options = self.choices.get(delta.index), self.options
         if choice is None:
-            name = f"{self.request_id}:{delta.index}"
-            text = ChoiceText(name, options.form, options.names, one_call=options.one_call)
+            name, form = f"{self.request.request_id}:{delta.index}", options.form or None
+            calls_one = bool(options.one_call)
+            text = ChoiceText(name, form, options.names or [], one_call=calls_one)
             choice = self.choices[delta.index] = _Choice(text)
         is_last = delta.finish_reason is not None
         content, calls = choice.text.feed(delta.text, is_last=is_last)
         logprobs = None
         if options.logprobs and delta.logprobs:
-            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self.token_bytes))
+            logprobs = list(
+                openai_logprobs(delta.token_ids, delta.logprobs, self.request.token_bytes)
+            )
             if self.collects_answer:
                 choice.logprobs += logprobs
         if is_last:
@@ -126,7 +120,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         )
 
     def _transcript_of(self, delta: ChoiceDelta, content: str) -> AudioDelta | UnsetType:
-        speech, audio = self._speech, self.options.speech
+        speech, audio = self._speech, self.options.output
         if speech is None or audio is None or not content:
             return UNSET
         speech.pieces += _pieces_of(delta, content)
@@ -176,7 +170,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         return self._chunk([shown])
 
     def _audio_of(self, content: str | None) -> AnswerAudio | UnsetType:
-        speech, audio = self._speech, self.options.speech
+        speech, audio = self._speech, self.options.output
         if speech is None or audio is None:
             return UNSET
         head = wav_header(speech.sample_rate, len(speech.pcm)) if audio.format == WAV else b""

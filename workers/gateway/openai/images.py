@@ -1,15 +1,10 @@
 """`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import (
     AudioChunk,
@@ -21,7 +16,7 @@ from shared.protocol.records import (
     Usage,
 )
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, OutputOptions
 from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.schemas.images import (
@@ -40,24 +35,25 @@ from workers.gateway.schemas.images import (
 _MEDIA = "media:"
 
 
-class PaintedOptions(Struct, frozen=True, kw_only=True):
-    """How images are answered."""
+class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
+    """Options of painted images."""
 
-    output: str
-    """Name of the model's output of images."""
-    format: str
     size: str
     base_url: str
     """What stands before the name of a file in its URL."""
 
 
-class ImageOptions(Struct, frozen=True, kw_only=True):
-    """Options of images, stored in the RequestRecord."""
-
+class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
     images: PaintedOptions
 
+    @property
+    def output(self) -> PaintedOptions:
+        return self.images
 
-def plan_images(asked: ImagesRequest, painter: StageSpec | None, base_url: str) -> SubmitPlan:
+
+def plan_images(
+    asked: ImagesRequest, painter: StageSpec | None, base_url: str
+) -> SubmitPlan[ImageOptions]:
     """Return the plan of a request for images. Raises InvalidRequest with the field."""
     if painter is None or painter.output is None:
         raise InvalidRequest(f"{asked.model} paints no images", field="model")
@@ -90,7 +86,7 @@ def plan_images(asked: ImagesRequest, painter: StageSpec | None, base_url: str) 
     return SubmitPlan(
         [wanted],
         {},
-        {"images": msgspec.structs.asdict(options)},
+        ImageOptions(images=options),
         stream=asked.stream,
         durable=bool(asked.durable),
     )
@@ -110,34 +106,33 @@ def _check(asked: ImagesRequest, painter: StageSpec) -> None:
         raise InvalidRequest("partial_images: previews require stream", field="partial_images")
 
 
-@dataclass(eq=False)
-class ImageAssembler(Assembler):
+class ImageAssembler(Assembler[ImageOptions]):
     """Assembler of images, and of the events of one while it sharpens."""
 
-    created_s: int
-    options: PaintedOptions
-    entries: dict[int, ImageEntry] = field(default_factory=dict)
-    num_previews: int = 0
-    usage: ImageUsage = field(default_factory=lambda: usage_of(0))
+    options_type = ImageOptions
 
-    @classmethod
-    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
-        return cls(record.created_s, msgspec.convert(record.options, ImageOptions).images)
+    def __init__(self, request: Answering[ImageOptions]) -> None:
+        super().__init__(request)
+        self.created_s = request.created_s
+        self.images = self.options.images
+        self.entries: dict[int, ImageEntry] = {}
+        self.num_previews = 0
+        self.usage: ImageUsage = usage_of(0)
 
     def add(self, part: int, record: TokenChunk) -> list[Any]:
         return []
 
     def file_of(self, record: StepState | ImageRecord) -> str:
         if isinstance(record, ImageRecord):
-            return record.media if self.options.format == B64_JSON else ""
+            return record.media if self.images.format == B64_JSON else ""
         return "" if self.collects_answer else record.preview
 
     def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
         if isinstance(record, ImageRecord):
             self.entries[record.number] = (
                 ImageEntry(b64_json=file)
-                if self.options.format == B64_JSON
-                else ImageEntry(url=self.options.base_url + record.media.removeprefix(_MEDIA))
+                if self.images.format == B64_JSON
+                else ImageEntry(url=self.images.base_url + record.media.removeprefix(_MEDIA))
             )
             return []
         if not record.preview:
@@ -148,7 +143,7 @@ class ImageAssembler(Assembler):
                 type="image_generation.partial_image",
                 b64_json=file,
                 created_at=self.created_s,
-                size=self.options.size,
+                size=self.images.size,
                 partial_image_index=self.num_previews - 1,
             )
         ]
@@ -163,7 +158,7 @@ class ImageAssembler(Assembler):
                 type="image_generation.completed",
                 b64_json=entry.b64_json,
                 created_at=self.created_s,
-                size=self.options.size,
+                size=self.images.size,
                 usage=self.usage,
             )
             for entry in self.entries.values()
@@ -181,4 +176,4 @@ class ImageAssembler(Assembler):
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]
-        return ImagesAnswer(self.created_s, entries, self.options.size, self.usage)
+        return ImagesAnswer(self.created_s, entries, self.images.size, self.usage)

@@ -2,22 +2,17 @@
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import AUDIO, Pipeline
 from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.chat import AudioOptions
 from workers.gateway.schemas.speech import (
     SpeechDelta,
     SpeechDone,
@@ -29,13 +24,17 @@ from workers.gateway.schemas.speech import (
 SSE = "sse"
 
 
-class SpeechOptions(Struct, frozen=True, kw_only=True):
-    """Options of a speech, stored in the RequestRecord."""
-
+class SpeechOptions(AnswerOptions, frozen=True, kw_only=True):
     speech: AudioOptions
 
+    @property
+    def output(self) -> AudioOptions:
+        return self.speech
 
-def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> SubmitPlan:
+
+def plan_speech(
+    request: SpeechRequest, pipeline: Pipeline, stored_s: float
+) -> SubmitPlan[SpeechOptions]:
     """Return the plan of a speech. Raises InvalidRequest with the field."""
     part = pipeline.with_text_given
     output = part.output_of(AUDIO)
@@ -57,25 +56,21 @@ def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> 
     return SubmitPlan(
         [wanted],
         {},
-        {"speech": msgspec.structs.asdict(audio)},
+        SpeechOptions(speech=audio),
         stream=is_stream,
         durable=bool(request.durable),
         sound_format="" if is_stream else request.response_format,
     )
 
 
-@dataclass(eq=False)
-class SpeechAssembler(Assembler):
+class SpeechAssembler(Assembler[SpeechOptions]):
     """Assembler of the events of a speech."""
 
-    request_id: str
-    record: RequestRecord
-    options: SpeechOptions
-    usage: SpeechUsage = SpeechUsage(0, 0, 0)  # noqa: RUF009 (frozen)
+    options_type = SpeechOptions
 
-    @classmethod
-    def of_record(cls, request_id: str, record: RequestRecord, _: TokenBytes) -> Self:
-        return cls(request_id, record, msgspec.convert(record.options, SpeechOptions))
+    def __init__(self, request: Answering[SpeechOptions]) -> None:
+        super().__init__(request)
+        self.usage = SpeechUsage(0, 0, 0)
 
     def add(self, part: int, record: TokenChunk) -> list[Any]:
         return []
@@ -98,7 +93,6 @@ class SpeechAssembler(Assembler):
         return [SpeechDone(self.usage)]
 
     def answer(self) -> SpeechResult:
-        url = f"/v1/audio/speech/{self.request_id}"
-        return SpeechResult(
-            self.request_id, self.record.created_s, self.record.model, self.usage, url
-        )
+        request = self.request
+        url = f"/v1/audio/speech/{request.request_id}"
+        return SpeechResult(request.request_id, request.created_s, request.model, self.usage, url)

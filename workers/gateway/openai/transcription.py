@@ -4,17 +4,12 @@ Each piece of a long recording is a request of its own on the bus.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
 from shared.protocol.records import TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import UnsupportedParameter
@@ -73,9 +68,7 @@ WITHOUT_SPACES = frozenset({"ja", "th", "yue", "zh"})
 """Languages that write words without spaces between them."""
 
 
-class TranscriptionOptions(Struct, frozen=True, kw_only=True):
-    """Options of a transcription, stored in the RequestRecord."""
-
+class TranscriptionOptions(AnswerOptions, frozen=True, kw_only=True):
     parts: int = 1
     in_order: bool = True
     """The records of a part come behind those of the parts before it."""
@@ -97,7 +90,9 @@ def check_transcription(form: TranscriptionForm) -> None:
         check_choice("language", form.language, LANGUAGES)
 
 
-def plan_transcription(form: TranscriptionForm, pieces: Sequence[str]) -> SubmitPlan:
+def plan_transcription(
+    form: TranscriptionForm, pieces: Sequence[str]
+) -> SubmitPlan[TranscriptionOptions]:
     """Return the plan for the pieces of a recording, each a URL."""
     content = TextPart(instruction_of(form))
     requests = [
@@ -115,7 +110,7 @@ def plan_transcription(form: TranscriptionForm, pieces: Sequence[str]) -> Submit
     return SubmitPlan(
         requests,
         sampling,
-        msgspec.to_builtins(options),
+        options,
         stream=bool(form.stream),
         durable=bool(form.durable),
     )
@@ -127,18 +122,16 @@ def instruction_of(form: TranscriptionForm) -> str:
     return instruction if not form.prompt else f"{instruction}\n{form.prompt}"
 
 
-@dataclass(eq=False)
-class TranscriptionAssembler(Assembler):
-    """Assembler of a transcript: the texts of all pieces, one behind the other."""
+class TranscriptionAssembler(Assembler[TranscriptionOptions]):
+    """Assembler of a transcript, which has the texts of all pieces in order."""
 
-    options: TranscriptionOptions
+    options_type = TranscriptionOptions
     max_events = 2
-    texts: list[str] = field(default_factory=list)
-    usages: list[Usage] = field(default_factory=list)
 
-    @classmethod
-    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
-        return cls(msgspec.convert(record.options, TranscriptionOptions))
+    def __init__(self, request: Answering[TranscriptionOptions]) -> None:
+        super().__init__(request)
+        self.texts: list[str] = []
+        self.usages: list[Usage] = []
 
     def add(self, part: int, record: TokenChunk) -> list[Any]:
         text = "".join(delta.text for delta in record.choices)

@@ -34,4 +34,4 @@ async def demo(context: AppContext, request: Request, caller: Caller) -> Respons
     return await submit(context, request, caller, "demo", plan)
 
 
-ROUTES.assemblers["demo"] = DemoAssembler.of_record
+ROUTES.assemblers["demo"] = DemoAssembler

@@ -28,4 +28,4 @@ async def embed(context: AppContext, request: Request, caller: Caller) -> Respon
     return await submit(context, request, caller, "embedding", plan_embedding(asked))
 
 
-ROUTES.assemblers["embedding"] = EmbeddingAssembler.of_record
+ROUTES.assemblers["embedding"] = EmbeddingAssembler

@@ -5,13 +5,12 @@ import secrets
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, NotFound, Unavailable
+from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
@@ -20,7 +19,6 @@ from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_h
 from shared.state import request_registry
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import named_request_id, read_request_id
 from workers.gateway.core.plan import SubmitPlan
@@ -36,7 +34,7 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.features import WireItem, images_of, insert_images
-from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+from workers.gateway.vllm.generate_assembler import GenerateAssembler
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 
 ROUTES = vllm_route_table(SCALE_OUT)
@@ -80,7 +78,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
     name = header or body.request_id or secrets.token_hex(16)
     if header is None:
         await _record_alias(context, name, request_id, model, caller.tenant)
-    options = msgspec.to_builtins(shape_of(parsed, PREFIX + name))
+    options = shape_of(parsed, PREFIX + name)
     return await submit(
         context,
         request,
@@ -105,16 +103,7 @@ async def abort(context: AppContext, request: Request, caller: Caller) -> Respon
     return Response(status_code=200)
 
 
-def _assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> GenerateAssembler:
-    if _ALIAS in record.options:
-        raise NotFound("there is no such request, or it has been removed", field="id")
-    shape = msgspec.convert(record.options, GenerateShape)
-    return GenerateAssembler(shape, record.model, record.created_s, token_bytes)
-
-
-ROUTES.assemblers[KIND] = _assembler
+ROUTES.assemblers[KIND] = GenerateAssembler
 
 
 async def _process_images(
@@ -126,7 +115,7 @@ async def _process_images(
 ) -> ParsedRequest:
     """Return the request with the images of its content parts as a renderer has processed them."""
     message = Message("user", list(images_of(parts)))
-    with translated_errors(KIND, {"fields": {"messages": "content_parts"}}):
+    with translated_errors(KIND, {"messages": "content_parts"}):
         rendered = await render_features(
             context, GenerateRequest(model, [message]), "tensors", caller
         )

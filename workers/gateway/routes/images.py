@@ -47,7 +47,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
     return await submit(context, request, caller, "images", plan)
 
 
-ROUTES.assemblers["images"] = ImageAssembler.of_record
+ROUTES.assemblers["images"] = ImageAssembler
 
 
 @ROUTES.endpoint(

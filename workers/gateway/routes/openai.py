@@ -1,7 +1,7 @@
 """`/v1/chat/completions` and `/v1/completions`."""
 
 import asyncio
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -15,16 +15,23 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import SubmitPlan, UsageOptions
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler
-from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
+from workers.gateway.openai.completions import (
+    CompletionAssembler,
+    CompletionOptions,
+    Echo,
+    plan_completion,
+)
 from workers.gateway.openai.spoken import with_speech
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, Completion
+
+Usage = TypeVar("Usage", bound=UsageOptions)
 
 ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETERS, counted=True)
 
@@ -44,7 +51,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     card = await context.model_card(asked.model) if asked.tools else None
     pipeline, delivery = context.pipelines[asked.model], context.config.delivery
     plan = with_speech(plan_chat(asked, card), asked, pipeline, delivery.token_log_age_s)
-    with translated_errors("chat", plan.options):
+    with translated_errors("chat", plan.options.fields):
         plan = await _with_prompt_tokens(context, plan, caller)
     return await submit(context, request, caller, "chat", plan)
 
@@ -62,26 +69,29 @@ async def completion(context: AppContext, request: Request, caller: Caller) -> R
     asked = await context.bodies.decode(request, CompletionRequest, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)
-    with translated_errors("completion", plan.options):
+    with translated_errors("completion", plan.options.fields):
         if asked.echo:
             plan = await _with_echo(context, plan, caller, is_scored=asked.logprobs is not None)
         plan = await _with_prompt_tokens(context, plan, caller)
     return await submit(context, request, caller, "completion", plan)
 
 
-ROUTES.assemblers["chat"] = ChatAssembler.of_record
-ROUTES.assemblers["completion"] = CompletionAssembler.of_record
+ROUTES.assemblers["chat"] = ChatAssembler
+ROUTES.assemblers["completion"] = CompletionAssembler
 
 
-async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Caller) -> SubmitPlan:
+async def _with_prompt_tokens(
+    context: AppContext, plan: SubmitPlan[Usage], caller: Caller
+) -> SubmitPlan[Usage]:
     """Add the number of prompt tokens where every chunk reports usage. A log has it at its end."""
-    if not plan.options.get("continuous_usage"):
+    if not plan.options.continuous_usage:
         return plan
     token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
     texts = [request for request in plan.requests if request.prompt_token_ids is None]
     tokenized = await asyncio.gather(*(_tokenize(context, text, caller) for text in texts))
     num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
-    return replace(plan, options=plan.options | {"prompt_tokens": num_tokens})
+    options: Usage = replace(plan.options, prompt_tokens=num_tokens)
+    return replace(plan, options=options)
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
@@ -93,8 +103,8 @@ async def _tokenize(context: AppContext, request: GenerateRequest, caller: Calle
 
 
 async def _with_echo(
-    context: AppContext, plan: SubmitPlan, caller: Caller, *, is_scored: bool
-) -> SubmitPlan:
+    context: AppContext, plan: SubmitPlan[CompletionOptions], caller: Caller, *, is_scored: bool
+) -> SubmitPlan[CompletionOptions]:
     """Add the text of the prompts. Prompts that are scored are sent as token ids, so that the
     scored tokens are the ones that the engine gets."""
     requests: list[GenerateRequest] = []
@@ -115,5 +125,4 @@ async def _with_echo(
         if is_scored and token_ids is not None:
             await context.token_bytes.load(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if is_scored else []))
-    options: dict[str, Any] = plan.options | {"echo": msgspec.to_builtins(echoes)}
-    return replace(plan, requests=requests, options=options)
+    return replace(plan, requests=requests, options=replace(plan.options, echo=echoes))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from shared.errors import InvalidGrammar
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
+from workers.gateway.core.assembler import Options
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
@@ -109,7 +110,7 @@ async def _render(
     request: GenerateRequest,
     wire_id: str,
     asked: RenderBody,
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
     caller: Caller,
 ) -> RenderedRequest:
     model, payload = request.model, asked.mm_payload
@@ -117,7 +118,7 @@ async def _render(
         payload = "none" if asked.return_mm_kwargs is False else "tensors"
     defaults = context.config.models[model].sampling_defaults
     kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
-    with translated_errors(kind, plan.options):
+    with translated_errors(kind, plan.options.fields):
         sampling = resolve_sampling(defaults, plan.sampling)
         card, rendered = await asyncio.gather(
             context.model_card(model), render_features(context, request, payload, caller)

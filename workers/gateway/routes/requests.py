@@ -102,7 +102,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     active = await find_request(context, request, caller)
     if active.is_overdue:
         await _read_last_records(active)
-    start = read_start(request, active.record.num_logs)
+    start = read_start(request, active.options.num_logs)
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
     # A client that only looks on does not end the request.

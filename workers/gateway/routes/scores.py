@@ -46,5 +46,5 @@ async def rerank(context: AppContext, request: Request, caller: Caller) -> Respo
     return await submit(context, request, caller, "rerank", plan_rerank(asked))
 
 
-ROUTES.assemblers["score"] = ScoreAssembler.of_record
-ROUTES.assemblers["rerank"] = RerankAssembler.of_record
+ROUTES.assemblers["score"] = ScoreAssembler
+ROUTES.assemblers["rerank"] = RerankAssembler

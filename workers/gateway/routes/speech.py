@@ -14,6 +14,7 @@ from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.sound_formats import MEDIA_TYPES, sound_len
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.openai.chat import AudioOptions
 from workers.gateway.openai.speech import SpeechAssembler, plan_speech
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Parameter, RouteTable
 from workers.gateway.schemas.speech import (
@@ -48,7 +49,7 @@ async def speak(context: AppContext, request: Request, caller: Caller) -> Respon
     return await submit(context, request, caller, "speech", plan)
 
 
-ROUTES.assemblers["speech"] = SpeechAssembler.of_record
+ROUTES.assemblers["speech"] = SpeechAssembler
 
 
 @ROUTES.endpoint(
@@ -66,15 +67,15 @@ ROUTES.assemblers["speech"] = SpeechAssembler.of_record
 )
 async def replay(context: AppContext, request: Request, caller: Caller) -> Response:
     active = await find_request(context, request, caller)
-    speech = active.record.options.get("speech")
-    if speech is None:
+    speech = active.options.output
+    if not isinstance(speech, AudioOptions):
         raise NotFound("this request has no speech", field="id")
     (last,) = await active.last_records()
     if isinstance(last, Failure):
         raise errors.RequestFailed(active.client_error(last), "")
-    form, total = speech["format"], None
+    form, total = speech.format, None
     if isinstance(last, Finish):
-        summary = last.outputs[speech["output"]]
+        summary = last.outputs[speech.output]
         # The number of samples of a speech that was cut is not known.
         if summary.error is None:
             total = sound_len(form, int(summary.units["samples"]))

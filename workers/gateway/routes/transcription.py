@@ -65,7 +65,7 @@ async def transcribe(context: AppContext, request: Request, caller: Caller) -> R
     )
 
 
-ROUTES.assemblers["transcription"] = TranscriptionAssembler.of_record
+ROUTES.assemblers["transcription"] = TranscriptionAssembler
 
 
 async def _read_form(context: AppContext, request: Request) -> tuple[TranscriptionForm, bytes]:

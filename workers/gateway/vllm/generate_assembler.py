@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
@@ -30,7 +30,7 @@ from workers.gateway.schemas.generate import (
 )
 
 
-class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateShape(AnswerOptions, frozen=True, kw_only=True, omit_defaults=True):
     """Options of the RequestRecord: all that the answer depends on besides the log."""
 
     wire_id: str
@@ -39,10 +39,10 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     n: int = 1
     output_mode: OutputMode = "tokens"
     logprobs: int | None = None
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list)
     """Empty unless the answer has them or their log probabilities."""
     return_token_ids: bool = False
-    placeholders: dict[str, list[PlaceholderInfo]] = {}
+    placeholders: dict[str, list[PlaceholderInfo]] = msgspec.field(default_factory=dict)
     """Places of the items by modality."""
     stream: bool = False
     include_usage: bool = False
@@ -62,19 +62,18 @@ class _ChoiceState:
     context: list[bytes] = dataclasses.field(default_factory=list)
 
 
-@dataclass(eq=False)
-class GenerateAssembler(Assembler):
+class GenerateAssembler(Assembler[GenerateShape]):
     """Assembler of one request. Every event has one choice, as vLLM's clients expect."""
 
-    _shape: GenerateShape
-    _model: str
-    _created_s: int
-    _token_bytes: TokenBytes
-    _prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    _usage: tuple[int, int] | None = None
-    _has_begun: bool = False
+    options_type = GenerateShape
 
-    def __post_init__(self) -> None:
+    def __init__(self, request: Answering[GenerateShape]) -> None:
+        super().__init__(request)
+        self._shape = self.options
+        self._token_bytes = request.token_bytes
+        self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+        self._usage: tuple[int, int] | None = None
+        self._has_begun = False
         # An abort has an event for every choice, and then one for usage.
         self.max_events = 1 if self._shape.n == 1 else self._shape.n + 1
         self.prompt_token_ids = self._shape.prompt_token_ids
@@ -103,8 +102,8 @@ class GenerateAssembler(Assembler):
         shape = self._shape
         return GenerateResponse(
             request_id=shape.wire_id,
-            model=self._model,
-            created=self._created_s,
+            model=self.request.model,
+            created=self.request.created_s,
             usage=usage_of(*self._num_tokens()),
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=shape.prompt_token_ids if shape.return_token_ids else None,
