@@ -57,12 +57,10 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
     found: list[Event] = []
     for record in log:
         match record:
-            case TokenChunk():
-                bodies: list[Any] = assembler.add(0, record)
-            case Finish():
-                bodies = assembler.finish(0, record.usage)
             case Failure():
-                bodies = [errors.body_of(record.error)]
+                bodies: list[Any] = [errors.body_of(record.error)]
+            case _:
+                bodies = assembler.add(0, record)
         found += [(record.index, json.loads(to_json(body))) for body in bodies]
     return found
 
@@ -76,7 +74,7 @@ def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
             case TokenChunk():
                 assembler.add(0, record)
             case Finish():
-                assembler.finish(0, record.usage)
+                assembler.add(0, record)
                 body = assembler.answer()
             case Failure():
                 body = errors.body_of(record.error)

@@ -417,7 +417,7 @@ CASES = {
     ),
 }
 
-TOO_LARGE = {
+TOO_LARGE: dict[str, dict[str, Any]] = {
     "chat": HI | {"logprobs": True, "top_logprobs": 20},
     "completion": {"model": "demo", "prompt": [5] * 9000, "echo": True, "logprobs": 1}
     | {"max_tokens": 1},

@@ -13,7 +13,7 @@ from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from shared.errors import LogTruncated
-from shared.protocol.records import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, ErrorInfo, Finish, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.app import error_response
 from workers.gateway.backend.active_request import merge_logs
 from workers.gateway.core.assembler import Answering
@@ -25,7 +25,7 @@ from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
 
 TOKEN_BYTES = {token: bytes([97 + token]) for token in range(26)}
-USAGE = Usage(3, 9, 1)
+FINISH = Finish(9, 1, Usage(3, 9, 1), 1, [])
 
 
 @st.composite
@@ -63,8 +63,8 @@ def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None
         return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options, TOKEN_BYTES))
 
     first, second = assembler(), assembler()
-    events = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
-    assert events == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
+    events = [first.add(0, record) for record in records] + [first.add(0, FINISH)]
+    assert events == [second.add(0, record) for record in records] + [second.add(0, FINISH)]
     streamed = [choice for chunks in events for chunk in chunks for choice in chunk.choices]
     for whole in first.answer().choices:
         own = [tree(choice) for choice in streamed if choice.index == whole.index]
@@ -87,7 +87,7 @@ def test_streamed_completions_equal_the_whole_ones(
     for part, records in enumerate((one, other)):
         for record in records:
             streamed += [c for chunk in assembler.add(part, record) for c in chunk.choices]
-        assert assembler.finish(part, USAGE) == []
+        assert assembler.add(part, FINISH) == []
     answer = assembler.answer()
     assert tree(answer.usage)["total_tokens"] == 24
     for whole in answer.choices:
@@ -127,7 +127,7 @@ def test_a_stream_does_not_collect_log_probabilities() -> None:
         for index in range(3):
             (chunk,) = assembler.add(0, TokenChunk(index, 1, [delta]))
             assert chunk.choices[0].logprobs is not None
-        assembler.finish(0, USAGE)
+        assembler.add(0, FINISH)
         whole = tree(assembler.answer())["choices"][0]["logprobs"]
         assert not whole.get("content", whole.get("tokens"))
 

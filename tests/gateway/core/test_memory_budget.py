@@ -17,7 +17,7 @@ from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, TokenBytes
@@ -69,11 +69,12 @@ def score(**fields: Any) -> Mapping[str, str]:
 
 def test_an_answer_without_log_probabilities_has_no_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
-    for plan in (
+    plans: list[SubmitPlan[Any]] = [
         chat(n=8),
         completion(prompt=["Hi"] * 64, n=8),
         SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, AnswerOptions()),
-    ):
+    ]
+    for plan in plans:
         size = answer_size_of(plan, {"logprobs": 20})
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
@@ -246,7 +247,7 @@ def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) 
             record = decode_record(data)
             assert isinstance(record, TokenChunk)
             assembling.add(0, record)
-        assembling.finish(0, Usage(1, NUM_TOKENS))
+        assembling.add(0, Finish(NUM_TOKENS, 1, Usage(1, NUM_TOKENS), 1, []))
         msgspec.json.encode(assembling.answer())
 
     # A measurement of coverage changes the code when it runs for the first time.

@@ -11,6 +11,7 @@ from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (
     AudioChunk,
     ChoiceDelta,
+    Finish,
     ImageRecord,
     OutputEnd,
     OutputSummary,
@@ -124,8 +125,8 @@ def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
     for number in (1, 0):
         record = painted(number)
         assert assembler.file_of(record) == record.media
-        assert assembler.add_image(record, f"file {number}") == []
-    assembler.add_audio(end_of_images())
+        assert assembler.add(1, record, f"file {number}") == []
+    assembler.add(1, end_of_images())
     answer = assembler.answer()
     assert [entry.b64_json for entry in answer.data] == ["file 0", "file 1"]
     assert (answer.created, answer.size, answer.usage) == (7, "16x16", usage_of(6))
@@ -136,8 +137,8 @@ def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
 def test_urls_are_answered_without_reading_the_files() -> None:
     assembler = image_assembler(response_format="url")
     assert assembler.file_of(painted(0)) == ""
-    assembler.add_image(painted(0), "")
-    assert assembler.add_audio(end_of_images()) == []
+    assembler.add(1, painted(0), "")
+    assert assembler.add(1, end_of_images()) == []
     assert msgspec.to_builtins(assembler.answer())["data"] == [{"url": f"{BASE}0"}]
 
 
@@ -148,9 +149,9 @@ def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     for step, preview in enumerate(["", "media:a", "", "media:b"]):
         record = StepState(step, 1, 0, step, 4, "media:state", preview)
         assert assembler.file_of(record) == preview
-        shown += assembler.add_image(record, f"file of {preview}")
-    assert assembler.add_image(painted(0), "file") == []
-    shown += assembler.add_audio(end_of_images())
+        shown += assembler.add(1, record, f"file of {preview}")
+    assert assembler.add(1, painted(0), "file") == []
+    shown += assembler.add(1, end_of_images())
     assert [
         (assembler.event_name(event), event.b64_json, event.created_at, event.size)
         for event in shown
@@ -171,11 +172,10 @@ def test_an_answer_reads_no_previews() -> None:
 
 def test_records_of_other_kinds_show_nothing() -> None:
     assembler = image_assembler()
-    assembler.add_image(painted(0), "file")
+    assembler.add(1, painted(0), "file")
     assert assembler.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 0, [5], "x")])) == []
-    assert assembler.add_audio(AudioChunk(0, 1, 0, 1, 24_000, "AAA=")) == []
+    assert assembler.add(1, AudioChunk(0, 1, 0, 1, 24_000, "AAA=")) == []
     # An output that is cut has no event: the request has ended otherwise.
-    assert assembler.add_audio(end_of_images(cut=True)) == []
-    assert assembler.end_outputs({}) == []
-    assert assembler.finish(0, Usage(0, 0)) == []
+    assert assembler.add(1, end_of_images(cut=True)) == []
+    assert assembler.add(0, Finish(1, 1, Usage(0, 0), 0, [])) == []
     assert assembler.answer().usage == usage_of(0)

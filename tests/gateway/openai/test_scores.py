@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, WorkerFailure
-from shared.protocol.records import ErrorInfo, TokenChunk, Usage
+from shared.protocol.records import ErrorInfo, Finish, TokenChunk, Usage
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import Answering
 from workers.gateway.core.field_names import translate_error
@@ -45,7 +45,7 @@ def assembler_of(plan: SubmitPlan[ScoreOptions], kind: Any) -> Any:
         assert request.prompt is not None
         data = base64.b64encode(struct.pack("<2f", *VECTORS[request.prompt])).decode()
         assembler.add(part, TokenChunk(0, 1, [], embedding=data))
-        assembler.finish(part, Usage(len(request.prompt), 0))
+        assembler.add(part, Finish(1, 1, Usage(len(request.prompt), 0), 0, []))
     return assembler
 
 

@@ -9,7 +9,14 @@ import pytest
 from shared.config.parsing import parse_config
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import Pipeline
-from shared.protocol.records import AudioChunk, ChoiceDelta, OutputSummary, TokenChunk, Usage
+from shared.protocol.records import (
+    AudioChunk,
+    ChoiceDelta,
+    Finish,
+    OutputSummary,
+    TokenChunk,
+    Usage,
+)
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.core.assembler import Answering
 from workers.gateway.openai.demo import DemoAssembler, plan_demo
@@ -63,13 +70,13 @@ def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: 
     plan = plan_speech(asked, spoken, 60.0)
     assembler = SpeechAssembler(Answering("speech-1", "demo", 7, plan.options))
     chunks = [AudioChunk(n, 1, 2 * n, 2, 24_000, PCM) for n in range(2)]
-    deltas = [event for chunk in chunks for event in assembler.add_audio(chunk)]
+    deltas = [event for chunk in chunks for event in assembler.add(1, chunk)]
     assert all(isinstance(delta, SpeechDelta) for delta in deltas)
     sound = b"".join(base64.b64decode(delta.audio) for delta in deltas)
     assert sound.startswith(b"RIFF") == (sound_format == "wav")
     assert sound.endswith(b"\1\0\2\0" * 2)
-    assembler.end_outputs({"audio": OutputSummary(Usage(3, 0), units={"frames": 5})})
-    (done,) = assembler.finish(0, Usage(0, 0))
+    outputs = {"audio": OutputSummary(Usage(3, 0), units={"frames": 5})}
+    (done,) = assembler.add(0, Finish(0, 1, Usage(0, 0), 0, [], outputs))
     assert done == SpeechDone(SpeechUsage(3, 5, 8))
     assert assembler.answer().usage == done.usage
 
@@ -82,4 +89,4 @@ def test_the_demo_server_repeats_the_prompt_before_each_answer() -> None:
     assert first.text == ["Say ", "Say so"]
     assembler.add(0, TokenChunk(1, 1, [ChoiceDelta(0, 0, [5], "no"), ChoiceDelta(1, 1, [6], ".")]))
     assert assembler.answer().text == ["Say no", "Say so."]
-    assert assembler.finish(0, Usage(0, 0)) == []
+    assert assembler.add(0, Finish(2, 1, Usage(0, 0), 0, [])) == []

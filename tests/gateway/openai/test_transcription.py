@@ -54,10 +54,7 @@ async def assemble(seed: int, **fields: Any) -> tuple[list[Any], TranscriptionAs
 
     assembler, events = new_assembler(**fields), []
     async for part, record in in_part_order(mixed()):
-        if isinstance(record, TokenChunk):
-            events += assembler.add(part, record)
-        elif isinstance(record, Finish):
-            events += assembler.finish(part, record.usage)
+        events += assembler.add(part, record)
     return events, assembler
 
 

@@ -87,12 +87,8 @@ def assembled(
     assembler = GenerateAssembler(Answering("", "m", created_s, asked, token_bytes()))
     chunks: list[GenerateChunk] = []
     for record in log:
-        if isinstance(record, TokenChunk):
-            chunks += assembler.add(0, record)
-        elif isinstance(record, Finish):
-            chunks += assembler.finish(0, record.usage)
-        else:
-            chunks += assembler.abort()
+        is_failure = isinstance(record, Failure)
+        chunks += assembler.abort() if is_failure else assembler.add(0, record)
     return chunks, assembler.answer()
 
 
@@ -170,7 +166,7 @@ def test_prompt_logprobs_list_the_prompt_token_first() -> None:
     spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
     assembler = GenerateAssembler(Answering("", "m", 0, asked, spelling))
     assembler.add(0, record)
-    assembler.finish(0, Usage(3, 1))
+    assembler.add(0, Finish(1, 1, Usage(3, 1), 1, []))
     whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))
     assert whole["prompt_logprobs"] == [
         None,

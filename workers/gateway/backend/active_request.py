@@ -33,9 +33,7 @@ from shared.protocol.records import (
     Finish,
     ImageRecord,
     LogRecord,
-    OutputEnd,
     OutputSummary,
-    StepState,
     TokenChunk,
 )
 from shared.state import request_registry
@@ -111,9 +109,13 @@ class ActiveRequest:
         max_events = self._assembler.max_events
         async for part, record in self._merged(logs):
             position[part] = record.index * max_events
-            shown = await self._add_record(part, record, self._event_id(position), start[part])
+            first, is_new = start[part], (record.index + 1) * max_events > start[part]
+            # A preview that the client has seen is not read again.
+            is_needed = is_new or isinstance(record, ImageRecord)
+            file = await self._read_file(record) if is_needed else ""
+            shown = await self._add_record(part, record, file, self._event_id(position), first)
             for one in shown:
-                if position[part] >= start[part]:
+                if position[part] >= first:
                     yield self._named(one) + self.encode(to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
@@ -126,17 +128,14 @@ class ActiveRequest:
         Memory for a speech, and for images, is reserved in the `scope` of the HTTP request. Raises
         Failed, AnswerTooLarge or Overloaded.
         """
-        budget = self._context.answer_budget
+        budget, kind = self._context.answer_budget, self.record.kind
         async for part, record in self._merged(logs):
+            file = await self._read_file(record)
             if isinstance(record, AudioChunk):
-                num_bytes = self._assembler.sample_bytes * record.num_samples
-                budget.extend(scope, num_bytes, self.record.kind)
-            elif isinstance(record, ImageRecord):
-                file = await self._read_file(record)
-                budget.extend(scope, ENCODED_BYTES * len(file), self.record.kind)
-                self._assembler.add_image(record, file)
-                continue
-            await self._add_record(part, record, "", 0)
+                budget.extend(scope, self._assembler.sample_bytes * record.num_samples, kind)
+            elif file:
+                budget.extend(scope, ENCODED_BYTES * len(file), kind)
+            await self._add_record(part, record, file)
         return self._assembler.answer()
 
     async def sound(
@@ -146,7 +145,7 @@ class ActiveRequest:
         self._assembler.collects_answer = False
         async with aclosing(self._merged(logs)) as records:
             async for part, record in records:
-                await self._add_record(part, record, "", 0)
+                await self._add_record(part, record)
                 if isinstance(record, AudioChunk):
                     yield record
 
@@ -158,8 +157,8 @@ class ActiveRequest:
             return in_part_order(merged) if getattr(options, "in_order", False) else merged
         return in_speech_order(merged, timed=getattr(options.output, "timed", False))
 
-    async def _read_file(self, record: StepState | ImageRecord) -> str:
-        """Return the file that is shown of a record in base64. Raises Unavailable if it is gone."""
+    async def _read_file(self, record: AnyRecord) -> str:
+        """Return the file that shows a record, in base64. Raises Unavailable if it is gone."""
         media = self._assembler.file_of(record)
         if not media:
             return ""
@@ -171,7 +170,7 @@ class ActiveRequest:
         return f"event: {name}\n".encode() if name else b""
 
     async def _add_record(
-        self, part: int, record: AnyRecord, event_id: str, start: int
+        self, part: int, record: AnyRecord, file: str = "", event_id: str = "", start: int = 0
     ) -> list[Any]:
         match record:
             case TokenChunk():
@@ -184,12 +183,10 @@ class ActiveRequest:
                 await self._context.token_bytes.load(
                     self.record.model, token_ids, self.record.tenant
                 )
-                return self._assembler.add(part, record)
+            case AudioChunk() if record.first_sample == 0 and start == 0:
+                self._first_audio_s.observe(time.monotonic() - self._began_s)
             case Finish():
-                ended = self._assembler.end_outputs(self._client_outputs(record.outputs))
-                return ended + self._assembler.finish(part, record.usage)
-            case AudioChunk() | OutputEnd() | StepState() | ImageRecord():
-                return await self._add_output(record, start)
+                record = replace(record, outputs=self._client_outputs(record.outputs))
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
                 if is_cancelled and (shown := self._assembler.abort()) is not None:
@@ -198,21 +195,7 @@ class ActiveRequest:
                     return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
-            case _:
-                return []
-
-    async def _add_output(
-        self, record: AudioChunk | OutputEnd | StepState | ImageRecord, start: int
-    ) -> list[Any]:
-        if isinstance(record, AudioChunk | OutputEnd):
-            if isinstance(record, AudioChunk) and record.first_sample == 0 and start == 0:
-                self._first_audio_s.observe(time.monotonic() - self._began_s)
-            return self._assembler.add_audio(record)
-        # A preview that the client has seen is not read again.
-        is_seen = (record.index + 1) * self._assembler.max_events <= start
-        is_needed = isinstance(record, ImageRecord) or not is_seen
-        file = await self._read_file(record) if is_needed else ""
-        return self._assembler.add_image(record, file)
+        return self._assembler.add(part, record, file)
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
         """Return the outputs, with errors whose fields have the client's names."""

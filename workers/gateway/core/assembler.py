@@ -12,15 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.protocol.records import (
-    AudioChunk,
-    ImageRecord,
-    OutputEnd,
-    OutputSummary,
-    StepState,
-    TokenChunk,
-    Usage,
-)
+from shared.protocol.records import AnyRecord, TokenChunk
 
 TokenBytes = Mapping[int, bytes]
 """Bytes of tokens, by token id."""
@@ -134,35 +126,20 @@ class Assembler(ABC, Generic[Options]):
         self.options = request.options
 
     @abstractmethod
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        """Return the events that a stream shows of a record."""
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        """Add a record, and return the events of a stream that show it.
 
-    @abstractmethod
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        """Return the events that a stream shows when a part has ended."""
+        `file` is the file that `file_of` names, in base64. Errors of outputs in a Finish have the
+        client's fields.
+        """
 
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
-        """Return the events that a stream shows of a record of the speech."""
-        return []
-
-    def file_of(self, record: StepState | ImageRecord) -> str:
-        """Return the `media:` URL of the file that is shown of an image; "" for none."""
+    def file_of(self, record: AnyRecord) -> str:
+        """Return the `media:` URL of the file that `add` needs with a record; "" for none."""
         return ""
-
-    def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
-        """Return the events that a stream shows of an image; `file` is base64, or "" for none."""
-        return []
 
     def event_name(self, event: Any) -> str:
         """Return the name of an event of a stream; "" for none."""
         return ""
-
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        """Return the events that a stream shows when all outputs beside the text have ended.
-
-        They come before those of `finish`.
-        """
-        return []
 
     def abort(self) -> list[Any] | None:
         """Return the events that a stream shows when the request is cancelled.

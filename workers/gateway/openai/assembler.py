@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import UNSET
 
-from shared.protocol.records import ChoiceDelta, TokenChunk, Usage
+from shared.protocol.records import AnyRecord, ChoiceDelta, Finish, TokenChunk, Usage
 from workers.gateway.core.assembler import Answering, Assembler
 from workers.gateway.core.plan import UsageOptions
 from workers.gateway.schemas.openai_response import FinishReason, MaybeUsage, usage_of
@@ -39,7 +39,16 @@ class OpenAIAssembler(Assembler[Options], Generic[Options, Choice]):
         self.audio_tokens: int | None = None
         """Tokens of the speech; None for an answer that is not spoken."""
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        match record:
+            case TokenChunk():
+                return self._add_tokens(part, record)
+            case Finish():
+                return self._finish(record)
+            case _:
+                return []
+
+    def _add_tokens(self, part: int, record: TokenChunk) -> list[Any]:
         self.num_tokens += sum(len(delta.token_ids) for delta in record.choices)
         advanced = [self._advance(part, delta) for delta in record.choices]
         shown = [choice for choice in advanced if choice is not None]
@@ -53,8 +62,8 @@ class OpenAIAssembler(Assembler[Options], Generic[Options, Choice]):
             usage = None
         return self._message(self.chunk_type, shown, usage)
 
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        self.usages.append(usage)
+    def _finish(self, record: Finish) -> list[Any]:
+        self.usages.append(record.usage)
         wanted = self.options.include_usage or self.options.continuous_usage
         if not wanted or len(self.usages) < self.options.parts:
             return []

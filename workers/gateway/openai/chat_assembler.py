@@ -8,7 +8,14 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from shared.protocol.records import AudioChunk, ChoiceDelta, OutputEnd, OutputSummary
+from shared.protocol.records import (
+    AnyRecord,
+    AudioChunk,
+    ChoiceDelta,
+    Finish,
+    OutputEnd,
+    OutputSummary,
+)
 from workers.gateway.core.assembler import Answering, or_unset
 from workers.gateway.core.logprobs import openai_logprobs
 from workers.gateway.core.sound_formats import WAV, wav_header
@@ -128,9 +135,10 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             return UNSET
         return AudioDelta(speech.id, transcript=speech.transcribe(None))
 
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
         speech = self._speech
-        assert speech is not None
+        if speech is None:
+            return super().add(part, record)
         match record:
             case AudioChunk():
                 if self.collects_answer:
@@ -143,11 +151,12 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
                 if not text:
                     return []
                 return [self._audio_chunk(AudioDelta(speech.id, transcript=text))]
+            case Finish():
+                return [self._end_speech(speech, record.outputs), *super().add(part, record)]
+            case _:
+                return super().add(part, record)
 
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        speech = self._speech
-        if speech is None:
-            return []
+    def _end_speech(self, speech: _Speech, outputs: Mapping[str, OutputSummary]) -> Any:
         frames = sum(summary.units.get("frames", 0) for summary in outputs.values())
         self.audio_tokens = int(frames)
         choice = self.choices[0]
@@ -158,7 +167,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             told = errors.body_of(cut).error
             speech.error = SpeechError(told.code, told.message, told.param)
         shown = AudioDelta(speech.id, expires_at=speech.expires_at, error=speech.error)
-        return [self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))]
+        return self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))
 
     def _audio_chunk(
         self,

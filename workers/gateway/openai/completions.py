@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogprobs
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, or_unset
 from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
@@ -123,17 +123,17 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         """Log probabilities of the prompts, by part."""
 
-    def add(self, part: int, record: TokenChunk) -> list[Completion]:
+    def _add_tokens(self, part: int, record: TokenChunk) -> list[Completion]:
         if record.prompt_logprobs is not None:
             self.prompt_logprobs[part] = record.prompt_logprobs
         if self.options.echo_only:
             record = replace(record, choices=[_without_tokens(delta) for delta in record.choices])
-        return super().add(part, record)
+        return super()._add_tokens(part, record)
 
-    def finish(self, part: int, usage: Usage) -> list[Completion]:
+    def _finish(self, record: Finish) -> list[Completion]:
         if self.options.echo_only:
-            usage = replace(usage, completion_tokens=0)
-        return super().finish(part, usage)
+            record = replace(record, usage=replace(record.usage, completion_tokens=0))
+        return super()._finish(record)
 
     def _whole(self, index: int, choice: _Choice) -> CompletionChoice:
         return CompletionChoice(

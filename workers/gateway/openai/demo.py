@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AnyRecord, TokenChunk
 from workers.gateway.core.assembler import Answering, Assembler
 from workers.gateway.core.plan import (
     SubmitPlan,
@@ -47,13 +47,12 @@ class DemoAssembler(Assembler[DemoOptions]):
         super().__init__(request)
         self.texts = [self.options.prompt] * self.options.n
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        if not isinstance(record, TokenChunk):
+            return []
         for delta in record.choices:
             self.texts[delta.index] += delta.text
         return [self.answer()]
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return []
 
     def answer(self) -> DemoAnswer:
         return DemoAnswer([*self.texts])

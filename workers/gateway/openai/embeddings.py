@@ -9,7 +9,7 @@ import sys
 from typing import Any, TypeVar
 
 from shared.errors import WorkerFailure
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AnyRecord, Finish, TokenChunk
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.plan import SubmitPlan, generate_request, prompts_of
@@ -55,13 +55,11 @@ class EmbeddingCollector(Assembler[Options]):
         self.embeddings: dict[int, str] = {}
         self.num_tokens = 0
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        if record.embedding is not None:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        if isinstance(record, TokenChunk) and record.embedding is not None:
             self.embeddings[part] = record.embedding
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        self.num_tokens += usage.prompt_tokens
+        elif isinstance(record, Finish):
+            self.num_tokens += record.usage.prompt_tokens
         return []
 
     @property

@@ -1,20 +1,11 @@
 """`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
 from shared.protocol.pipeline import StageSpec
-from shared.protocol.records import (
-    AudioChunk,
-    ImageRecord,
-    OutputEnd,
-    OutputSummary,
-    StepState,
-    TokenChunk,
-    Usage,
-)
+from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, OutputOptions
 from workers.gateway.core.choices import check_choice
@@ -119,60 +110,55 @@ class ImageAssembler(Assembler[ImageOptions]):
         self.num_previews = 0
         self.usage: ImageUsage = usage_of(0)
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        return []
+    def file_of(self, record: AnyRecord) -> str:
+        match record:
+            case ImageRecord():
+                return record.media if self.images.format == B64_JSON else ""
+            case StepState() if not self.collects_answer:
+                return record.preview
+            case _:
+                return ""
 
-    def file_of(self, record: StepState | ImageRecord) -> str:
-        if isinstance(record, ImageRecord):
-            return record.media if self.images.format == B64_JSON else ""
-        return "" if self.collects_answer else record.preview
-
-    def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
-        if isinstance(record, ImageRecord):
-            self.entries[record.number] = (
-                ImageEntry(b64_json=file)
-                if self.images.format == B64_JSON
-                else ImageEntry(url=self.images.base_url + record.media.removeprefix(_MEDIA))
-            )
-            return []
-        if not record.preview:
-            return []
-        self.num_previews += 1
-        return [
-            ImageEvent(
-                type="image_generation.partial_image",
-                b64_json=file,
-                created_at=self.created_s,
-                size=self.images.size,
-                partial_image_index=self.num_previews - 1,
-            )
-        ]
-
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
         """The event of an image comes with the end of the output, which has its usage."""
-        if isinstance(record, AudioChunk) or record.cut:
-            return []
-        self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
-        return [
-            ImageEvent(
-                type="image_generation.completed",
-                b64_json=entry.b64_json,
-                created_at=self.created_s,
-                size=self.images.size,
-                usage=self.usage,
-            )
-            for entry in self.entries.values()
-            if entry.b64_json
-        ]
+        match record:
+            case ImageRecord():
+                self.entries[record.number] = (
+                    ImageEntry(b64_json=file)
+                    if self.images.format == B64_JSON
+                    else ImageEntry(url=self.images.base_url + record.media.removeprefix(_MEDIA))
+                )
+                return []
+            case StepState(preview=preview) if preview:
+                self.num_previews += 1
+                return [self._preview(file)]
+            case OutputEnd(cut=False):
+                self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
+                entries = self.entries.values()
+                return [self._completed(entry.b64_json) for entry in entries if entry.b64_json]
+            case _:
+                return []
+
+    def _preview(self, file: str) -> ImageEvent:
+        return ImageEvent(
+            type="image_generation.partial_image",
+            b64_json=file,
+            created_at=self.created_s,
+            size=self.images.size,
+            partial_image_index=self.num_previews - 1,
+        )
+
+    def _completed(self, file: str) -> ImageEvent:
+        return ImageEvent(
+            type="image_generation.completed",
+            b64_json=file,
+            created_at=self.created_s,
+            size=self.images.size,
+            usage=self.usage,
+        )
 
     def event_name(self, event: ImageEvent) -> str:
         return event.type
-
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return []
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]

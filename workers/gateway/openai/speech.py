@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO, Pipeline
-from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
+from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputSummary
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
@@ -72,27 +72,29 @@ class SpeechAssembler(Assembler[SpeechOptions]):
         super().__init__(request)
         self.usage = SpeechUsage(0, 0, 0)
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        return []
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        match record:
+            case AudioChunk():
+                return [self._delta(record)]
+            case Finish():
+                self.usage = usage_of(record.outputs)
+                return [SpeechDone(self.usage)]
+            case _:
+                return []
 
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
-        if isinstance(record, OutputEnd):
-            return []
+    def _delta(self, record: AudioChunk) -> SpeechDelta:
         if record.first_sample or self.options.speech.format != WAV:
-            return [SpeechDelta(record.pcm)]
+            return SpeechDelta(record.pcm)
         sound = wav_header(record.sample_rate) + base64.b64decode(record.pcm)
-        return [SpeechDelta(base64.b64encode(sound).decode())]
-
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
-        frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
-        self.usage = SpeechUsage(text, frames, text + frames)
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return [SpeechDone(self.usage)]
+        return SpeechDelta(base64.b64encode(sound).decode())
 
     def answer(self) -> SpeechResult:
         request = self.request
         url = f"/v1/audio/speech/{request.request_id}"
         return SpeechResult(request.request_id, request.created_s, request.model, self.usage, url)
+
+
+def usage_of(outputs: Mapping[str, OutputSummary]) -> SpeechUsage:
+    text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
+    frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
+    return SpeechUsage(text, frames, text + frames)

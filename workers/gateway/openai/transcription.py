@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AnyRecord, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
@@ -133,7 +133,16 @@ class TranscriptionAssembler(Assembler[TranscriptionOptions]):
         self.texts: list[str] = []
         self.usages: list[Usage] = []
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        match record:
+            case TokenChunk():
+                return self._add_tokens(part, record)
+            case Finish():
+                return self._finish(part, record.usage)
+            case _:
+                return []
+
+    def _add_tokens(self, part: int, record: TokenChunk) -> list[Any]:
         text = "".join(delta.text for delta in record.choices)
         if not text:
             return []
@@ -145,7 +154,7 @@ class TranscriptionAssembler(Assembler[TranscriptionOptions]):
         self.texts[-1] += text
         return [TranscriptDelta(text)]
 
-    def finish(self, part: int, usage: Usage) -> list[Any]:
+    def _finish(self, part: int, usage: Usage) -> list[Any]:
         if part == len(self.texts):
             self.texts.append("")
         self.usages.append(usage)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import AnyRecord, ChoiceDelta, Finish, TokenChunk, TokenLogprobs
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
@@ -79,7 +79,17 @@ class GenerateAssembler(Assembler[GenerateShape]):
         self.prompt_token_ids = self._shape.prompt_token_ids
         self._choices = [_ChoiceState() for _ in range(self._shape.n)]
 
-    def add(self, part: int, record: TokenChunk) -> list[GenerateChunk]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[GenerateChunk]:
+        match record:
+            case TokenChunk():
+                return self._add_tokens(record)
+            case Finish(usage=usage):
+                self._usage = usage.prompt_tokens, usage.completion_tokens
+                return self._usage_event()
+            case _:
+                return []
+
+    def _add_tokens(self, record: TokenChunk) -> list[GenerateChunk]:
         """Return an event for each choice that has something new."""
         if record.prompt_logprobs is not None:
             self._add_prompt_logprobs(record.prompt_logprobs)
@@ -88,10 +98,6 @@ class GenerateAssembler(Assembler[GenerateShape]):
             for delta in record.choices
             if (choice := self._add_delta(delta)) is not None
         ]
-
-    def finish(self, part: int, usage: Usage) -> list[GenerateChunk]:
-        self._usage = usage.prompt_tokens, usage.completion_tokens
-        return self._usage_event()
 
     def abort(self) -> list[GenerateChunk]:
         open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
