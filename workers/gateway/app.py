@@ -27,7 +27,7 @@ from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
 from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
-from workers.gateway.core.assembler import Assembler
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
@@ -57,7 +57,15 @@ class Json(Response):
 class AppContext:
     """State that all routes of a gateway share."""
 
-    def __init__(self, bus: Bus, config: Config, metrics: Metrics, worker: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: Config,
+        metrics: Metrics,
+        worker: str,
+        kinds: Iterable[AnswerKind[Any]] = (),
+    ) -> None:
+        """`kinds` are the kinds of answers of all routes."""
         self.bus = bus
         self.config = config
         self.limits = config.gateway
@@ -75,8 +83,7 @@ class AppContext:
         self.store_use = StoreUseCache(bus)
         self.heartbeats = SignsCache(bus.read_heartbeats)
         self.start_reports = SignsCache(bus.read_start_reports)
-        self.assemblers: dict[str, type[Assembler[Any]]] = {}
-        """Classes of assemblers, by the kind of a RequestRecord."""
+        self.kinds = {kind.name: kind for kind in kinds}
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)

@@ -14,7 +14,6 @@ from shared.config.schema import Right
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, error_response
-from workers.gateway.core.assembler import Assembler
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.origins import SAFE_METHODS
@@ -101,8 +100,6 @@ class RouteTable:
         self._refuse = refuse
         self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
-        self.assemblers: dict[str, type[Assembler[Any]]] = {}
-        """Classes of assemblers of this module, by the kind of a RequestRecord."""
 
     @property
     def operations(self) -> list[ApiOperation]:
@@ -121,8 +118,7 @@ class RouteTable:
         return declare
 
     def routes(self, context: AppContext) -> list[Route]:
-        """Register the assemblers, and return the routes that the configuration enables."""
-        context.assemblers |= self.assemblers
+        """Return the routes that the configuration enables."""
         if self.tag == SCALE_OUT and not context.limits.scale_out:
             return []
         return [

@@ -17,6 +17,7 @@ from ops.chaos.processes.pool import Slot
 from shared.bus.embedded_server import free_port
 from shared.protocol.messages import DeadLetter
 from workers.gateway.core.ids import named_request_id
+from workers.gateway.openai.chat_assembler import CHAT
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0
@@ -48,7 +49,7 @@ class Gateways:
     @property
     def warm_up_ids(self) -> set[str]:
         numbers = range(self._num_sent)
-        return {named_request_id("chat", self._tenant, f"warm-{n}") for n in numbers}
+        return {named_request_id(CHAT, self._tenant, f"warm-{n}") for n in numbers}
 
     async def warm_up(self) -> None:
         """Send the first requests, after which a gateway's resources are constant."""

@@ -23,6 +23,7 @@ from shared.config.parsing import parse_config
 from shared.errors import PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.messages import RequestRecord
 from shared.protocol.records import (
     AnyRecord,
     AudioChunk,
@@ -49,6 +50,7 @@ from shared.protocol.renderer_rpc import (
 from shared.telemetry.metrics import Metrics
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http import errors
+from workers.gateway.openapi.document import KINDS
 from workers.gateway.vllm import errors as vllm_errors
 from workers.gateway.worker import all_routes
 
@@ -69,7 +71,7 @@ models:
   voice: {{path: voice, {VOICE}}}
   painter: {{path: painter, {PAINTER}}}
 """
-KINDS = {
+ENDPOINTS = {
     "chat": ("chatcmpl", "/v1/chat/completions"),
     "completion": ("cmpl", "/v1/completions"),
     "demo": ("demo", "/generate"),
@@ -465,7 +467,7 @@ async def http(bus: Bus) -> AsyncIterator[httpx.AsyncClient]:
     await start_renderer(bus)
     await client.pin_media(bus, PNG)
     config = parse_config(CONFIG, {}, "test")
-    app = RecordedApp(bus, config, Metrics("gateway", "gateway-1"), "gateway-1")
+    app = RecordedApp(bus, config, Metrics("gateway", "gateway-1"), "gateway-1", KINDS)
     transport = httpx.ASGITransport(build_application(app, all_routes(app)))
     accept = {"accept": "text/event-stream"}
     async with httpx.AsyncClient(
@@ -476,7 +478,7 @@ async def http(bus: Bus) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def id_of(kind: str, name: str) -> str:
-    return f"{KINDS[kind][0]}-{hashlib.sha256(f'{kind}::{name}'.encode()).hexdigest()}"
+    return f"{ENDPOINTS[kind][0]}-{hashlib.sha256(f'{kind}::{name}'.encode()).hexdigest()}"
 
 
 async def put_logs(bus: Bus, case: Case, name: str, logs: Logs) -> None:
@@ -496,7 +498,7 @@ async def send(http: httpx.AsyncClient, kind: str, body: dict[str, Any], name: s
             key: str(value).lower() if value is True else value for key, value in body.items()
         }
         content = {"data": fields, "files": {"file": ("a.wav", b"RIFF")}}
-    return await http.post(KINDS[kind][1], headers={"x-request-id": name}, **content)
+    return await http.post(ENDPOINTS[kind][1], headers={"x-request-id": name}, **content)
 
 
 async def record_of(bus: Bus, request_id: str) -> str:
@@ -582,3 +584,20 @@ def test_error_replies_are_as_recorded() -> None:
             "vllm": [vllm_errors.status_of(info), msgspec.to_builtins(vllm_errors.body_of(info))],
         }
     compare("error_replies.json", replies)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("hologram", {}), ("generate", {"wire_id": 5}), ("completion", {"n": "x"})],
+)
+async def test_a_record_of_a_newer_gateway_is_not_answered(
+    bus: Bus, http: httpx.AsyncClient, kind: str, options: dict[str, Any]
+) -> None:
+    name = f"newer-{kind}"
+    request_id = id_of("completion", name)
+    record = RequestRecord(kind, "demo", "", CREATED_S, True, options)
+    await bus.append(subjects.job(request_id), to_json(record), 0)
+    response = await send(http, "completion", {"model": "demo", "prompt": "Hi"}, name)
+    assert response.status_code == 503
+    assert response.json()["error"]["param"] == "X-Request-Id"
+    assert (await http.get(f"/v1/requests/{request_id}")).status_code == 404

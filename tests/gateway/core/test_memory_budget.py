@@ -5,7 +5,6 @@ import base64
 import gc
 import random
 import tracemalloc
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogpro
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, TokenBytes
+from workers.gateway.core.kinds import AnswerKind, Budget
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
     AnswerBudget,
@@ -39,13 +39,13 @@ from workers.gateway.openai.completions import (
     Echo,
     plan_completion,
 )
-from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
-from workers.gateway.openai.scores import plan_score
+from workers.gateway.openai.embeddings import EMBEDDING, EmbeddingAssembler, plan_embedding
+from workers.gateway.openai.scores import RERANK, SCORE
 from workers.gateway.schemas.embeddings import EmbeddingRequest
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
-from workers.gateway.schemas.scores import ScoreRequest
-from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+from workers.gateway.vllm.generate_assembler import GENERATE, GenerateAssembler, GenerateShape
 
+LARGE = Budget().tokens
 PATH = "/v1/chat/completions"
 NUM_TOKENS = 300
 TOKEN_BYTES = {i: f" t{i:05d}".encode() for i in range(10_000)}
@@ -63,10 +63,6 @@ def completion(**fields: Any) -> SubmitPlan[CompletionOptions]:
     return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
-def score(**fields: Any) -> Mapping[str, str]:
-    return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest)).options.fields
-
-
 def test_an_answer_without_log_probabilities_has_no_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     plans: list[SubmitPlan[Any]] = [
@@ -79,7 +75,7 @@ def test_an_answer_without_log_probabilities_has_no_limit() -> None:
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
         assert stored_options(plan.options, size) == msgspec.to_builtins(plan.options)
-        budget.reserve({}, size.max_bytes(10**6), "max_tokens", "chat")
+        budget.reserve({}, size.max_bytes(10**6), LARGE)
 
 
 def test_the_size_counts_choices_tokens_and_prompts() -> None:
@@ -106,27 +102,23 @@ def test_the_size_counts_choices_tokens_and_prompts() -> None:
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
     scored = answer_size_of(SubmitPlan([request], sampling, AnswerOptions()), {})
     assert scored.max_bytes() == one
-    assert scored.limiting_field(one, "generate", {}) == "prompt_logprobs"
+    assert scored.refusal(one, GENERATE.budget).field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "field", "advice"),
+    ("kind", "advice"),
     [
-        ("embedding", {}, "input", "fewer dimensions"),
-        ("score", score(text_1="x", text_2="y"), "text_2", "send fewer texts"),
-        ("score", score(queries="x", documents="y"), "documents", "send fewer texts"),
-        ("rerank", {}, "documents", "send fewer documents"),
+        (EMBEDDING, "fewer dimensions"),
+        (SCORE, "send fewer texts"),
+        (RERANK, "send fewer documents"),
     ],
 )
-def test_large_embeddings_are_refused_with_the_clients_field(
-    kind: str, fields: Mapping[str, str], field: str, advice: str
-) -> None:
+def test_large_embeddings_are_refused_with_advice(kind: AnswerKind[Any], advice: str) -> None:
     budget, size = AnswerBudget(GatewayConfig(max_answer_mib=1)), AnswerSize(of_embeddings=2**20)
     num_bytes = size.max_bytes()
-    found = size.limiting_field(num_bytes, kind, fields)
-    with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$") as refused:
-        budget.reserve({}, num_bytes, found, kind)
-    assert refused.value.field == field
+    refusal = size.refusal(num_bytes, kind.budget)
+    with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$"):
+        budget.reserve({}, num_bytes, refusal)
 
 
 @given(
@@ -148,19 +140,19 @@ def test_the_size_survives_the_request_record(size: AnswerSize) -> None:
 def test_one_answer_and_all_together_have_a_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
-        budget.reserve({}, 2**20 + 1, "max_tokens", "chat")
+        budget.reserve({}, 2**20 + 1, LARGE)
     assert refused.value.field == "max_tokens"
     held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
     for scope in held:
-        budget.reserve(scope, 2**20, "max_tokens", "chat")
-    budget.reserve(held[0], 2**20, "max_tokens", "chat")  # replaces the earlier reservation
+        budget.reserve(scope, 2**20, LARGE)
+    budget.reserve(held[0], 2**20, LARGE)  # replaces the earlier reservation
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens", "chat")
+        budget.reserve({}, 1, LARGE)
     budget.release(held[0])
     budget.release(held[0])
-    budget.reserve({}, 2**20, "max_tokens", "chat")
+    budget.reserve({}, 2**20, LARGE)
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens", "chat")
+        budget.reserve({}, 1, LARGE)
 
 
 def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler[Any]:

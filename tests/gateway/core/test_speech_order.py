@@ -26,8 +26,9 @@ from shared.protocol.records import (
     Usage,
 )
 from workers.gateway.core.assembler import Answering
+from workers.gateway.core.kinds import Budget
 from workers.gateway.core.memory_budget import MAX_LARGEST, AnswerBudget
-from workers.gateway.core.speech_order import SpeechOrder
+from workers.gateway.core.order import SpeechOrder
 from workers.gateway.http.errors import AnswerTooLarge
 from workers.gateway.openai.chat import AudioOptions, ChatOptions
 from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler
@@ -37,6 +38,7 @@ WORDS = ["three ", "red ", "", "circles ", "and ", "more"]
 SOUND = [bytes([number] * 4 * (number + 1)) for number in range(4)]
 TEXT = "".join(WORDS)
 PCM = b"".join(SOUND)
+SPEECH = Budget().output
 
 
 def text_log() -> list[AnyRecord]:
@@ -174,12 +176,12 @@ def test_a_speech_reserves_memory_as_it_grows() -> None:
     most = 2**20
     scopes: list[dict[str, int]] = [{} for _ in range(MAX_LARGEST)]
     for scope in scopes:
-        budget.extend(scope, most // 2, "chat")
-        budget.extend(scope, most // 2, "chat")
+        budget.extend(scope, most // 2, SPEECH)
+        budget.extend(scope, most // 2, SPEECH)
     with pytest.raises(AnswerTooLarge, match="a stream has no limit") as refused:
-        budget.extend(scopes[0], 2, "chat")
+        budget.extend(scopes[0], 2, SPEECH)
     assert refused.value.field == "stream"
     with pytest.raises(Overloaded):
-        budget.extend({}, 10, "chat")
+        budget.extend({}, 10, SPEECH)
     budget.release(scopes[0])
-    budget.extend({}, 10, "chat")
+    budget.extend({}, 10, SPEECH)

@@ -20,7 +20,7 @@ from shared.protocol.records import (
     Usage,
 )
 from workers.gateway.core.assembler import Answering
-from workers.gateway.openai.images import ImageAssembler, ImageOptions, plan_images
+from workers.gateway.openai.images import IMAGES, ImageAssembler, ImageOptions, plan_images
 from workers.gateway.schemas.images import ImagesRequest, usage_of
 
 BASE = "https://gateway.example/v1/images/"
@@ -153,8 +153,7 @@ def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     assert assembler.add(1, painted(0), "file") == []
     shown += assembler.add(1, end_of_images())
     assert [
-        (assembler.event_name(event), event.b64_json, event.created_at, event.size)
-        for event in shown
+        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in shown
     ] == [
         ("image_generation.partial_image", "file of media:a", 7, "12x8"),
         ("image_generation.partial_image", "file of media:b", 7, "12x8"),

@@ -12,12 +12,12 @@ from shared.errors import InvalidRequest, WorkerFailure
 from shared.protocol.records import ErrorInfo, Finish, TokenChunk, Usage
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import Answering
-from workers.gateway.core.field_names import translate_error
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.scores import (
     MAX_RETURNED_BYTES,
-    RerankAssembler,
-    ScoreAssembler,
+    RERANK,
+    SCORE,
     ScoreOptions,
     plan_rerank,
     plan_score,
@@ -36,11 +36,10 @@ def rerank_plan(**fields: Any) -> SubmitPlan[ScoreOptions]:
     return plan_rerank(msgspec.convert(body, RerankRequest))
 
 
-def assembler_of(plan: SubmitPlan[ScoreOptions], kind: Any) -> Any:
+def assembler_of(plan: SubmitPlan[ScoreOptions], kind: AnswerKind[ScoreOptions]) -> Any:
     """Return an assembler of the record as another gateway reads it, with all embeddings."""
     stored = msgspec.json.decode(msgspec.json.encode(plan.options), type=ScoreOptions)
-    make = {"score": ScoreAssembler, "rerank": RerankAssembler}[kind]
-    assembler = make(Answering("the-id", "demo", 123, stored))
+    assembler = kind.assembler(Answering("the-id", "demo", 123, stored))
     for part, request in enumerate(plan.requests):
         assert request.prompt is not None
         data = base64.b64encode(struct.pack("<2f", *VECTORS[request.prompt])).decode()
@@ -50,7 +49,7 @@ def assembler_of(plan: SubmitPlan[ScoreOptions], kind: Any) -> Any:
 
 
 def scores_of(**fields: Any) -> list[float]:
-    return [entry.score for entry in assembler_of(score_plan(**fields), "score").answer().data]
+    return [entry.score for entry in assembler_of(score_plan(**fields), SCORE).answer().data]
 
 
 DIAGONAL = math.sqrt(0.5)
@@ -85,7 +84,7 @@ def test_a_text_of_several_pairs_is_embedded_once() -> None:
     for request in plan.requests:
         assert request.embedding == EmbeddingParams(normalize=True)
         assert (request.lane, request.cache_salt, request.timeout_s) == ("batch", "s", 5)
-    answer = assembler_of(plan, "score").answer()
+    answer = assembler_of(plan, SCORE).answer()
     assert msgspec.to_builtins(answer) == {
         "id": "the-id",
         "object": "list",
@@ -121,14 +120,14 @@ def test_refusals_of_scores_name_the_field(fields: dict[str, Any], field: str, w
 
 
 def test_an_answer_has_an_embedding_of_each_text() -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     del assembler.embeddings[1]
     with pytest.raises(WorkerFailure, match="1 of 2 inputs have an embedding"):
         assembler.answer()
 
 
 def results_of(**fields: Any) -> list[dict[str, Any]]:
-    answer = msgspec.to_builtins(assembler_of(rerank_plan(**fields), "rerank").answer())
+    answer = msgspec.to_builtins(assembler_of(rerank_plan(**fields), RERANK).answer())
     assert (answer["id"], answer["model"]) == ("the-id", "demo")
     results: list[dict[str, Any]] = answer["results"]
     return results
@@ -160,7 +159,7 @@ def test_documents_that_are_returned_have_a_limit() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_embeddings_that_are_not_finite_have_no_score(value: float) -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     data = base64.b64encode(struct.pack("<2f", value, 1.0)).decode()
     assembler.add(1, TokenChunk(0, 1, [], embedding=data))
     with pytest.raises(WorkerFailure, match="not finite"):
@@ -168,7 +167,7 @@ def test_embeddings_that_are_not_finite_have_no_score(value: float) -> None:
 
 
 def test_embeddings_of_different_lengths_have_no_score() -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     data = base64.b64encode(struct.pack("<f", 1.0)).decode()
     assembler.add(1, TokenChunk(0, 1, [], embedding=data))
     with pytest.raises(WorkerFailure, match="different lengths"):
@@ -178,15 +177,15 @@ def test_embeddings_of_different_lengths_have_no_score() -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "fields"),
     [
-        ("score", score_plan(text_1="x", text_2=["y", "x"]), ["text_1", "text_2"]),
-        ("score", score_plan(queries="x", items="y"), ["queries", "items"]),
-        ("rerank", rerank_plan(documents=["y"]), ["query", "documents"]),
+        (SCORE, score_plan(text_1="x", text_2=["y", "x"]), ["text_1", "text_2"]),
+        (SCORE, score_plan(queries="x", items="y"), ["queries", "items"]),
+        (RERANK, rerank_plan(documents=["y"]), ["query", "documents"]),
     ],
 )
 def test_errors_of_a_text_name_the_field_that_it_is_from(
-    kind: str, plan: SubmitPlan[ScoreOptions], fields: list[str]
+    kind: AnswerKind[ScoreOptions], plan: SubmitPlan[ScoreOptions], fields: list[str]
 ) -> None:
     error = ErrorInfo("context_length_exceeded", "too long", "messages", "client", False)
     for part, field in enumerate(fields):
-        assert translate_error(error, kind, plan.options.fields_of(part)).field == field
-    assert translate_error(error, kind, plan.options.fields).field == fields[1]
+        assert kind.fields_of(plan.options, part).translate(error).field == field
+    assert kind.fields_of(plan.options).translate(error).field == fields[1]

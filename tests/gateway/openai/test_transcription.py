@@ -1,7 +1,7 @@
 """Transcripts of several pieces, whose records arrive in any order."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from shared.errors import RequestError
 from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, TextPart
 from workers.gateway.core.assembler import Answering
-from workers.gateway.core.part_order import in_part_order
+from workers.gateway.core.order import in_part_order
 from workers.gateway.openai.transcription import (
     TranscriptionAssembler,
     check_transcription,
@@ -48,12 +48,12 @@ def new_assembler(**fields: Any) -> TranscriptionAssembler:
 
 
 async def assemble(seed: int, **fields: Any) -> tuple[list[Any], TranscriptionAssembler]:
-    async def mixed() -> AsyncIterator[tuple[int, Any]]:
+    async def mixed() -> AsyncGenerator[tuple[int, Any], None]:
         for numbered in records(seed):
             yield numbered
 
     assembler, events = new_assembler(**fields), []
-    async for part, record in in_part_order(mixed()):
+    async for part, record in in_part_order(None, mixed()):
         events += assembler.add(part, record)
     return events, assembler
 

@@ -15,7 +15,6 @@ from contextlib import aclosing, suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -40,11 +39,8 @@ from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
-from workers.gateway.core.assembler import Answering, AnswerOptions, token_ids_to_decode
-from workers.gateway.core.field_names import translate_error
-from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
-from workers.gateway.core.part_order import in_part_order
-from workers.gateway.core.speech_order import in_speech_order
+from workers.gateway.core.assembler import Answering, token_ids_to_decode
+from workers.gateway.core.ids import format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
@@ -59,7 +55,10 @@ _log = structlog.get_logger()
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that this gateway is answering."""
+    """A request that this gateway is answering.
+
+    Raises DecodeError for a record that another version of the gateway has written.
+    """
 
     _context: AppContext
     request_id: str
@@ -86,13 +85,12 @@ class ActiveRequest:
         self._first_audio_s = metrics.histogram(
             "http_time_to_first_audio_seconds", endpoint=endpoint
         )
-        assembler = context.assemblers[record.kind]
-        try:
-            self.options: AnswerOptions = msgspec.convert(record.options, assembler.options_type)
-        except msgspec.ValidationError as error:
-            raise _unknown_request() from error
+        kind = context.kinds.get(record.kind)
+        if kind is None:
+            raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
+        self.kind, self.options = kind, kind.read_options(record)
         token_bytes = context.token_bytes.of(record.model)
-        self._assembler = assembler(
+        self._assembler = kind.assembler(
             Answering(self.request_id, record.model, record.created_s, self.options, token_bytes)
         )
 
@@ -128,13 +126,13 @@ class ActiveRequest:
         Memory for a speech, and for images, is reserved in the `scope` of the HTTP request. Raises
         Failed, AnswerTooLarge or Overloaded.
         """
-        budget, kind = self._context.answer_budget, self.record.kind
+        budget, refusal = self._context.answer_budget, self.kind.budget.output
         async for part, record in self._merged(logs):
             file = await self._read_file(record)
             if isinstance(record, AudioChunk):
-                budget.extend(scope, self._assembler.sample_bytes * record.num_samples, kind)
+                budget.extend(scope, self._assembler.sample_bytes * record.num_samples, refusal)
             elif file:
-                budget.extend(scope, ENCODED_BYTES * len(file), kind)
+                budget.extend(scope, ENCODED_BYTES * len(file), refusal)
             await self._add_record(part, record, file)
         return self._assembler.answer()
 
@@ -152,10 +150,7 @@ class ActiveRequest:
     def _merged(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
     ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
-        merged, options = merge_logs(logs), self.options
-        if options.output is None:
-            return in_part_order(merged) if getattr(options, "in_order", False) else merged
-        return in_speech_order(merged, timed=getattr(options.output, "timed", False))
+        return self.kind.order(self.options, merge_logs(logs))
 
     async def _read_file(self, record: AnyRecord) -> str:
         """Return the file that shows a record, in base64. Raises Unavailable if it is gone."""
@@ -166,7 +161,7 @@ class ActiveRequest:
         return base64.b64encode(data).decode()
 
     def _named(self, one: Any) -> bytes:
-        name = self._assembler.event_name(one)
+        name = self.kind.event_name(one)
         return f"event: {name}\n".encode() if name else b""
 
     async def _add_record(
@@ -199,9 +194,9 @@ class ActiveRequest:
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
         """Return the outputs, with errors whose fields have the client's names."""
-        kind, fields = self.record.kind, self.options.fields
+        fields = self.kind.fields_of(self.options)
         return {
-            name: replace(summary, error=translate_error(summary.error, kind, fields))
+            name: replace(summary, error=fields.translate(summary.error))
             if summary.error is not None
             else summary
             for name, summary in outputs.items()
@@ -209,7 +204,7 @@ class ActiveRequest:
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
-        return translate_error(failure.error, self.record.kind, self.options.fields_of(part))
+        return self.kind.fields_of(self.options, part).translate(failure.error)
 
     def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended.
@@ -316,15 +311,12 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     Raises NotFound, also for requests of other tenants.
     """
     name = request.path_params["id"]
-    client_ids = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
+    client_ids = [named_request_id(kind, caller.tenant, name) for kind in context.kinds.values()]
     ids = [name, *client_ids] if names.is_request_id(name) else client_ids
     for request_id in ids:
         record = await request_registry.find(context.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"] = request_id, True
-            return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
-    raise _unknown_request()
-
-
-def _unknown_request() -> NotFound:
-    return NotFound("there is no such request, or it has been removed", field="id")
+            with suppress(DecodeError):
+                return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
+    raise NotFound("there is no such request, or it has been removed", field="id")

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import Overloaded, PagemillError, QuotaExceeded, Unavailable
+from shared.errors import DecodeError, Overloaded, PagemillError, QuotaExceeded, Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
@@ -29,8 +29,8 @@ from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.assembler import Options
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, stored_options
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
@@ -48,7 +48,7 @@ async def submit(
     context: AppContext,
     request: Request,
     caller: Caller,
-    kind: Any,
+    kind: AnswerKind[Options],
     plan: SubmitPlan[Options],
     *,
     refuse: ErrorResponder = error_response,
@@ -69,7 +69,7 @@ async def submit(
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
-        await _reserve_answer(context, request, record, plan)
+        await _reserve_answer(context, request, kind, plan, record)
     start = read_start(request, plan.options.num_logs)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
@@ -86,7 +86,10 @@ async def submit(
     recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
     stored = await recorded if is_named else record
     endpoint = request.scope["endpoint_path"]
-    active = ActiveRequest(context, request_id, stored, endpoint, holder, recorded)
+    try:
+        active = ActiveRequest(context, request_id, stored, endpoint, holder, recorded)
+    except DecodeError as error:
+        raise Unavailable(error.message, field="X-Request-Id") from error
     if stored.digest != record.digest:
         active.on_disconnect()  # This client has left it. Another client may still read it.
         raise errors.ReusedId(
@@ -96,7 +99,9 @@ async def submit(
     return await _respond(context, request, active, logs, start, refuse, plan)
 
 
-async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan[Options]) -> None:
+async def _check_text_lens(
+    context: AppContext, kind: AnswerKind[Options], plan: SubmitPlan[Options]
+) -> None:
     """Raise RequestFailed for a text that no renderer will take, before the broker stores it.
 
     Without a renderer that tells the model's limit, the text is not checked here.
@@ -104,12 +109,12 @@ async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan[Opti
     with contextlib.suppress(Unavailable):
         max_len = (await context.model_card(plan.requests[0].model)).max_model_len
         for number, part in enumerate(plan.requests):
-            with translated_errors(kind, plan.options.fields_of(number)):
+            with kind.fields_of(plan.options, number).translated():
                 check_text_len(part, max_len)
 
 
 async def _record_of(
-    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan[Options]
+    context: AppContext, kind: AnswerKind[Options], caller: Caller, plan: SubmitPlan[Options]
 ) -> RequestRecord:
     """Return a new record. Raises Unavailable if the length of embeddings cannot be known."""
     first, hidden_size = plan.requests[0], 0
@@ -119,7 +124,7 @@ async def _record_of(
     defaults = context.config.models[first.model].sampling_defaults
     options = stored_options(plan.options, answer_size_of(plan, defaults, hidden_size))
     return RequestRecord(
-        kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
+        kind.name, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
     )
 
 
@@ -129,7 +134,11 @@ def _without(record: RequestRecord, names: Set[str]) -> RequestRecord:
 
 
 async def _reserve_answer(
-    context: AppContext, request: Request, record: RequestRecord, plan: SubmitPlan[Options]
+    context: AppContext,
+    request: Request,
+    kind: AnswerKind[Options],
+    plan: SubmitPlan[Options],
+    record: RequestRecord,
 ) -> None:
     """Reserve memory for the whole answer.
 
@@ -140,8 +149,9 @@ async def _reserve_answer(
         (await context.model_card(record.model)).max_model_len if size.needs_max_model_len else 0
     )
     num_bytes = size.max_bytes(max_len)
-    field = size.limiting_field(num_bytes, record.kind, plan.options.fields)
-    context.answer_budget.reserve(request.scope, num_bytes, field, record.kind)
+    refusal = size.refusal(num_bytes, kind.budget)
+    field = kind.fields_of(plan.options).name_of(refusal.field)
+    context.answer_budget.reserve(request.scope, num_bytes, structs.replace(refusal, field=field))
 
 
 def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan[Options]) -> str:
@@ -175,7 +185,7 @@ async def _publish(
     records = client.ask(
         context.bus, request, active.parts[part], active.record.tenant, sampling or None
     )
-    with translated_errors(active.record.kind, active.options.fields_of(part)):
+    with active.kind.fields_of(active.options, part).translated():
         async for record in records:
             yield record
 

@@ -7,7 +7,7 @@ This is how a stream resumes at another gateway.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -109,8 +109,6 @@ class Answering(Struct, Generic[Options], frozen=True):
 class Assembler(ABC, Generic[Options]):
     """Assembles one answer. A request with several prompts has several logs, its parts."""
 
-    options_type: ClassVar[type[AnswerOptions]]
-
     collects_answer = True
     """False when `answer` will not be called. Log probabilities are then dropped after they have
     been shown, because there may be gigabytes of them."""
@@ -135,10 +133,6 @@ class Assembler(ABC, Generic[Options]):
 
     def file_of(self, record: AnyRecord) -> str:
         """Return the `media:` URL of the file that `add` needs with a record; "" for none."""
-        return ""
-
-    def event_name(self, event: Any) -> str:
-        """Return the name of an event of a stream; "" for none."""
         return ""
 
     def abort(self) -> list[Any] | None:

@@ -17,7 +17,10 @@ from shared.protocol.records import (
     OutputSummary,
 )
 from workers.gateway.core.assembler import Answering, or_unset
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.logprobs import openai_logprobs
+from workers.gateway.core.order import Records, in_speech_order
 from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.http import errors
 from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
@@ -77,7 +80,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     sound is timed, and else with the text.
     """
 
-    options_type, chunk_type, answer_type = ChatOptions, ChatChunk, ChatCompletion
+    chunk_type, answer_type = ChatChunk, ChatCompletion
     sample_bytes = SAMPLE_BYTES
 
     def __init__(self, request: Answering[ChatOptions]) -> None:
@@ -205,3 +208,20 @@ def _pieces_of(delta: ChoiceDelta, content: str) -> list[tuple[int, str]]:
     words, num_tokens = _WORDS.findall(content), len(delta.token_ids)
     ends = (-(-num_tokens * number // len(words)) for number in range(1, len(words) + 1))
     return [(delta.position + end, word) for end, word in zip(ends, words, strict=True)]
+
+
+def _order(options: ChatOptions, records: Records) -> Records:
+    audio = options.output
+    return records if audio is None else in_speech_order(records, timed=audio.timed)
+
+
+CHAT = AnswerKind(
+    name="chat",
+    id_prefix="chatcmpl",
+    options=ChatOptions,
+    assembler=ChatAssembler,
+    client_fields=ClientFields(
+        {"items": "messages", "outputs": "modalities", "voice": "audio.voice"}
+    ),
+    order=_order,
+)

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from shared.errors import InvalidRequest
 from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogprobs
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import Answering, or_unset
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, or_unset
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
 from workers.gateway.core.plan import (
     SubmitPlan,
@@ -116,7 +118,7 @@ class _Choice(ChoiceSoFar):
 class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
     """Assembler of completions."""
 
-    options_type, chunk_type, answer_type = CompletionOptions, Completion, Completion
+    chunk_type, answer_type = Completion, Completion
 
     def __init__(self, request: Answering[CompletionOptions]) -> None:
         super().__init__(request)
@@ -184,3 +186,17 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
 
 def _without_tokens(delta: ChoiceDelta) -> ChoiceDelta:
     return ChoiceDelta(delta.index, 0, [], "", None if delta.finish_reason is None else "length")
+
+
+COMPLETION = AnswerKind(
+    name="completion",
+    id_prefix="cmpl",
+    options=CompletionOptions,
+    assembler=CompletionAssembler,
+    client_fields=ClientFields(
+        {
+            **dict.fromkeys((*PROMPT_FIELDS, "items"), "prompt"),
+            "sampling_params.prompt_logprobs": "logprobs",
+        }
+    ),
+)

@@ -7,6 +7,8 @@ from msgspec.structs import replace
 
 from shared.protocol.records import AnyRecord, TokenChunk
 from workers.gateway.core.assembler import Answering, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import (
     SubmitPlan,
     UsageOptions,
@@ -41,8 +43,6 @@ def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan[DemoOptions]:
 class DemoAssembler(Assembler[DemoOptions]):
     """Assembler of the whole texts so far, each after its prompt."""
 
-    options_type = DemoOptions
-
     def __init__(self, request: Answering[DemoOptions]) -> None:
         super().__init__(request)
         self.texts = [self.options.prompt] * self.options.n
@@ -56,3 +56,12 @@ class DemoAssembler(Assembler[DemoOptions]):
 
     def answer(self) -> DemoAnswer:
         return DemoAnswer([*self.texts])
+
+
+DEMO = AnswerKind(
+    name="demo",
+    id_prefix="demo",
+    options=DemoOptions,
+    assembler=DemoAssembler,
+    client_fields=ClientFields(dict.fromkeys(("prompt_token_ids", "tokens"), "prompt")),
+)

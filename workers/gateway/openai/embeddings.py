@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from shared.errors import WorkerFailure
 from shared.protocol.records import AnyRecord, Finish, TokenChunk
 from shared.protocol.requests import EmbeddingParams
-from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.plan import SubmitPlan, generate_request, prompts_of
 from workers.gateway.schemas.embeddings import (
     EmbeddingEntry,
@@ -76,8 +78,6 @@ class EmbeddingCollector(Assembler[Options]):
 class EmbeddingAssembler(EmbeddingCollector[EmbeddingOptions]):
     """Assembler of embeddings."""
 
-    options_type = EmbeddingOptions
-
     def answer(self) -> EmbeddingList:
         """Raises WorkerFailure if a log has ended without an embedding."""
         self.check_all()
@@ -95,3 +95,24 @@ def floats_of(data: str) -> list[float]:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tolist()
+
+
+def embeddings_budget(advice: str) -> Budget:
+    """Return the budget of answers that are made of embeddings, which are never streamed."""
+    return Budget(prompts=Refusal("embeddings", "prompt", advice))
+
+
+EMBEDDING = AnswerKind(
+    name="embedding",
+    id_prefix="embd",
+    options=EmbeddingOptions,
+    assembler=EmbeddingAssembler,
+    client_fields=ClientFields(
+        {
+            **dict.fromkeys(PROMPT_FIELDS, "input"),
+            "embedding.dimensions": "dimensions",
+            "embedding": "model",
+        }
+    ),
+    budget=embeddings_budget("ask for fewer, or for fewer dimensions"),
+)

@@ -9,6 +9,9 @@ from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, OutputOptions
 from workers.gateway.core.choices import check_choice
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
+from workers.gateway.core.order import in_speech_order
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.schemas.images import (
     AUTO,
@@ -100,8 +103,6 @@ def _check(asked: ImagesRequest, painter: StageSpec) -> None:
 class ImageAssembler(Assembler[ImageOptions]):
     """Assembler of images, and of the events of one while it sharpens."""
 
-    options_type = ImageOptions
-
     def __init__(self, request: Answering[ImageOptions]) -> None:
         super().__init__(request)
         self.created_s = request.created_s
@@ -157,9 +158,27 @@ class ImageAssembler(Assembler[ImageOptions]):
             usage=self.usage,
         )
 
-    def event_name(self, event: ImageEvent) -> str:
-        return event.type
-
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]
         return ImagesAnswer(self.created_s, entries, self.images.size, self.usage)
+
+
+IMAGES = AnswerKind(
+    name="images",
+    id_prefix="img",
+    options=ImageOptions,
+    assembler=ImageAssembler,
+    client_fields=ClientFields(
+        {
+            "image.size": "size",
+            "image.n": "n",
+            "image.steps": "num_inference_steps",
+            "image.guidance": "guidance_scale",
+            "image.negative_prompt": "negative_prompt",
+            "outputs": "model",
+        }
+    ),
+    order=lambda _, records: in_speech_order(records, timed=False),
+    budget=Budget(output=Refusal("images", "response_format", "ask for their URLs")),
+    event_name=lambda event: event.type,
+)

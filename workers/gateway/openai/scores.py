@@ -18,8 +18,10 @@ from shared.errors import InvalidRequest, WorkerFailure
 from shared.protocol.encoding import to_json
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import PROMPT_FIELDS, AnswerOptions
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request
-from workers.gateway.openai.embeddings import EmbeddingCollector
+from workers.gateway.openai.embeddings import EmbeddingCollector, embeddings_budget
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.scores import (
     RerankDocument,
@@ -140,8 +142,6 @@ def _plan(
 class _PairAssembler(EmbeddingCollector[ScoreOptions]):
     """Base of assemblers that compare embeddings."""
 
-    options_type = ScoreOptions
-
     def scores(self) -> list[float]:
         """Return the similarity of each pair.
 
@@ -201,3 +201,21 @@ def _cosine(product: float, square: float, other_square: float) -> float:
     """Return the cosine of two vectors by their products; 0 for a vector without a direction."""
     length = math.sqrt(square * other_square)
     return max(-1.0, min(1.0, product / length)) if length else 0.0
+
+
+SCORE = AnswerKind(
+    name="score",
+    id_prefix="score",
+    options=ScoreOptions,
+    assembler=ScoreAssembler,
+    client_fields=ClientFields({**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"}),
+    budget=embeddings_budget("send fewer texts"),
+)
+RERANK = AnswerKind(
+    name="rerank",
+    id_prefix="rerank",
+    options=ScoreOptions,
+    assembler=RerankAssembler,
+    client_fields=ClientFields({**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"}),
+    budget=embeddings_budget("send fewer documents"),
+)

@@ -10,6 +10,9 @@ from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputSummary
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.order import in_speech_order
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
 from workers.gateway.openai.chat import AudioOptions
@@ -66,8 +69,6 @@ def plan_speech(
 class SpeechAssembler(Assembler[SpeechOptions]):
     """Assembler of the events of a speech."""
 
-    options_type = SpeechOptions
-
     def __init__(self, request: Answering[SpeechOptions]) -> None:
         super().__init__(request)
         self.usage = SpeechUsage(0, 0, 0)
@@ -98,3 +99,13 @@ def usage_of(outputs: Mapping[str, OutputSummary]) -> SpeechUsage:
     text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
     frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
     return SpeechUsage(text, frames, text + frames)
+
+
+SPEECH = AnswerKind(
+    name="speech",
+    id_prefix="speech",
+    options=SpeechOptions,
+    assembler=SpeechAssembler,
+    client_fields=ClientFields({"given_text": "input", "outputs": "model"}),
+    order=lambda options, records: in_speech_order(records, timed=options.speech.timed),
+)

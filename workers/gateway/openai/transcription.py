@@ -9,8 +9,11 @@ from typing import Any
 from shared.errors import InvalidRequest
 from shared.protocol.records import AnyRecord, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
-from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
 from workers.gateway.core.choices import check_choice
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.order import in_part_order
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.transcription import (
@@ -125,7 +128,6 @@ def instruction_of(form: TranscriptionForm) -> str:
 class TranscriptionAssembler(Assembler[TranscriptionOptions]):
     """Assembler of a transcript, which has the texts of all pieces in order."""
 
-    options_type = TranscriptionOptions
     max_events = 2
 
     def __init__(self, request: Answering[TranscriptionOptions]) -> None:
@@ -168,3 +170,13 @@ class TranscriptionAssembler(Assembler[TranscriptionOptions]):
         num_out = sum(usage.completion_tokens for usage in self.usages)
         usage = TranscriptionUsage(num_in, num_out, num_in + num_out)
         return Transcription("".join(self.texts).strip(), usage)
+
+
+TRANSCRIPTION = AnswerKind(
+    name="transcription",
+    id_prefix="transcr",
+    options=TranscriptionOptions,
+    assembler=TranscriptionAssembler,
+    client_fields=ClientFields(dict.fromkeys((*PROMPT_FIELDS, "items", "url"), "file")),
+    order=in_part_order,
+)

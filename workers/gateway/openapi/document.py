@@ -13,8 +13,17 @@ from starlette.responses import Response
 from shared.protocol.encoding import to_json
 from shared.stage.runtime import VERSION
 from workers.gateway.app import AppContext
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.openai.chat_assembler import CHAT
+from workers.gateway.openai.completions import COMPLETION
+from workers.gateway.openai.demo import DEMO
+from workers.gateway.openai.embeddings import EMBEDDING
+from workers.gateway.openai.images import IMAGES
+from workers.gateway.openai.scores import RERANK, SCORE
+from workers.gateway.openai.speech import SPEECH
+from workers.gateway.openai.transcription import TRANSCRIPTION
 from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
@@ -34,6 +43,7 @@ from workers.gateway.routes import (
     tokenize,
     transcription,
 )
+from workers.gateway.vllm.generate_assembler import GENERATE
 
 JSON = "application/json"
 FORM = "multipart/form-data"
@@ -53,6 +63,11 @@ TABLES = (
     *(health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
+
+KINDS: tuple[AnswerKind[Any], ...] = (
+    *(CHAT, COMPLETION, DEMO, EMBEDDING, GENERATE),
+    *(IMAGES, RERANK, SCORE, SPEECH, TRANSCRIPTION),
+)
 
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 

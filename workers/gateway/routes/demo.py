@@ -8,7 +8,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.demo import DemoAssembler, plan_demo
+from workers.gateway.openai.demo import DEMO, plan_demo
 from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, RouteTable
 from workers.gateway.schemas.demo import DemoAnswer, DemoRequest
 from workers.gateway.schemas.openai_request import UNSUPPORTED
@@ -24,14 +24,11 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=ID_PARAMETERS, 
     body=DemoRequest,
 )
 async def demo(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "demo", caller.tenant)
+    read_request_id(request, DEMO, caller.tenant)
     asked = await context.bodies.decode(request, DemoRequest, UNSUPPORTED)
     models = context.config.models
     asked = replace(asked, model=asked.model or next(iter(models)))
     context.check_model(asked.model)
     default_n = models[asked.model].sampling_defaults.get("n", 1)
     plan = plan_demo(asked, default_n)
-    return await submit(context, request, caller, "demo", plan)
-
-
-ROUTES.assemblers["demo"] = DemoAssembler
+    return await submit(context, request, caller, DEMO, plan)

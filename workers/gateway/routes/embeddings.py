@@ -7,7 +7,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
+from workers.gateway.openai.embeddings import EMBEDDING, plan_embedding
 from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, RouteTable
 from workers.gateway.schemas.embeddings import EmbeddingList, EmbeddingRequest
 
@@ -22,10 +22,7 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=ID_PARAMETERS, 
     body=EmbeddingRequest,
 )
 async def embed(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "embedding", caller.tenant)
+    read_request_id(request, EMBEDDING, caller.tenant)
     asked = await context.bodies.decode(request, EmbeddingRequest)
     context.check_model(asked.model)
-    return await submit(context, request, caller, "embedding", plan_embedding(asked))
-
-
-ROUTES.assemblers["embedding"] = EmbeddingAssembler
+    return await submit(context, request, caller, EMBEDDING, plan_embedding(asked))

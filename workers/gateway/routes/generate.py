@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, structs
 from starlette.requests import Request
@@ -19,7 +19,6 @@ from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_h
 from shared.state import request_registry
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import named_request_id, read_request_id
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
@@ -34,12 +33,11 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.features import WireItem, images_of, insert_images
-from workers.gateway.vllm.generate_assembler import GenerateAssembler
+from workers.gateway.vllm.generate_assembler import GENERATE
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 
 ROUTES = vllm_route_table(SCALE_OUT)
 
-KIND: Literal["generate"] = "generate"
 PREFIX = "generate-tokens-"
 _ALIAS = "alias_of"
 
@@ -60,7 +58,7 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     counted=True,
 )
 async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
-    request_id, _ = read_request_id(request, KIND, caller.tenant)
+    request_id, _ = read_request_id(request, GENERATE, caller.tenant)
     parsed = parse(await read_body(context, request))
     model = resolve_model(context, parsed.body.model)
     if parsed.body.content_parts:
@@ -83,7 +81,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
         context,
         request,
         caller,
-        KIND,
+        GENERATE,
         SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
         refuse=refusal,
     )
@@ -103,9 +101,6 @@ async def abort(context: AppContext, request: Request, caller: Caller) -> Respon
     return Response(status_code=200)
 
 
-ROUTES.assemblers[KIND] = GenerateAssembler
-
-
 async def _process_images(
     context: AppContext,
     parsed: ParsedRequest,
@@ -115,7 +110,7 @@ async def _process_images(
 ) -> ParsedRequest:
     """Return the request with the images of its content parts as a renderer has processed them."""
     message = Message("user", list(images_of(parts)))
-    with translated_errors(KIND, {"messages": "content_parts"}):
+    with GENERATE.client_fields.renamed({"messages": "content_parts"}).translated():
         rendered = await render_features(
             context, GenerateRequest(model, [message]), "tensors", caller
         )
@@ -134,7 +129,7 @@ async def _record_alias(
     context: AppContext, name: str, request_id: str, model: str, tenant: str
 ) -> None:
     """Record which request a name in a body refers to. It may have named another one before."""
-    alias = RequestRecord(KIND, model, tenant, context.now_s, False, {_ALIAS: request_id})
+    alias = RequestRecord(GENERATE.name, model, tenant, context.now_s, False, {_ALIAS: request_id})
     subject = subjects.job(_alias_of(name, tenant))
     await context.bus.publish_without_id(subject, to_json(alias), tenant_header(tenant))
 
@@ -142,13 +137,15 @@ async def _record_alias(
 async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
     bus, name = context.bus, name.removeprefix(PREFIX)
     alias = await request_registry.find(bus, _alias_of(name, tenant))
-    request_id = named_request_id(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
+    request_id = (
+        named_request_id(GENERATE, tenant, name) if alias is None else alias.options[_ALIAS]
+    )
     if await request_registry.find(bus, request_id) is not None:
         await client.cancel(bus, request_id)
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return named_request_id(KIND, tenant, f"{_ALIAS}:{name}")
+    return named_request_id(GENERATE, tenant, f"{_ALIAS}:{name}")
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:

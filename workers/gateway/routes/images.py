@@ -10,7 +10,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.images import ImageAssembler, plan_images
+from workers.gateway.openai.images import IMAGES, plan_images
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.images import UNSUPPORTED, ImageEvent, ImagesAnswer, ImagesRequest
 
@@ -38,16 +38,13 @@ HEADERS = {
     counted=True,
 )
 async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "images", caller.tenant)
+    read_request_id(request, IMAGES, caller.tenant)
     asked = await context.bodies.decode(request, ImagesRequest, UNSUPPORTED)
     context.check_model(asked.model)
     base = context.config.gateway.public_url or str(request.base_url)
     painter = context.pipelines[asked.model].painter
     plan = plan_images(asked, painter, f"{base.rstrip('/')}{FILES}/")
-    return await submit(context, request, caller, "images", plan)
-
-
-ROUTES.assemblers["images"] = ImageAssembler
+    return await submit(context, request, caller, IMAGES, plan)
 
 
 @ROUTES.endpoint(

@@ -13,19 +13,13 @@ from shared.protocol.renderer_rpc import DetokenizeRequest, Tokenized, TokenizeR
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.plan import SubmitPlan, UsageOptions
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import plan_chat
-from workers.gateway.openai.chat_assembler import ChatAssembler
-from workers.gateway.openai.completions import (
-    CompletionAssembler,
-    CompletionOptions,
-    Echo,
-    plan_completion,
-)
+from workers.gateway.openai.chat_assembler import CHAT
+from workers.gateway.openai.completions import COMPLETION, CompletionOptions, Echo, plan_completion
 from workers.gateway.openai.spoken import with_speech
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
@@ -45,15 +39,15 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETE
     chunk=ChatChunk,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "chat", caller.tenant)
+    read_request_id(request, CHAT, caller.tenant)
     asked = await context.bodies.decode(request, ChatRequest, UNSUPPORTED)
     context.check_model(asked.model)
     card = await context.model_card(asked.model) if asked.tools else None
     pipeline, delivery = context.pipelines[asked.model], context.config.delivery
     plan = with_speech(plan_chat(asked, card), asked, pipeline, delivery.token_log_age_s)
-    with translated_errors("chat", plan.options.fields):
+    with CHAT.fields_of(plan.options).translated():
         plan = await _with_prompt_tokens(context, plan, caller)
-    return await submit(context, request, caller, "chat", plan)
+    return await submit(context, request, caller, CHAT, plan)
 
 
 @ROUTES.endpoint(
@@ -65,19 +59,15 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     chunk=Completion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "completion", caller.tenant)
+    read_request_id(request, COMPLETION, caller.tenant)
     asked = await context.bodies.decode(request, CompletionRequest, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)
-    with translated_errors("completion", plan.options.fields):
+    with COMPLETION.fields_of(plan.options).translated():
         if asked.echo:
             plan = await _with_echo(context, plan, caller, is_scored=asked.logprobs is not None)
         plan = await _with_prompt_tokens(context, plan, caller)
-    return await submit(context, request, caller, "completion", plan)
-
-
-ROUTES.assemblers["chat"] = ChatAssembler
-ROUTES.assemblers["completion"] = CompletionAssembler
+    return await submit(context, request, caller, COMPLETION, plan)
 
 
 async def _with_prompt_tokens(

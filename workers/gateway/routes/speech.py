@@ -15,7 +15,7 @@ from workers.gateway.core.sound_formats import MEDIA_TYPES, sound_len
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import AudioOptions
-from workers.gateway.openai.speech import SpeechAssembler, plan_speech
+from workers.gateway.openai.speech import SPEECH, plan_speech
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Parameter, RouteTable
 from workers.gateway.schemas.speech import (
     UNSUPPORTED,
@@ -41,15 +41,12 @@ ROUTES = RouteTable("Speech")
     counted=True,
 )
 async def speak(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "speech", caller.tenant)
+    read_request_id(request, SPEECH, caller.tenant)
     asked = await context.bodies.decode(request, SpeechRequest, UNSUPPORTED)
     context.check_model(asked.model)
     pipeline, delivery = context.pipelines[asked.model], context.config.delivery
     plan = plan_speech(asked, pipeline, delivery.token_log_age_s)
-    return await submit(context, request, caller, "speech", plan)
-
-
-ROUTES.assemblers["speech"] = SpeechAssembler
+    return await submit(context, request, caller, SPEECH, plan)
 
 
 @ROUTES.endpoint(

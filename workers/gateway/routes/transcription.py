@@ -12,7 +12,6 @@ from shared import client
 from shared.errors import InvalidRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.multipart import parse_form
 from workers.gateway.http.auth import Caller
@@ -20,7 +19,7 @@ from workers.gateway.http.body import check_form
 from workers.gateway.http.errors import unwrap_reply, validation_error
 from workers.gateway.openai.transcription import (
     TEXT,
-    TranscriptionAssembler,
+    TRANSCRIPTION,
     check_transcription,
     plan_transcription,
 )
@@ -50,22 +49,19 @@ FILE = "file"
     counted=True,
 )
 async def transcribe(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "transcription", caller.tenant)
+    read_request_id(request, TRANSCRIPTION, caller.tenant)
     form, recording = await _read_form(context, request)
     context.check_model(form.model)
     check_transcription(form)
     pieces = await _split(context, form.model, recording, caller.tenant)
     plan = plan_transcription(form, pieces)
-    response = await submit(context, request, caller, "transcription", plan)
+    response = await submit(context, request, caller, TRANSCRIPTION, plan)
     if form.response_format != TEXT or response.status_code != 200:
         return response
     text = msgspec.json.decode(response.body, type=Transcription).text
     return PlainTextResponse(
         f"{text}\n", headers={"x-request-id": response.headers["x-request-id"]}
     )
-
-
-ROUTES.assemblers["transcription"] = TranscriptionAssembler
 
 
 async def _read_form(context: AppContext, request: Request) -> tuple[TranscriptionForm, bytes]:
@@ -94,7 +90,7 @@ def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 
 async def _split(context: AppContext, model: str, recording: bytes, tenant: str) -> list[str]:
     """Store the recording and its pieces, and return the URLs of the pieces."""
-    with translated_errors("transcription", {}):
+    with TRANSCRIPTION.client_fields.translated():
         url = await context.pin_media(recording, tenant)
         reply = await client.split_sound(context.bus, model, url, tenant)
         return unwrap_reply(reply).urls

@@ -14,6 +14,8 @@ from msgspec import UNSET
 
 from shared.protocol.records import AnyRecord, ChoiceDelta, Finish, TokenChunk, TokenLogprobs
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
@@ -64,8 +66,6 @@ class _ChoiceState:
 
 class GenerateAssembler(Assembler[GenerateShape]):
     """Assembler of one request. Every event has one choice, as vLLM's clients expect."""
-
-    options_type = GenerateShape
 
     def __init__(self, request: Answering[GenerateShape]) -> None:
         super().__init__(request)
@@ -226,3 +226,21 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
     return UsageInfo(
         prompt_tokens=num_prompt, total_tokens=num_prompt + num_answer, completion_tokens=num_answer
     )
+
+
+GENERATE = AnswerKind(
+    name="generate",
+    id_prefix="gen",
+    options=GenerateShape,
+    assembler=GenerateAssembler,
+    client_fields=ClientFields(
+        {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
+        has_sampling_params=True,
+    ),
+    budget=Budget(
+        # They are never streamed.
+        prompts=Refusal(
+            "log probabilities", "prompt_logprobs", "ask for fewer, or for fewer tokens"
+        )
+    ),
+)
