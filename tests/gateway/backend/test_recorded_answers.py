@@ -434,6 +434,48 @@ TOO_LARGE: dict[str, dict[str, Any]] = {
 }
 """Requests for answers that take more memory than the limit, by kind."""
 
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {"model": "unknown"}) for kind in ("transcription", "demo", "generate")),
+    ("chat", HI | {"model": "unknown"}),
+    ("chat", HI | {"voice": "alloy"}),
+    ("chat", SPOKEN | {"audio": {"voice": "nobody", "format": "pcm16"}}),
+    ("chat", HI | {"guided_regex": "a", "guided_choice": ["b"]}),
+    (
+        "chat",
+        HI | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    ),
+    ("chat", HI | STEADY | {"model": "wide"}),
+    ("completion", {"model": "demo", "prompt": []}),
+    ("completion", {"model": "demo", "prompt": "Hi", "max_tokens": 0}),
+    ("completion", {"model": "wide", "prompt": "Hi", "echo": True, "logprobs": 1}),
+    ("completion", {"model": "wide", "prompt": [5], "echo": True}),
+    ("completion", {"model": "wide", "prompt": "Hi"} | STEADY),
+    ("demo", {"prompt": "Hi", "guided_regex": "a", "guided_choice": ["b"]}),
+    ("embedding", {"model": "demo", "input": []}),
+    ("generate", {"model": "demo", "token_ids": [], "sampling_params": {}}),
+    ("generate", {"model": "demo", "token_ids": [300], "sampling_params": {}}),
+    ("generate", {"model": "demo", "token_ids": [5], "sampling_params": {"max_tokens": 20_000}}),
+    (
+        "generate",
+        {
+            "model": "wide",
+            "token_ids": [5],
+            "sampling_params": {},
+            "content_parts": [{"type": "image_url", "url": "data:,"}],
+        },
+    ),
+    ("images", {"model": "demo", "prompt": "a star"}),
+    ("images", {"model": "painter", "prompt": "a star", "size": "1x1"}),
+    ("rerank", {"model": "demo", "query": "Hi", "documents": [str(i) for i in range(70)]}),
+    ("score", {"model": "demo", "text_1": "Hi"}),
+    ("score", {"model": "unknown", "text_1": "Hi"}),
+    ("speech", {"model": "demo", "input": "One"}),
+    ("speech", {"model": "voice", "input": "One", "voice": "nobody"}),
+    ("transcription", {"model": "demo", "language": "xx"}),
+    ("transcription", {"model": "wide", "prompt": "Jo"}),
+]
+"""Requests that are refused before they are published. Renderers refuse all calls for `wide`."""
+
 
 class RecordedApp(AppContext):
     @property
@@ -458,6 +500,16 @@ async def start_renderer(bus: Bus) -> None:
             "detokenize": detokenize,
             "split": lambda _: to_json(SoundPieces(PIECES)),
         }
+        if model == "wide":
+            fields = {
+                "tokenize": "messages[0].content[1].audio_url.url",
+                "detokenize": "tokens[3]",
+                "split": "url",
+                "features": "messages[0].content[0].image_url.url",
+            }
+            for call, field in fields.items():
+                info = ErrorInfo("invalid_request", f"{field}: no", field, "client", False)
+                replies[call] = lambda _, info=info: to_json(ErrorReply(info))  # type: ignore[misc]
         for call, reply in replies.items():
             await bus.add_responder(subjects.renderer(call, model), reply)
 
@@ -560,6 +612,9 @@ async def test_fields_and_refusals_are_as_recorded(bus: Bus, http: httpx.AsyncCl
     for kind, body in TOO_LARGE.items():
         response = await send(http, kind, body, "too-large")
         found[f"too large: {kind}"] = [response.status_code, response.json()["error"]]
+    for number, (kind, body) in enumerate(REFUSED):
+        response = await send(http, kind, body, f"refused-{number}")
+        found[f"refused: {kind} {number}"] = [response.status_code, response.json()]
     compare("answer_refusals.json", found)
 
 
