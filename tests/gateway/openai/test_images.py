@@ -20,6 +20,7 @@ from shared.protocol.records import (
     Usage,
 )
 from workers.gateway.core.assembler import Answering
+from workers.gateway.core.plan import Delivery
 from workers.gateway.openai.images import IMAGES, ImageAssembler, ImageOptions, plan_images
 from workers.gateway.schemas.images import ImagesRequest, usage_of
 
@@ -69,7 +70,7 @@ def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
     (request,) = plan.requests
     assert (request.prompt, request.outputs, request.timeout_s) == ("a star", ["picture"], 8)
     assert request.image == ImageParams("12x8", 2, 4, 1.5, "a moon", 3)
-    assert (plan.stream, plan.durable, plan.sampling) == (False, True, {})
+    assert (plan.delivery, plan.durable, plan.sampling) == (Delivery.WHOLE, True, {})
     assert msgspec.to_builtins(plan.options) == {
         "images": {"output": "picture", "format": "b64_json", "size": "12x8", "base_url": BASE}
     }
@@ -89,7 +90,7 @@ def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
 def test_a_stream_has_one_image_and_its_previews() -> None:
     plan = plan_images(images_request(stream=True, partial_images=3), PAINTER, BASE)
     assert plan.requests[0].image == ImageParams(n=1, partial_images=3)
-    assert plan.stream
+    assert plan.delivery == Delivery.EVENTS
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from shared.protocol.records import (
 )
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.core.assembler import Answering
+from workers.gateway.core.plan import Delivery
 from workers.gateway.openai.demo import DemoAssembler, plan_demo
 from workers.gateway.openai.speech import SSE, SpeechAssembler, plan_speech
 from workers.gateway.schemas.demo import DemoRequest
@@ -38,9 +39,9 @@ def test_a_plan_asks_for_the_sound_of_the_given_text(spoken: Pipeline) -> None:
     plan = plan_speech(SPEECH, spoken, 60.0)
     (request,) = plan.requests
     assert (request.given_text, request.voice, request.outputs) == ("one", "alloy", ["audio"])
-    assert (plan.stream, plan.sound_format) == (False, "wav")
+    assert plan.delivery == Delivery.SOUND
     events = plan_speech(msgspec.structs.replace(SPEECH, stream_format=SSE), spoken, 60.0)
-    assert (events.stream, events.sound_format) == (True, "")
+    assert events.delivery == Delivery.EVENTS
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from typing import Any
 
 from msgspec import UNSET, structs
@@ -32,7 +32,7 @@ from workers.gateway.core.assembler import Options
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, stored_options
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, run_until_disconnect
@@ -68,7 +68,7 @@ async def submit(
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
-    if not plan.stream:
+    if plan.delivery is Delivery.WHOLE:
         await _reserve_answer(context, request, kind, plan, record)
     start = read_start(request, plan.options.num_logs)
     requests = await asyncio.gather(
@@ -246,23 +246,33 @@ async def _respond(
     refuse: ErrorResponder,
     plan: SubmitPlan[Options],
 ) -> Response:
-    if plan.sound_format:
-        return SoundStream(context, active, logs, plan.sound_format, active.on_disconnect)
-    headers = {"x-request-id": active.request_id}
-    if plan.stream and plan.is_lines:
-        active.has_event_ids, active.encode = False, LineStream.encode
-        events, left = active.events(logs, start), active.on_disconnect
-        return LineStream(events, left, context.shutting_down, refuse, headers)
-    if plan.stream:
-        active.has_event_ids = wants_event_ids(request, active.record)
-        return EventStream(
-            active.events(logs, start),
-            active.on_disconnect,
-            context.shutting_down,
-            refuse,
-            headers,
-            numbered=active.has_event_ids,
-        )
+    headers, left = {"x-request-id": active.request_id}, active.on_disconnect
+    match plan.delivery:
+        case Delivery.SOUND:
+            assert active.options.output is not None
+            return SoundStream(context, active, logs, active.options.output.format, left)
+        case Delivery.LINES:
+            active.has_event_ids, active.encode = False, LineStream.encode
+            events = active.events(logs, start)
+            return LineStream(events, left, context.shutting_down, refuse, headers)
+        case Delivery.EVENTS:
+            active.has_event_ids = numbered = wants_event_ids(request, active.record)
+            events = active.events(logs, start)
+            return EventStream(
+                events, left, context.shutting_down, refuse, headers, numbered=numbered
+            )
+        case Delivery.WHOLE:
+            return await _respond_whole(context, request, active, logs, refuse, headers)
+
+
+async def _respond_whole(
+    context: AppContext,
+    request: Request,
+    active: ActiveRequest,
+    logs: Sequence[AsyncIterator[AnyRecord]],
+    refuse: ErrorResponder,
+    headers: Mapping[str, str],
+) -> Response:
     try:
         answer = await run_until_disconnect(
             request.receive,
@@ -277,4 +287,4 @@ async def _respond(
     except (errors.AnswerTooLarge, Overloaded):
         active.on_disconnect()  # Nobody reads the rest of a speech that has grown too large.
         raise
-    return Json(answer, headers=headers)
+    return Json(answer, headers=dict(headers))

@@ -6,6 +6,7 @@ configured defaults, even where they are equal to the defaults of SamplingParams
 
 import json
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any, Generic
 
 import msgspec
@@ -31,6 +32,15 @@ MAX_PROMPTS = MAX_PARTS
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+class Delivery(Enum):
+    WHOLE = auto()
+    EVENTS = auto()
+    LINES = auto()
+    """A line of JSON for each event, without ids."""
+    SOUND = auto()
+    """The sound alone, as the bytes of a file."""
+
+
 class UsageOptions(AnswerOptions, frozen=True, kw_only=True):
     """Base class of options of an answer that reports usage in a stream."""
 
@@ -49,12 +59,8 @@ class SubmitPlan(Struct, Generic[Options], frozen=True):
     requests: list[GenerateRequest]
     sampling: dict[str, Any]
     options: Options
-    stream: bool = False
+    delivery: Delivery = Delivery.WHOLE
     durable: bool = False
-    sound_format: str = ""
-    """The answer is the sound alone, as bytes of this format."""
-    is_lines: bool = False
-    """A stream has a line of JSON for each event, without ids."""
     unrecorded: frozenset[str] = frozenset()
     """Options that are left out of the stored record of a request that is answered once: one that
     is not durable and has no id from its client."""
@@ -159,7 +165,7 @@ def plan_of(
         requests,
         sampling,
         options,
-        stream=bool(request.stream),
+        delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
         durable=bool(request.durable),
     )
 

@@ -10,6 +10,7 @@ from workers.gateway.core.assembler import Answering, Assembler
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import (
+    Delivery,
     SubmitPlan,
     UsageOptions,
     client_fields_of,
@@ -37,7 +38,8 @@ def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan[DemoOptions]:
         n=sampling.get("n", default_n),
     )
     plan = plan_of(request, [generate_request(request, prompt=request.prompt)], sampling, options)
-    return replace(plan, is_lines=True, unrecorded=frozenset({"prompt"}))
+    delivery = Delivery.LINES if request.stream else Delivery.WHOLE
+    return replace(plan, delivery=delivery, unrecorded=frozenset({"prompt"}))
 
 
 class DemoAssembler(Assembler[DemoOptions]):

@@ -12,7 +12,7 @@ from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.order import in_speech_order
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.schemas.images import (
     AUTO,
     B64_JSON,
@@ -81,7 +81,7 @@ def plan_images(
         [wanted],
         {},
         ImageOptions(images=options),
-        stream=asked.stream,
+        delivery=Delivery.EVENTS if asked.stream else Delivery.WHOLE,
         durable=bool(asked.durable),
     )
 

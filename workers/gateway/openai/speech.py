@@ -13,7 +13,7 @@ from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.order import in_speech_order
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
 from workers.gateway.openai.chat import AudioOptions
 from workers.gateway.schemas.speech import (
@@ -55,14 +55,12 @@ def plan_speech(
         timeout_s=request.timeout_s,
     )
     audio = AudioOptions(output=output.name, format=request.response_format, stored_s=int(stored_s))
-    is_stream = request.stream_format == SSE
     return SubmitPlan(
         [wanted],
         {},
         SpeechOptions(speech=audio),
-        stream=is_stream,
+        delivery=Delivery.EVENTS if request.stream_format == SSE else Delivery.SOUND,
         durable=bool(request.durable),
-        sound_format="" if is_stream else request.response_format,
     )
 
 

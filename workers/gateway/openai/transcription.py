@@ -14,7 +14,7 @@ from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.order import in_part_order
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.transcription import (
     UNSUPPORTED_FORMATS,
@@ -114,7 +114,7 @@ def plan_transcription(
         requests,
         sampling,
         options,
-        stream=bool(form.stream),
+        delivery=Delivery.EVENTS if form.stream else Delivery.WHOLE,
         durable=bool(form.durable),
     )
 

@@ -13,37 +13,24 @@ from starlette.responses import Response
 from shared.protocol.encoding import to_json
 from shared.stage.runtime import VERSION
 from workers.gateway.app import AppContext
-from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.chat_assembler import CHAT
-from workers.gateway.openai.completions import COMPLETION
-from workers.gateway.openai.demo import DEMO
-from workers.gateway.openai.embeddings import EMBEDDING
-from workers.gateway.openai.images import IMAGES
-from workers.gateway.openai.scores import RERANK, SCORE
-from workers.gateway.openai.speech import SPEECH
-from workers.gateway.openai.transcription import TRANSCRIPTION
 from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
-    demo,
-    embeddings,
+    answers,
     files,
     generate,
     health,
     images,
     models,
-    openai,
     render,
     requests,
     responses,
-    scores,
     speech,
     tokenize,
     transcription,
 )
-from workers.gateway.vllm.generate_assembler import GENERATE
 
 JSON = "application/json"
 FORM = "multipart/form-data"
@@ -57,17 +44,13 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
-    *(transcription.ROUTES, files.ROUTES, images.ROUTES, responses.ROUTES, requests.ROUTES),
-    *(render.ROUTES, generate.ROUTES, tokenize.ROUTES, models.ROUTES),
-    *(health.ROUTES, ROUTES),
+    *(answers.ROUTES, speech.ROUTES, transcription.ROUTES, files.ROUTES, images.ROUTES),
+    *(responses.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES, tokenize.ROUTES),
+    *(models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
 
-KINDS: tuple[AnswerKind[Any], ...] = (
-    *(CHAT, COMPLETION, DEMO, EMBEDDING, GENERATE),
-    *(IMAGES, RERANK, SCORE, SPEECH, TRANSCRIPTION),
-)
+KINDS = [kind for table in TABLES for kind in table.kinds]
 
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 

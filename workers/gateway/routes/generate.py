@@ -18,14 +18,12 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_header
 from shared.state import request_registry
 from workers.gateway.app import AppContext
-from workers.gateway.backend.submit import submit
 from workers.gateway.core.ids import named_request_id, read_request_id
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http.auth import Caller
-from workers.gateway.route_table import ANSWER_ERRORS, SCALE_OUT, STREAM_PARAMETERS
+from workers.gateway.route_table import ANSWER_ERRORS, SCALE_OUT, STREAM_PARAMETERS, Call
 from workers.gateway.routes.vllm_common import (
     read_body,
-    refusal,
     render_features,
     resolve_model,
     vllm_route_table,
@@ -33,7 +31,7 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.features import WireItem, images_of, insert_images
-from workers.gateway.vllm.generate_assembler import GENERATE
+from workers.gateway.vllm.generate_assembler import GENERATE, GenerateShape
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 
 ROUTES = vllm_route_table(SCALE_OUT)
@@ -46,45 +44,43 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: Annotated[list[str], Meta(max_length=1024)]
 
 
-@ROUTES.endpoint(
-    "POST",
+async def _read_request(call: Call) -> ParsedRequest:
+    return parse(await read_body(call.context, call.request))
+
+
+@ROUTES.answer(
+    GENERATE,
     "/inference/v1/generate",
-    "Tokens and media of a rendered request in, tokens out",
-    answer=GenerateResponse,
+    summary="Tokens and media of a rendered request in, tokens out",
     body=RenderedRequest,
+    read=_read_request,
+    answer=GenerateResponse,
     chunk=GenerateChunk,
     refuses=(*ANSWER_ERRORS, MMCacheMiss),
     parameters=STREAM_PARAMETERS,
     counted=True,
 )
-async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
-    request_id, _ = read_request_id(request, GENERATE, caller.tenant)
-    parsed = parse(await read_body(context, request))
+async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShape]:
+    context, tenant = call.context, call.caller.tenant
     model = resolve_model(context, parsed.body.model)
     if parsed.body.content_parts:
-        parsed = await _process_images(context, parsed, parsed.body.content_parts, model, caller)
+        parsed = await _process_images(call, parsed, parsed.body.content_parts, model)
     body = parsed.body
     check_room(parsed, await context.model_card(model))
-    features = await asyncio.gather(*(_store(context, i, caller.tenant) for i in parsed.items))
-    asked = GenerateRequest(
+    features = await asyncio.gather(*(_store(context, i, tenant) for i in parsed.items))
+    rendered = GenerateRequest(
         model=model,
         prompt_token_ids=body.token_ids,
         features=list(features),
         cache_salt=body.cache_salt,
     )
-    header = request.headers.get("x-request-id")
+    header = call.request.headers.get("x-request-id")
     name = header or body.request_id or secrets.token_hex(16)
     if header is None:
-        await _record_alias(context, name, request_id, model, caller.tenant)
-    options = shape_of(parsed, PREFIX + name)
-    return await submit(
-        context,
-        request,
-        caller,
-        GENERATE,
-        SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
-        refuse=refusal,
-    )
+        request_id, _ = read_request_id(call.request, GENERATE, tenant)
+        await _record_alias(context, name, request_id, model, tenant)
+    delivery = Delivery.EVENTS if body.stream else Delivery.WHOLE
+    return SubmitPlan([rendered], parsed.sampling, shape_of(parsed, PREFIX + name), delivery)
 
 
 @ROUTES.endpoint(
@@ -102,18 +98,14 @@ async def abort(context: AppContext, request: Request, caller: Caller) -> Respon
 
 
 async def _process_images(
-    context: AppContext,
-    parsed: ParsedRequest,
-    parts: list[dict[str, Any]],
-    model: str,
-    caller: Caller,
+    call: Call, parsed: ParsedRequest, parts: list[dict[str, Any]], model: str
 ) -> ParsedRequest:
     """Return the request with the images of its content parts as a renderer has processed them."""
     message = Message("user", list(images_of(parts)))
-    with GENERATE.client_fields.renamed({"messages": "content_parts"}).translated():
-        rendered = await render_features(
-            context, GenerateRequest(model, [message]), "tensors", caller
-        )
+    call.fields = GENERATE.client_fields.renamed({"messages": "content_parts"})
+    rendered = await render_features(
+        call.context, GenerateRequest(model, [message]), "tensors", call.caller
+    )
     token_ids, items = insert_images(parsed.body.token_ids, rendered)
     return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
 

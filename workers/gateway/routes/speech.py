@@ -8,15 +8,20 @@ from shared.protocol.records import Failure, Finish
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.active_request import find_request
 from workers.gateway.backend.sound import SoundStream, etag_of
-from workers.gateway.backend.submit import submit
 from workers.gateway.core.byte_ranges import read_range
-from workers.gateway.core.ids import read_request_id
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, sound_len
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import AudioOptions
-from workers.gateway.openai.speech import SPEECH, plan_speech
-from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Parameter, RouteTable
+from workers.gateway.openai.speech import SPEECH, SpeechOptions, plan_speech
+from workers.gateway.route_table import (
+    ANSWER_ERRORS,
+    STREAM_PARAMETERS,
+    Call,
+    Parameter,
+    RouteTable,
+)
 from workers.gateway.schemas.speech import (
     UNSUPPORTED,
     SpeechDelta,
@@ -29,24 +34,21 @@ from workers.gateway.schemas.speech import (
 ROUTES = RouteTable("Speech")
 
 
-@ROUTES.endpoint(
-    "POST",
+@ROUTES.answer(
+    SPEECH,
     "/v1/audio/speech",
-    "Speak a text; the body comes as the sound is made",
-    answer=MEDIA_TYPES["wav"],
+    summary="Speak a text; the body comes as the sound is made",
     body=SpeechRequest,
+    unsupported=UNSUPPORTED,
+    answer=MEDIA_TYPES["wav"],
     chunk=SpeechDelta | SpeechDone,
     refuses=ANSWER_ERRORS,
     parameters=STREAM_PARAMETERS,
     counted=True,
 )
-async def speak(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, SPEECH, caller.tenant)
-    asked = await context.bodies.decode(request, SpeechRequest, UNSUPPORTED)
-    context.check_model(asked.model)
-    pipeline, delivery = context.pipelines[asked.model], context.config.delivery
-    plan = plan_speech(asked, pipeline, delivery.token_log_age_s)
-    return await submit(context, request, caller, SPEECH, plan)
+async def speak(call: Call, body: SpeechRequest) -> SubmitPlan[SpeechOptions]:
+    pipeline = call.context.pipelines[body.model]
+    return plan_speech(body, pipeline, call.context.config.delivery.token_log_age_s)
 
 
 @ROUTES.endpoint(
