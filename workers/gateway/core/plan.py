@@ -5,7 +5,7 @@ configured defaults, even where they are equal to the defaults of SamplingParams
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, Generic
 
@@ -197,3 +197,12 @@ def prompts_of(given: Any, field: str) -> list[str] | list[list[int]]:
     raise InvalidRequest(
         f"{field} must be text, token ids, or 1 to {MAX_PROMPTS} of either", field=field
     )
+
+
+def check_choice(field: str, value: str, available: Iterable[str]) -> None:
+    """Raise InvalidRequest for a value that is not available, with those that are."""
+    if value not in available:
+        there_are = ", ".join(available) or "none"
+        raise InvalidRequest(
+            f"{field}: {value!r} is not available; available: {there_are}", field=field
+        )

@@ -21,7 +21,13 @@ from shared.protocol.requests import (
     ToolCall,
     VideoPart,
 )
-from shared.tool_calls.grammars import COMPACT, arguments_schema, calls_schema, required_grammar
+from shared.tool_calls.grammars import (
+    COMPACT,
+    arguments_schema,
+    calls_schema,
+    required_grammar,
+    strict_grammar,
+)
 from workers.gateway.core.assembler import OutputOptions
 from workers.gateway.core.plan import (
     STRUCTURE_FIELD,
@@ -31,10 +37,10 @@ from workers.gateway.core.plan import (
     generate_request,
     plan_of,
     sampling_of,
+    structure_of,
     usage_options,
 )
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.strict_tools import strict_structure
 from workers.gateway.schemas.openai_request import (
     ChatAudioPart,
     ChatInputAudioPart,
@@ -235,3 +241,23 @@ def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -
             field="tools",
         )
     return ToolPlan(card.tool_parser, names, one_call)
+
+
+def strict_structure(request: ChatRequest, card: ModelCard) -> dict[str, Any] | None:
+    """Return the constraint on an answer if a function that it may call is strict, else None.
+
+    Raises a RequestError if the calls cannot be constrained.
+    """
+    tools = request.tools or []
+    strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+    if strict is None:
+        return None
+    if card.call_signs is None:
+        raise UnsupportedParameter(
+            f"{request.model} writes calls in a format that cannot be constrained while calls are"
+            " optional: leave strict out, or set tool_choice to 'required' or to a function",
+            field=f"tools[{strict}].function.strict",
+        )
+    if (other := structure_of(request)) is not None:
+        raise InvalidRequest(f"{other[0]} cannot be combined with strict functions", field=other[0])
+    return {"grammar": strict_grammar(tools, card.call_signs)}

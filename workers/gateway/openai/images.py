@@ -8,11 +8,10 @@ from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, OutputOptions
-from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.order import in_speech_order
-from workers.gateway.core.plan import Delivery, SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.schemas.images import (
     AUTO,
     B64_JSON,

@@ -9,11 +9,10 @@ from shared.protocol.pipeline import AUDIO, Pipeline
 from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputSummary
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
-from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.order import in_speech_order
-from workers.gateway.core.plan import Delivery, SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
 from workers.gateway.openai.chat import AudioOptions
 from workers.gateway.schemas.speech import (

@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO, IMAGE_KIND, TEXT, Pipeline
-from workers.gateway.core.choices import check_choice
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import SubmitPlan, check_choice
 from workers.gateway.core.sound_formats import PCM16, WAV
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import AudioOptions, ChatOptions

@@ -10,11 +10,10 @@ from shared.errors import InvalidRequest
 from shared.protocol.records import AnyRecord, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
 from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
-from workers.gateway.core.choices import check_choice
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.order import in_part_order
-from workers.gateway.core.plan import Delivery, SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.transcription import (
     UNSUPPORTED_FORMATS,
