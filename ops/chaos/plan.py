@@ -25,6 +25,7 @@ from shared.protocol.requests import (
 )
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.core.ids import named_request_id
+from workers.gateway.openai.chat_assembler import CHAT
 
 MODEL = "demo"
 CODES, AUDIO = "codes", "audio"
@@ -216,7 +217,7 @@ class Planned(Struct, frozen=True):
     def bus_id(self) -> str:
         """Id of the request on the bus, which gateways derive from the client's own."""
         if self.http:
-            return named_request_id("chat", self.tenant, self.id)
+            return named_request_id(CHAT, self.tenant, self.id)
         return scoped_id(self.id, self.tenant)
 
 

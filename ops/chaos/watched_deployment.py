@@ -33,12 +33,12 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
 from workers import settings as product_settings
-from workers.gateway.core.ids import PREFIXES
+from workers.gateway.openai.speech import SPEECH
 from workers.keyring import Keyring
 from workers.supervisor.preloader import Preloader
 
 # Clients do not name their speeches, so gateways make the ids.
-UNNAMED = f"{PREFIXES['speech']}-"
+UNNAMED = f"{SPEECH.id_prefix}-"
 WARM = "warm-"
 NUM_WARM_UPS = 24
 WARM_UP_TIMEOUT_S = 10.0

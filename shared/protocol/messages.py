@@ -49,18 +49,8 @@ MAX_PARTS = 64
 class RequestRecord(Struct, frozen=True):
     """Data that a gateway needs to answer for a request, in addition to its log."""
 
-    kind: Literal[
-        "chat",
-        "completion",
-        "demo",
-        "embedding",
-        "generate",
-        "images",
-        "rerank",
-        "score",
-        "speech",
-        "transcription",
-    ]
+    kind: str
+    """Name of the kind of answer; each has an endpoint of its own."""
     model: str
     tenant: str
     created_s: int
@@ -86,17 +76,6 @@ class RequestRecord(Struct, frozen=True):
     def num_parts(self) -> int:
         parts: int = self.options.get("parts", 1)
         return parts
-
-    @property
-    def num_logs(self) -> int:
-        """Number of logs that the answer is made from: one for each part, and one for an output."""
-        return self.num_parts + (self.output is not None)
-
-    @property
-    def output(self) -> str | None:
-        """Output other than the text that is part of the answer: the speech or the images."""
-        beside = self.options.get("speech") or self.options.get("images")
-        return None if beside is None else str(beside["output"])
 
 
 class DeadLetter(Struct, frozen=True):

@@ -13,6 +13,7 @@ from nats.aio.client import Client
 from tests import preloaded
 from tests.cluster.conftest import Cluster, sign_in
 from workers.gateway.core.ids import named_request_id
+from workers.gateway.openai.chat_assembler import CHAT
 
 QUESTIONS = {"a": "What can you do?", "b": "Who are you?"}
 
@@ -78,7 +79,7 @@ async def test_no_tenant_silences_an_id_that_a_gateway_derives(
 ) -> None:
     name = f"order-{secrets.token_hex(4)}"
     attacker = await sign_in(cluster, keys["a"])
-    await ask(attacker, named_request_id("chat", "", name), QUESTIONS["a"])
+    await ask(attacker, named_request_id(CHAT, "", name), QUESTIONS["a"])
     await attacker.close()
     async with httpx.AsyncClient(base_url=cluster.http_url, trust_env=False) as http:
         question = {"role": "user", "content": QUESTIONS["b"]}

@@ -22,13 +22,12 @@ from shared.errors import PagemillError, UnknownModel
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
 from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
@@ -37,9 +36,6 @@ from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
-MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
-"""Makes an assembler from a request id, the request's record and the bytes of its model's tokens.
-"""
 
 # Renderers answer from memory.
 CARD_TIMEOUT_S = 5.0
@@ -61,7 +57,15 @@ class Json(Response):
 class AppContext:
     """State that all routes of a gateway share."""
 
-    def __init__(self, bus: Bus, config: Config, metrics: Metrics, worker: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: Config,
+        metrics: Metrics,
+        worker: str,
+        kinds: Iterable[AnswerKind[Any]] = (),
+    ) -> None:
+        """`kinds` are the kinds of answers of all routes."""
         self.bus = bus
         self.config = config
         self.limits = config.gateway
@@ -79,8 +83,7 @@ class AppContext:
         self.store_use = StoreUseCache(bus)
         self.heartbeats = SignsCache(bus.heartbeats.read)
         self.start_reports = SignsCache(bus.heartbeats.read_starts)
-        self.assemblers: dict[str, MakeAssembler] = {}
-        """Assembler factories, by the kind of a RequestRecord."""
+        self.kinds = {kind.name: kind for kind in kinds}
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)

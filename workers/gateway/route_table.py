@@ -1,5 +1,6 @@
 """Endpoints, each declared once at its handler: the route, its access and its documentation."""
 
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any
@@ -13,7 +14,13 @@ from shared import errors as shared_errors
 from shared.config.schema import Right
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
-from workers.gateway.app import AppContext, MakeAssembler, error_response
+from workers.gateway.app import AppContext, error_response
+from workers.gateway.backend.submit import submit
+from workers.gateway.core.assembler import Options
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.ids import read_request_id
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.origins import SAFE_METHODS
@@ -88,6 +95,27 @@ class ApiOperation(Struct, frozen=True):
         return dict(sorted(by_status.items()))
 
 
+class Call:
+    """An HTTP request that is to be answered."""
+
+    def __init__(
+        self, context: AppContext, request: Request, caller: Caller, fields: ClientFields
+    ) -> None:
+        self.context = context
+        self.request = request
+        self.caller = caller
+        self.fields = fields
+        """Client's names of fields, for errors that others report while the plan is made."""
+
+
+Plan = Callable[[Call, Any], Awaitable[SubmitPlan[Options]]]
+"""Returns the plan of a body. Raises PagemillError."""
+
+
+def unchanged(body: Any, response: Response) -> Response:
+    return response
+
+
 class RouteTable:
     """The endpoints of one module."""
 
@@ -100,8 +128,7 @@ class RouteTable:
         self._refuse = refuse
         self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
-        self.assemblers: dict[str, MakeAssembler] = {}
-        """Assembler factories of this module, by the kind of a RequestRecord."""
+        self.kinds: list[AnswerKind[Any]] = []
 
     @property
     def operations(self) -> list[ApiOperation]:
@@ -119,9 +146,56 @@ class RouteTable:
 
         return declare
 
+    def answer(
+        self,
+        kind: AnswerKind[Options],
+        *paths: str,
+        summary: str,
+        body: type[Any],
+        unsupported: frozenset[str] = frozenset(),
+        read: Callable[[Call], Awaitable[Any]] | None = None,
+        finish: Callable[[Any, Response], Response] = unchanged,
+        **details: Any,
+    ) -> Callable[[Plan[Options]], Plan[Options]]:
+        """Declare the decorated function as an endpoint whose requests are answered.
+
+        `read` reads the body, by default JSON without the `unsupported` fields. `finish` changes
+        the response. `details` are fields of ApiOperation.
+        """
+        self.kinds.append(kind)
+
+        async def read_json(call: Call) -> Any:
+            content = await call.context.bodies.decode(call.request, body, unsupported)
+            if content.model:
+                call.context.check_model(content.model)
+            return content
+
+        def declare(plan: Plan[Options]) -> Plan[Options]:
+            async def handle(context: AppContext, request: Request, caller: Caller) -> Response:
+                read_request_id(request, kind, caller.tenant)
+                call = Call(context, request, caller, kind.client_fields)
+                content = await (read or read_json)(call)
+                try:
+                    planned = await plan(call, content)
+                except PagemillError as error:
+                    if not error.reported:
+                        raise
+                    info = call.fields.translate(errors.info_of(error))
+                    raise errors.RequestFailed(info, "") from error
+                response = await submit(
+                    context, request, caller, kind, planned, refuse=self._refuse
+                )
+                return finish(content, response)
+
+            for number, path in enumerate(paths):
+                name = "_".join(["post", *re.findall(r"\w+", path)]) if number else ""
+                self.endpoint("POST", path, summary, body=body, name=name, **details)(handle)
+            return plan
+
+        return declare
+
     def routes(self, context: AppContext) -> list[Route]:
-        """Register the assemblers, and return the routes that the configuration enables."""
-        context.assemblers |= self.assemblers
+        """Return the routes that the configuration enables."""
         if self.tag == SCALE_OUT and not context.limits.scale_out:
             return []
         return [

@@ -24,7 +24,7 @@ from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.http.tls import TlsServer
-from workers.gateway.openapi.document import TABLES
+from workers.gateway.openapi.document import KINDS, TABLES
 from workers.gateway.routes import page
 
 BACKLOG = 1024
@@ -37,7 +37,7 @@ OTHER_FILES = 192
 
 async def main(context: Context) -> None:
     config = context.config.gateway
-    app = AppContext(context.bus, context.config, context.metrics, context.worker)
+    app = AppContext(context.bus, context.config, context.metrics, context.worker, KINDS)
     context.reloader.takers.append(app.reload)
     with _listening(config) as listener:
         num_connections = _affordable(config.max_connections)

@@ -20,10 +20,12 @@ def request_id_not_idempotent() -> None:
 
     from workers.gateway.backend import submit
     from workers.gateway.core import ids
+    from workers.gateway.core.assembler import AnswerOptions
+    from workers.gateway.core.kinds import AnswerKind
 
     read_request_id = ids.read_request_id
 
-    def another(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
+    def another(request: Request, kind: AnswerKind[AnswerOptions], tenant: str) -> tuple[str, bool]:
         request_id, named = read_request_id(request, kind, tenant)
         return f"{request_id[:-8]}{secrets.token_hex(4)}", named
 

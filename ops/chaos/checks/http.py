@@ -17,8 +17,10 @@ from ops.chaos.plan import MODEL, Planned
 from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.state.log_records import is_final
+from workers.gateway.core.assembler import Answering
 from workers.gateway.http import errors
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions
+from workers.gateway.openai.chat_assembler import ChatAssembler
 
 # A gateway is down, a gateway is silent, or the broker does not answer the gateway.
 TRANSIENT_CODES = ("connection", "silence", "503", "unavailable")
@@ -50,30 +52,28 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return all events of a streamed answer, without the end mark."""
     options = ChatOptions(include_usage=planned.streamed)
-    assembler = ChatAssembler(planned.bus_id, MODEL, created_s, options, {})
+    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, options))
     found: list[Event] = []
     for record in log:
         match record:
-            case TokenChunk():
-                bodies: list[Any] = assembler.add(0, record)
-            case Finish():
-                bodies = assembler.finish(0, record.usage)
             case Failure():
-                bodies = [errors.body_of(record.error)]
+                bodies: list[Any] = [errors.body_of(record.error)]
+            case _:
+                bodies = assembler.add(0, record)
         found += [(record.index, json.loads(to_json(body))) for body in bodies]
     return found
 
 
 def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return the one event of an answer that is not streamed; empty while there is no end."""
-    assembler = ChatAssembler(planned.bus_id, MODEL, created_s, ChatOptions(), {})
+    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, ChatOptions()))
     body: Any = None
     for record in log:
         match record:
             case TokenChunk():
                 assembler.add(0, record)
             case Finish():
-                assembler.finish(0, record.usage)
+                assembler.add(0, record)
                 body = assembler.answer()
             case Failure():
                 body = errors.body_of(record.error)

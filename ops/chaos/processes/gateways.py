@@ -16,6 +16,7 @@ from ops.chaos.processes.pool import Slot
 from shared.bus.embedded_server import free_port
 from shared.protocol.messages import DeadLetter
 from workers.gateway.core.ids import named_request_id
+from workers.gateway.openai.chat_assembler import CHAT
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0
@@ -48,7 +49,7 @@ class Gateways:
         """Send the first requests, after which a gateway's resources are constant."""
         for url in self.urls:
             names = [f"warm-{len(self.warm_up_ids) + n}" for n in range(NUM_WARM_UPS)]
-            self.warm_up_ids |= {named_request_id("chat", self._tenant, name) for name in names}
+            self.warm_up_ids |= {named_request_id(CHAT, self._tenant, name) for name in names}
             first = partial(time_to_first_event, url, tenant=self._tenant)
             await asyncio.gather(*map(first, names))
 

@@ -13,14 +13,22 @@ from shared.protocol.requests import (
     TextPart,
 )
 from workers.gateway.backend.submit import _digest
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import SubmitPlan, UsageOptions
+from workers.gateway.openai.chat import AudioOptions
+from workers.gateway.openai.speech import SpeechOptions
 
 IMAGE = ImagePart(ImageURL("media:" + "0" * 64))
 CHAT = GenerateRequest(
     "demo", messages=[Message("user", [TextPart("Hi"), IMAGE])], timeout_s=3.0, voice="a"
 )
 EMBEDDING = GenerateRequest("demo", prompt="Hi", embedding=EmbeddingParams(dimensions=2))
-PLAN = SubmitPlan([CHAT, EMBEDDING], {"temperature": 0.5}, {"n": 1, "stream": True})
+
+
+class Options(UsageOptions, frozen=True, kw_only=True):
+    n: int = 1
+
+
+PLAN = SubmitPlan([CHAT, EMBEDDING], {"temperature": 0.5}, Options(include_usage=True))
 # Computed by a gateway that knew neither `on_late` nor `image`.
 BEFORE = "5f7c3a700efc54e87d2d055b1edbeda8bb02b7e0f109c593423a5634a5474479"
 
@@ -30,12 +38,13 @@ def test_gateways_without_newer_fields_make_the_same_digest() -> None:
 
 
 def test_what_is_configured_is_no_part_of_a_digest() -> None:
-    def digest(**speech: object) -> str:
-        return _digest(PLAN.requests, replace(PLAN, options={"speech": speech}))
+    def digest(format: str, stored_s: int, *, timed: bool) -> str:
+        speech = AudioOptions(output="audio", format=format, stored_s=stored_s, timed=timed)
+        return _digest(PLAN.requests, replace(PLAN, options=SpeechOptions(speech=speech)))
 
-    wav = digest(format="wav", stored_s=60, timed=False, output="audio")
-    assert digest(format="wav", stored_s=3600, timed=True, output="audio") == wav
-    assert digest(format="pcm", stored_s=60, timed=False, output="audio") != wav
+    wav = digest("wav", 60, timed=False)
+    assert digest("wav", 3600, timed=True) == wav
+    assert digest("pcm", 60, timed=False) != wav
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,20 @@ from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from shared.errors import LogTruncated
-from shared.protocol.records import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, ErrorInfo, Finish, TokenChunk, TokenLogprobs, Usage
 from tests.support.waiting import until
 from workers.gateway.app import error_response
 from workers.gateway.backend.active_request import merge_logs
+from workers.gateway.core.assembler import Answering
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions
+from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
 
 TOKEN_BYTES = {token: bytes([97 + token]) for token in range(26)}
-USAGE = Usage(3, 9, 1)
+FINISH = Finish(9, 1, Usage(3, 9, 1), 1, [])
 
 
 @st.composite
@@ -59,11 +61,11 @@ def tree(value: Any) -> Any:
 def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None:
     def assembler() -> ChatAssembler:
         options = ChatOptions(include_usage=True, logprobs=True)
-        return ChatAssembler("chatcmpl-1", "demo", 5, options, TOKEN_BYTES)
+        return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options, TOKEN_BYTES))
 
     first, second = assembler(), assembler()
-    events = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
-    assert events == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
+    events = [first.add(0, record) for record in records] + [first.add(0, FINISH)]
+    assert events == [second.add(0, record) for record in records] + [second.add(0, FINISH)]
     streamed = [choice for chunks in events for chunk in chunks for choice in chunk.choices]
     for whole in first.answer().choices:
         own = [tree(choice) for choice in streamed if choice.index == whole.index]
@@ -81,12 +83,12 @@ def test_streamed_completions_equal_the_whole_ones(
 ) -> None:
     echo = [Echo("xy"), Echo("z")]
     options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, TOKEN_BYTES)
+    assembler = CompletionAssembler(Answering("cmpl-1", "demo", 5, options, TOKEN_BYTES))
     streamed = []
     for part, records in enumerate((one, other)):
         for record in records:
             streamed += [c for chunk in assembler.add(part, record) for c in chunk.choices]
-        assert assembler.finish(part, USAGE) == []
+        assert assembler.add(part, FINISH) == []
     answer = assembler.answer()
     assert tree(answer.usage)["total_tokens"] == 24
     for whole in answer.choices:
@@ -103,7 +105,7 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
     token_bytes = dict(enumerate(pieces))
     text = b"".join(pieces).decode()
     options = CompletionOptions(logprobs=True, echo=[Echo(text, list(token_bytes))])
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, token_bytes)
+    assembler = CompletionAssembler(Answering("cmpl-1", "demo", 5, options, token_bytes))
     scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in token_bytes]
     delta = ChoiceDelta(0, 0, list(token_bytes), text, "stop", logprobs=scored)
     (chunk,) = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
@@ -115,8 +117,10 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
 def test_a_stream_does_not_collect_log_probabilities() -> None:
     token_bytes = {0: b"a"}
     assemblers: list[ChatAssembler | CompletionAssembler] = [
-        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), token_bytes),
-        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes),
+        ChatAssembler(Answering("c", "demo", 5, ChatOptions(logprobs=True), token_bytes)),
+        CompletionAssembler(
+            Answering("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes)
+        ),
     ]
     delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
     for assembler in assemblers:
@@ -124,7 +128,7 @@ def test_a_stream_does_not_collect_log_probabilities() -> None:
         for index in range(3):
             (chunk,) = assembler.add(0, TokenChunk(index, 1, [delta]))
             assert chunk.choices[0].logprobs is not None
-        assembler.finish(0, USAGE)
+        assembler.add(0, FINISH)
         whole = tree(assembler.answer())["choices"][0]["logprobs"]
         assert not whole.get("content", whole.get("tokens"))
 

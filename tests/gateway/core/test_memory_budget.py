@@ -16,68 +16,66 @@ from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, TokenBytes
+from workers.gateway.core.kinds import AnswerKind, Budget
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
     AnswerBudget,
     AnswerSize,
     answer_size_of,
     read_answer_size,
-    with_answer_size,
+    stored_options,
 )
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat import plan_chat
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.chat import ChatOptions, plan_chat
+from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import (
     CompletionAssembler,
     CompletionOptions,
     Echo,
     plan_completion,
 )
-from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
-from workers.gateway.openai.scores import plan_score
+from workers.gateway.openai.embeddings import EMBEDDING, EmbeddingAssembler, plan_embedding
+from workers.gateway.openai.scores import RERANK, SCORE
 from workers.gateway.schemas.embeddings import EmbeddingRequest
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
-from workers.gateway.schemas.scores import ScoreRequest
-from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+from workers.gateway.vllm.generate_assembler import GENERATE, GenerateAssembler, GenerateShape
 
+LARGE = Budget().tokens
 PATH = "/v1/chat/completions"
 NUM_TOKENS = 300
 TOKEN_BYTES = {i: f" t{i:05d}".encode() for i in range(10_000)}
 PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
 
 
-def chat(**fields: Any) -> SubmitPlan:
+def chat(**fields: Any) -> SubmitPlan[ChatOptions]:
     message = {"role": "user", "content": "Hi"}
     body = {"model": "demo", "messages": [message]} | fields
     return plan_chat(msgspec.convert(body, ChatRequest))
 
 
-def completion(**fields: Any) -> SubmitPlan:
+def completion(**fields: Any) -> SubmitPlan[CompletionOptions]:
     body = {"model": "demo", "prompt": "Hi"} | fields
     return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
-def score(**fields: Any) -> dict[str, Any]:
-    return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest)).options
-
-
 def test_an_answer_without_log_probabilities_has_no_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
-    for plan in (
+    plans: list[SubmitPlan[Any]] = [
         chat(n=8),
         completion(prompt=["Hi"] * 64, n=8),
-        SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
-    ):
+        SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, AnswerOptions()),
+    ]
+    for plan in plans:
         size = answer_size_of(plan, {"logprobs": 20})
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
-        assert with_answer_size(plan.options, size) == plan.options
-        budget.reserve({}, size.max_bytes(10**6), "max_tokens", "chat")
+        assert stored_options(plan.options, size) == msgspec.to_builtins(plan.options)
+        budget.reserve({}, size.max_bytes(10**6), LARGE)
 
 
 def test_the_size_counts_choices_tokens_and_prompts() -> None:
@@ -96,37 +94,31 @@ def test_the_size_counts_choices_tokens_and_prompts() -> None:
 
     # With an echo, each choice has its own copy of the prompt.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
-    echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
+    echoed = msgspec.structs.replace(
+        echoed, options=msgspec.structs.replace(echoed.options, echo=[Echo("x")])
+    )
     assert answer_size_of(echoed, {}).max_bytes() == 4 * one
     request = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = answer_size_of(SubmitPlan([request], sampling, {}), {})
+    scored = answer_size_of(SubmitPlan([request], sampling, AnswerOptions()), {})
     assert scored.max_bytes() == one
-    assert scored.limiting_field(one, record_of("generate")) == "prompt_logprobs"
-
-
-def record_of(kind: Any, options: dict[str, Any] | None = None) -> RequestRecord:
-    return RequestRecord(kind, "demo", "", 0, False, options or {})
+    assert scored.refusal(one, GENERATE.budget).field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "advice"),
+    ("kind", "advice"),
     [
-        (record_of("embedding"), "input", "fewer dimensions"),
-        (record_of("score", score(text_1="x", text_2="y")), "text_2", "send fewer texts"),
-        (record_of("score", score(queries="x", documents="y")), "documents", "send fewer texts"),
-        (record_of("rerank"), "documents", "send fewer documents"),
+        (EMBEDDING, "fewer dimensions"),
+        (SCORE, "send fewer texts"),
+        (RERANK, "send fewer documents"),
     ],
 )
-def test_large_embeddings_are_refused_with_the_clients_field(
-    record: RequestRecord, field: str, advice: str
-) -> None:
+def test_large_embeddings_are_refused_with_advice(kind: AnswerKind[Any], advice: str) -> None:
     budget, size = AnswerBudget(GatewayConfig(max_answer_mib=1)), AnswerSize(of_embeddings=2**20)
     num_bytes = size.max_bytes()
-    found = size.limiting_field(num_bytes, record)
-    with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$") as refused:
-        budget.reserve({}, num_bytes, found, record.kind)
-    assert refused.value.field == field
+    refusal = size.refusal(num_bytes, kind.budget)
+    with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$"):
+        budget.reserve({}, num_bytes, refusal)
 
 
 @given(
@@ -139,37 +131,41 @@ def test_large_embeddings_are_refused_with_the_clients_field(
     )
 )
 def test_the_size_survives_the_request_record(size: AnswerSize) -> None:
-    record = RequestRecord("chat", "demo", "", 0, False, with_answer_size({"logprobs": True}, size))
+    record = RequestRecord(
+        "chat", "demo", "", 0, False, stored_options(ChatOptions(logprobs=True), size)
+    )
     assert read_answer_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == size
 
 
 def test_one_answer_and_all_together_have_a_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
-        budget.reserve({}, 2**20 + 1, "max_tokens", "chat")
+        budget.reserve({}, 2**20 + 1, LARGE)
     assert refused.value.field == "max_tokens"
     held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
     for scope in held:
-        budget.reserve(scope, 2**20, "max_tokens", "chat")
-    budget.reserve(held[0], 2**20, "max_tokens", "chat")  # replaces the earlier reservation
+        budget.reserve(scope, 2**20, LARGE)
+    budget.reserve(held[0], 2**20, LARGE)  # replaces the earlier reservation
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens", "chat")
+        budget.reserve({}, 1, LARGE)
     budget.release(held[0])
     budget.release(held[0])
-    budget.reserve({}, 2**20, "max_tokens", "chat")
+    budget.reserve({}, 2**20, LARGE)
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens", "chat")
+        budget.reserve({}, 1, LARGE)
 
 
-def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
+def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler[Any]:
     if kind == "chat":
-        return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), token_bytes)
+        return ChatAssembler(Answering("c", "demo", 0, ChatOptions(logprobs=True), token_bytes))
     if kind == "completion":
-        return CompletionAssembler("c", "demo", 0, CompletionOptions(logprobs=True), token_bytes)
+        return CompletionAssembler(
+            Answering("c", "demo", 0, CompletionOptions(logprobs=True), token_bytes)
+        )
     if kind == "echo":
         echo = [Echo("x" * 6 * NUM_TOKENS, PROMPT)]
         options = CompletionOptions(logprobs=True, echo=echo)
-        return CompletionAssembler("c", "demo", 0, options, token_bytes)
+        return CompletionAssembler(Answering("c", "demo", 0, options, token_bytes))
     shape = GenerateShape(
         wire_id="g",
         num_prompt_tokens=1,
@@ -177,7 +173,7 @@ def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
         logprobs=num_others,
         prompt_token_ids=PROMPT if kind == "prompt" else [],
     )
-    return GenerateAssembler(shape, "demo", 0, token_bytes)
+    return GenerateAssembler(Answering("g", "demo", 0, shape, token_bytes))
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
@@ -190,7 +186,7 @@ def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> 
     assert answer_size_of(shorter, {}, dimensions).max_bytes() == size.max_bytes() / 2
     longer = plan_embedding(msgspec.structs.replace(given, dimensions=10**12))
     assert answer_size_of(longer, {}, dimensions) == size
-    record = RequestRecord("embedding", "demo", "", 0, False, with_answer_size(plan.options, size))
+    record = RequestRecord("embedding", "demo", "", 0, False, stored_options(plan.options, size))
     assert read_answer_size(record) == size
     values = random.Random(0)
     logs = [
@@ -203,7 +199,7 @@ def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> 
     gc.collect()
     tracemalloc.start()
     try:
-        assembling = EmbeddingAssembler.of_record("e", record, TOKEN_BYTES)
+        assembling = EmbeddingAssembler(Answering("e", "demo", 0, plan.options))
         for part, data in enumerate(logs):
             chunk = decode_record(data)
             assert isinstance(chunk, TokenChunk)
@@ -243,7 +239,7 @@ def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) 
             record = decode_record(data)
             assert isinstance(record, TokenChunk)
             assembling.add(0, record)
-        assembling.finish(0, Usage(1, NUM_TOKENS))
+        assembling.add(0, Finish(NUM_TOKENS, 1, Usage(1, NUM_TOKENS), 1, []))
         msgspec.json.encode(assembling.answer())
 
     # A measurement of coverage changes the code when it runs for the first time.

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from shared.protocol.requests import VideoPart
-from workers.gateway.core.field_names import client_field_of
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.chat import MAX_NAMED_SOUNDS, plan_chat
+from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.openai.completions import plan_completion
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
 
 
-def plan(**fields: Any) -> list[SubmitPlan]:
+def plan(**fields: Any) -> list[SubmitPlan[Any]]:
     """Plans of a chat completion and of a completion with the same fields."""
     messages = [{"role": "user", "content": "x"}]
     chat = msgspec.convert({"model": "m", "messages": messages} | fields, ChatRequest)
@@ -54,17 +54,17 @@ def test_errors_of_a_sound_name_the_field_that_the_client_has_sent() -> None:
     url = {"type": "audio_url", "audio_url": {"url": "data:,"}}
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [url, sound]}]
     chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
-    options = plan_chat(chat).options
+    fields = CHAT.fields_of(plan_chat(chat).options)
     of_url, of_sound = (f"messages[1].content[{i}].audio_url.url" for i in range(2))
-    assert client_field_of(of_url, "chat", options) == of_url
-    assert client_field_of(of_sound, "chat", options) == "messages[1].content[1].input_audio.data"
+    assert fields.name_of(of_url) == of_url
+    assert fields.name_of(of_sound) == "messages[1].content[1].input_audio.data"
 
 
 def test_the_fields_of_countless_sounds_are_not_stored() -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "", "format": ""}}
     messages = [{"role": "user", "content": [sound] * 1000}]
     chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
-    assert len(plan_chat(chat).options["fields"]) == MAX_NAMED_SOUNDS
+    assert len(plan_chat(chat).options.fields) == MAX_NAMED_SOUNDS
 
 
 def test_other_options_of_processors_are_refused() -> None:

@@ -25,17 +25,20 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.kinds import Budget
 from workers.gateway.core.memory_budget import MAX_LARGEST, AnswerBudget
-from workers.gateway.core.speech_order import SpeechOrder
+from workers.gateway.core.order import SpeechOrder
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler, ChatOptions
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.chat import AudioOptions, ChatOptions
+from workers.gateway.openai.chat_assembler import SAMPLE_BYTES, ChatAssembler
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion
 
 WORDS = ["three ", "red ", "", "circles ", "and ", "more"]
 SOUND = [bytes([number] * 4 * (number + 1)) for number in range(4)]
 TEXT = "".join(WORDS)
 PCM = b"".join(SOUND)
+SPEECH = Budget().output
 
 
 def text_log() -> list[AnyRecord]:
@@ -61,7 +64,7 @@ def sound_log(*, timed: bool) -> list[AnyRecord]:
 def assembler(form: str, *, timed: bool) -> ChatAssembler:
     audio = AudioOptions(output="audio", format=form, stored_s=3600, timed=timed)
     options = ChatOptions(include_usage=True, speech=audio)
-    return ChatAssembler("chatcmpl-1", "demo", 5, options, {})
+    return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options))
 
 
 def shown(made: ChatAssembler, turns: Sequence[int], *, timed: bool) -> list[tuple[int, ChatChunk]]:
@@ -69,14 +72,7 @@ def shown(made: ChatAssembler, turns: Sequence[int], *, timed: bool) -> list[tup
     logs, order, found = [text_log(), sound_log(timed=timed)], SpeechOrder(timed=timed), []
     for turn in [*turns, *[0] * 20, *[1] * 20]:
         for part, record in order.add(turn, logs[turn].pop(0)) if logs[turn] else ():
-            match record:
-                case TokenChunk():
-                    chunks = made.add(part, record)
-                case Finish():
-                    chunks = made.end_outputs(record.outputs) + made.finish(part, record.usage)
-                case AudioChunk() | OutputEnd():
-                    chunks = made.add_audio(record)
-            found += [(part, chunk) for chunk in chunks]
+            found += [(part, chunk) for chunk in made.add(part, record)]
     return found
 
 
@@ -115,7 +111,7 @@ def test_a_record_with_several_words_is_transcribed_word_by_word() -> None:
     made = assembler("pcm16", timed=True)
     text = " three red\ncircles "
     made.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 2, [7] * 5, text)]))
-    told = [made.add_audio(AudioChunk(n, 1, n, 1, 24_000, "AAA=", 3 + n))[0] for n in range(5)]
+    told = [made.add(1, AudioChunk(n, 1, n, 1, 24_000, "AAA=", 3 + n))[0] for n in range(5)]
     pieces = [chunk.choices[0].delta.audio.transcript or "" for chunk in told]
     # Four pieces of text, and five tokens from the third on.
     assert pieces == ["", " three", " red", "\ncircles", " "]
@@ -145,7 +141,8 @@ def test_a_speech_that_is_cut_at_its_stage_ends_with_that_reason() -> None:
     for record in text_log()[:-1]:
         assert isinstance(record, TokenChunk)
         made.add(0, record)
-    (end,) = made.end_outputs({"codes": OutputSummary(finish_reason="length")})
+    outputs = {"codes": OutputSummary(finish_reason="length")}
+    end, _ = made.add(0, Finish(9, 1, Usage(1, 1), 1, [], outputs))
     assert end.choices[0].finish_reason == "length"
 
 
@@ -164,8 +161,8 @@ def test_a_whole_speech_takes_no_more_memory_than_is_reserved() -> None:
         made.collects_answer = True
         made.add(0, first)
         for i in range(num_records):
-            made.add_audio(AudioChunk(i, 1, i * num_samples, num_samples, 24_000, pcm))
-        made.finish(0, Usage(1, 1))
+            made.add(1, AudioChunk(i, 1, i * num_samples, num_samples, 24_000, pcm))
+        made.add(0, Finish(9, 1, Usage(1, 1), 1, []))
         msgspec.json.encode(made.answer())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -179,12 +176,12 @@ def test_a_speech_reserves_memory_as_it_grows() -> None:
     most = 2**20
     scopes: list[dict[str, int]] = [{} for _ in range(MAX_LARGEST)]
     for scope in scopes:
-        budget.extend(scope, most // 2, "chat")
-        budget.extend(scope, most // 2, "chat")
+        budget.extend(scope, most // 2, SPEECH)
+        budget.extend(scope, most // 2, SPEECH)
     with pytest.raises(AnswerTooLarge, match="a stream has no limit") as refused:
-        budget.extend(scopes[0], 2, "chat")
+        budget.extend(scopes[0], 2, SPEECH)
     assert refused.value.field == "stream"
     with pytest.raises(Overloaded):
-        budget.extend({}, 10, "chat")
+        budget.extend({}, 10, SPEECH)
     budget.release(scopes[0])
-    budget.extend({}, 10, "chat")
+    budget.extend({}, 10, SPEECH)

@@ -7,11 +7,11 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (
     AudioChunk,
     ChoiceDelta,
+    Finish,
     ImageRecord,
     OutputEnd,
     OutputSummary,
@@ -19,7 +19,9 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
-from workers.gateway.openai.images import ImageAssembler, plan_images
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.plan import Delivery
+from workers.gateway.openai.images import IMAGES, ImageAssembler, ImageOptions, plan_images
 from workers.gateway.schemas.images import ImagesRequest, usage_of
 
 BASE = "https://gateway.example/v1/images/"
@@ -35,9 +37,8 @@ def images_request(**changes: Any) -> ImagesRequest:
 def image_assembler(**changes: Any) -> ImageAssembler:
     """The assembler of a request, made from what is stored of its plan."""
     plan = plan_images(images_request(**changes), PAINTER, BASE)
-    options = msgspec.json.decode(msgspec.json.encode(plan.options))
-    record = RequestRecord("images", "m", "", 7, False, options)
-    return ImageAssembler.of_record("images-1", record, {})
+    options = msgspec.json.decode(msgspec.json.encode(plan.options), type=ImageOptions)
+    return ImageAssembler(Answering("images-1", "m", 7, options))
 
 
 def painted(number: int) -> ImageRecord:
@@ -69,8 +70,8 @@ def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
     (request,) = plan.requests
     assert (request.prompt, request.outputs, request.timeout_s) == ("a star", ["picture"], 8)
     assert request.image == ImageParams("12x8", 2, 4, 1.5, "a moon", 3)
-    assert (plan.stream, plan.durable, plan.sampling) == (False, True, {})
-    assert plan.options == {
+    assert (plan.delivery, plan.durable, plan.sampling) == (Delivery.WHOLE, True, {})
+    assert msgspec.to_builtins(plan.options) == {
         "images": {"output": "picture", "format": "b64_json", "size": "12x8", "base_url": BASE}
     }
 
@@ -80,16 +81,16 @@ def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
     plan = plan_images(images_request(size=size), PAINTER, BASE)
     # What is not given is left to the stage.
     assert plan.requests[0].image == ImageParams()
-    assert plan.options["images"]["size"] == "16x16"
+    assert plan.options.images.size == "16x16"
     configured = msgspec.structs.replace(PAINTER, sampling_defaults={"size": "12x8"})
     plan = plan_images(images_request(size=size), configured, BASE)
-    assert plan.options["images"]["size"] == "12x8"
+    assert plan.options.images.size == "12x8"
 
 
 def test_a_stream_has_one_image_and_its_previews() -> None:
     plan = plan_images(images_request(stream=True, partial_images=3), PAINTER, BASE)
     assert plan.requests[0].image == ImageParams(n=1, partial_images=3)
-    assert plan.stream
+    assert plan.delivery == Delivery.EVENTS
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,8 @@ def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
     for number in (1, 0):
         record = painted(number)
         assert assembler.file_of(record) == record.media
-        assert assembler.add_image(record, f"file {number}") == []
-    assembler.add_audio(end_of_images())
+        assert assembler.add(1, record, f"file {number}") == []
+    assembler.add(1, end_of_images())
     answer = assembler.answer()
     assert [entry.b64_json for entry in answer.data] == ["file 0", "file 1"]
     assert (answer.created, answer.size, answer.usage) == (7, "16x16", usage_of(6))
@@ -137,8 +138,8 @@ def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
 def test_urls_are_answered_without_reading_the_files() -> None:
     assembler = image_assembler(response_format="url")
     assert assembler.file_of(painted(0)) == ""
-    assembler.add_image(painted(0), "")
-    assert assembler.add_audio(end_of_images()) == []
+    assembler.add(1, painted(0), "")
+    assert assembler.add(1, end_of_images()) == []
     assert msgspec.to_builtins(assembler.answer())["data"] == [{"url": f"{BASE}0"}]
 
 
@@ -149,12 +150,11 @@ def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     for step, preview in enumerate(["", "media:a", "", "media:b"]):
         record = StepState(step, 1, 0, step, 4, "media:state", preview)
         assert assembler.file_of(record) == preview
-        shown += assembler.add_image(record, f"file of {preview}")
-    assert assembler.add_image(painted(0), "file") == []
-    shown += assembler.add_audio(end_of_images())
+        shown += assembler.add(1, record, f"file of {preview}")
+    assert assembler.add(1, painted(0), "file") == []
+    shown += assembler.add(1, end_of_images())
     assert [
-        (assembler.event_name(event), event.b64_json, event.created_at, event.size)
-        for event in shown
+        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in shown
     ] == [
         ("image_generation.partial_image", "file of media:a", 7, "12x8"),
         ("image_generation.partial_image", "file of media:b", 7, "12x8"),
@@ -172,11 +172,10 @@ def test_an_answer_reads_no_previews() -> None:
 
 def test_records_of_other_kinds_show_nothing() -> None:
     assembler = image_assembler()
-    assembler.add_image(painted(0), "file")
+    assembler.add(1, painted(0), "file")
     assert assembler.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 0, [5], "x")])) == []
-    assert assembler.add_audio(AudioChunk(0, 1, 0, 1, 24_000, "AAA=")) == []
+    assert assembler.add(1, AudioChunk(0, 1, 0, 1, 24_000, "AAA=")) == []
     # An output that is cut has no event: the request has ended otherwise.
-    assert assembler.add_audio(end_of_images(cut=True)) == []
-    assert assembler.end_outputs({}) == []
-    assert assembler.finish(0, Usage(0, 0)) == []
+    assert assembler.add(1, end_of_images(cut=True)) == []
+    assert assembler.add(0, Finish(1, 1, Usage(0, 0), 0, [])) == []
     assert assembler.answer().usage == usage_of(0)

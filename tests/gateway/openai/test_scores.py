@@ -9,15 +9,16 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, WorkerFailure
-from shared.protocol.messages import RequestRecord
-from shared.protocol.records import ErrorInfo, TokenChunk, Usage
+from shared.protocol.records import ErrorInfo, Finish, TokenChunk, Usage
 from shared.protocol.requests import EmbeddingParams
-from workers.gateway.core.field_names import options_of_part, translate_error
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.scores import (
     MAX_RETURNED_BYTES,
-    RerankAssembler,
-    ScoreAssembler,
+    RERANK,
+    SCORE,
+    ScoreOptions,
     plan_rerank,
     plan_score,
 )
@@ -26,31 +27,29 @@ from workers.gateway.schemas.scores import RerankRequest, ScoreRequest
 VECTORS = {"x": [1.0, 0.0], "y": [0.0, 2.0], "xy": [3.0, 3.0], "-x": [-4.0, 0.0], "0": [0.0, 0.0]}
 
 
-def score_plan(**fields: Any) -> SubmitPlan:
+def score_plan(**fields: Any) -> SubmitPlan[ScoreOptions]:
     return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest))
 
 
-def rerank_plan(**fields: Any) -> SubmitPlan:
+def rerank_plan(**fields: Any) -> SubmitPlan[ScoreOptions]:
     body = {"model": "demo", "query": "x", "documents": ["x"], **fields}
     return plan_rerank(msgspec.convert(body, RerankRequest))
 
 
-def assembler_of(plan: SubmitPlan, kind: Any) -> Any:
+def assembler_of(plan: SubmitPlan[ScoreOptions], kind: AnswerKind[ScoreOptions]) -> Any:
     """Return an assembler of the record as another gateway reads it, with all embeddings."""
-    record = RequestRecord(kind, "demo", "", 123, False, plan.options)
-    stored = msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord)
-    make = {"score": ScoreAssembler, "rerank": RerankAssembler}[kind]
-    assembler = make.of_record("the-id", stored, {})
+    stored = msgspec.json.decode(msgspec.json.encode(plan.options), type=ScoreOptions)
+    assembler = kind.assembler(Answering("the-id", "demo", 123, stored))
     for part, request in enumerate(plan.requests):
         assert request.prompt is not None
         data = base64.b64encode(struct.pack("<2f", *VECTORS[request.prompt])).decode()
         assembler.add(part, TokenChunk(0, 1, [], embedding=data))
-        assembler.finish(part, Usage(len(request.prompt), 0))
+        assembler.add(part, Finish(1, 1, Usage(len(request.prompt), 0), 0, []))
     return assembler
 
 
 def scores_of(**fields: Any) -> list[float]:
-    return [entry.score for entry in assembler_of(score_plan(**fields), "score").answer().data]
+    return [entry.score for entry in assembler_of(score_plan(**fields), SCORE).answer().data]
 
 
 DIAGONAL = math.sqrt(0.5)
@@ -81,11 +80,11 @@ def test_pairs_are_one_to_one_or_one_to_all(
 def test_a_text_of_several_pairs_is_embedded_once() -> None:
     plan = score_plan(text_1="x", text_2=["y", "x", "y"], priority=1, cache_salt="s", timeout_s=5)
     assert [request.prompt for request in plan.requests] == ["x", "y"]
-    assert plan.options["parts"] == 2
+    assert plan.options.parts == 2
     for request in plan.requests:
         assert request.embedding == EmbeddingParams(normalize=True)
         assert (request.lane, request.cache_salt, request.timeout_s) == ("batch", "s", 5)
-    answer = assembler_of(plan, "score").answer()
+    answer = assembler_of(plan, SCORE).answer()
     assert msgspec.to_builtins(answer) == {
         "id": "the-id",
         "object": "list",
@@ -121,14 +120,14 @@ def test_refusals_of_scores_name_the_field(fields: dict[str, Any], field: str, w
 
 
 def test_an_answer_has_an_embedding_of_each_text() -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     del assembler.embeddings[1]
     with pytest.raises(WorkerFailure, match="1 of 2 inputs have an embedding"):
         assembler.answer()
 
 
 def results_of(**fields: Any) -> list[dict[str, Any]]:
-    answer = msgspec.to_builtins(assembler_of(rerank_plan(**fields), "rerank").answer())
+    answer = msgspec.to_builtins(assembler_of(rerank_plan(**fields), RERANK).answer())
     assert (answer["id"], answer["model"]) == ("the-id", "demo")
     results: list[dict[str, Any]] = answer["results"]
     return results
@@ -160,7 +159,7 @@ def test_documents_that_are_returned_have_a_limit() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_embeddings_that_are_not_finite_have_no_score(value: float) -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     data = base64.b64encode(struct.pack("<2f", value, 1.0)).decode()
     assembler.add(1, TokenChunk(0, 1, [], embedding=data))
     with pytest.raises(WorkerFailure, match="not finite"):
@@ -168,7 +167,7 @@ def test_embeddings_that_are_not_finite_have_no_score(value: float) -> None:
 
 
 def test_embeddings_of_different_lengths_have_no_score() -> None:
-    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), SCORE)
     data = base64.b64encode(struct.pack("<f", 1.0)).decode()
     assembler.add(1, TokenChunk(0, 1, [], embedding=data))
     with pytest.raises(WorkerFailure, match="different lengths"):
@@ -178,16 +177,15 @@ def test_embeddings_of_different_lengths_have_no_score() -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "fields"),
     [
-        ("score", score_plan(text_1="x", text_2=["y", "x"]), ["text_1", "text_2"]),
-        ("score", score_plan(queries="x", items="y"), ["queries", "items"]),
-        ("rerank", rerank_plan(documents=["y"]), ["query", "documents"]),
+        (SCORE, score_plan(text_1="x", text_2=["y", "x"]), ["text_1", "text_2"]),
+        (SCORE, score_plan(queries="x", items="y"), ["queries", "items"]),
+        (RERANK, rerank_plan(documents=["y"]), ["query", "documents"]),
     ],
 )
 def test_errors_of_a_text_name_the_field_that_it_is_from(
-    kind: str, plan: SubmitPlan, fields: list[str]
+    kind: AnswerKind[ScoreOptions], plan: SubmitPlan[ScoreOptions], fields: list[str]
 ) -> None:
     error = ErrorInfo("context_length_exceeded", "too long", "messages", "client", False)
     for part, field in enumerate(fields):
-        options = options_of_part(plan.options, part)
-        assert translate_error(error, kind, options).field == field
-    assert translate_error(error, kind, plan.options).field == fields[1]
+        assert kind.fields_of(plan.options, part).translate(error).field == field
+    assert kind.fields_of(plan.options).translate(error).field == fields[1]

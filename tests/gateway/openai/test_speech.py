@@ -8,10 +8,18 @@ import pytest
 
 from shared.config.parsing import parse_config
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import Pipeline
-from shared.protocol.records import AudioChunk, ChoiceDelta, OutputSummary, TokenChunk, Usage
+from shared.protocol.records import (
+    AudioChunk,
+    ChoiceDelta,
+    Finish,
+    OutputSummary,
+    TokenChunk,
+    Usage,
+)
 from shared.stage.pipelines import pipelines_of
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.plan import Delivery
 from workers.gateway.openai.demo import DemoAssembler, plan_demo
 from workers.gateway.openai.speech import SSE, SpeechAssembler, plan_speech
 from workers.gateway.schemas.demo import DemoRequest
@@ -31,9 +39,9 @@ def test_a_plan_asks_for_the_sound_of_the_given_text(spoken: Pipeline) -> None:
     plan = plan_speech(SPEECH, spoken, 60.0)
     (request,) = plan.requests
     assert (request.given_text, request.voice, request.outputs) == ("one", "alloy", ["audio"])
-    assert (plan.stream, plan.sound_format) == (False, "wav")
+    assert plan.delivery == Delivery.SOUND
     events = plan_speech(msgspec.structs.replace(SPEECH, stream_format=SSE), spoken, 60.0)
-    assert (events.stream, events.sound_format) == (True, "")
+    assert events.delivery == Delivery.EVENTS
 
 
 @pytest.mark.parametrize(
@@ -61,16 +69,15 @@ def test_a_model_without_a_voice_is_refused() -> None:
 def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: str) -> None:
     asked = msgspec.structs.replace(SPEECH, response_format=sound_format, stream_format=SSE)
     plan = plan_speech(asked, spoken, 60.0)
-    record = RequestRecord("speech", "demo", "", 7, False, plan.options)
-    assembler = SpeechAssembler.of_record("speech-1", record, {})
+    assembler = SpeechAssembler(Answering("speech-1", "demo", 7, plan.options))
     chunks = [AudioChunk(n, 1, 2 * n, 2, 24_000, PCM) for n in range(2)]
-    deltas = [event for chunk in chunks for event in assembler.add_audio(chunk)]
+    deltas = [event for chunk in chunks for event in assembler.add(1, chunk)]
     assert all(isinstance(delta, SpeechDelta) for delta in deltas)
     sound = b"".join(base64.b64decode(delta.audio) for delta in deltas)
     assert sound.startswith(b"RIFF") == (sound_format == "wav")
     assert sound.endswith(b"\1\0\2\0" * 2)
-    assembler.end_outputs({"audio": OutputSummary(Usage(3, 0), units={"frames": 5})})
-    (done,) = assembler.finish(0, Usage(0, 0))
+    outputs = {"audio": OutputSummary(Usage(3, 0), units={"frames": 5})}
+    (done,) = assembler.add(0, Finish(0, 1, Usage(0, 0), 0, [], outputs))
     assert done == SpeechDone(SpeechUsage(3, 5, 8))
     assert assembler.answer().usage == done.usage
 
@@ -78,10 +85,9 @@ def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: 
 def test_the_demo_server_repeats_the_prompt_before_each_answer() -> None:
     plan = plan_demo(msgspec.convert({"model": "demo", "prompt": "Say ", "n": 2}, DemoRequest), 1)
     assert [request.prompt for request in plan.requests] == ["Say "]
-    record = RequestRecord("demo", "demo", "", 7, False, {**plan.options, "prompt": "Say "})
-    assembler = DemoAssembler.of_record("", record, {})
+    assembler = DemoAssembler(Answering("", "demo", 7, plan.options))
     (first,) = assembler.add(0, TokenChunk(0, 1, [ChoiceDelta(1, 0, [5], "so")]))
     assert first.text == ["Say ", "Say so"]
     assembler.add(0, TokenChunk(1, 1, [ChoiceDelta(0, 0, [5], "no"), ChoiceDelta(1, 1, [6], ".")]))
     assert assembler.answer().text == ["Say no", "Say so."]
-    assert assembler.finish(0, Usage(0, 0)) == []
+    assert assembler.add(0, Finish(2, 1, Usage(0, 0), 0, [])) == []

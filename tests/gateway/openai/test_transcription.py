@@ -1,16 +1,16 @@
 """Transcripts of several pieces, whose records arrive in any order."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from shared.errors import RequestError
-from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, TextPart
-from workers.gateway.core.part_order import in_part_order
+from workers.gateway.core.assembler import Answering
+from workers.gateway.core.order import in_part_order
 from workers.gateway.openai.transcription import (
     TranscriptionAssembler,
     check_transcription,
@@ -44,21 +44,17 @@ def records(seed: int) -> list[tuple[int, Any]]:
 
 def new_assembler(**fields: Any) -> TranscriptionAssembler:
     plan = plan_transcription(form(**fields), ["media:" + "0" * 64] * len(TEXTS))
-    record = RequestRecord("transcription", "m", "", 0, False, plan.options)
-    return TranscriptionAssembler.of_record("id", record, {})
+    return TranscriptionAssembler(Answering("id", "m", 0, plan.options))
 
 
 async def assemble(seed: int, **fields: Any) -> tuple[list[Any], TranscriptionAssembler]:
-    async def mixed() -> AsyncIterator[tuple[int, Any]]:
+    async def mixed() -> AsyncGenerator[tuple[int, Any], None]:
         for numbered in records(seed):
             yield numbered
 
     assembler, events = new_assembler(**fields), []
-    async for part, record in in_part_order(mixed()):
-        if isinstance(record, TokenChunk):
-            events += assembler.add(part, record)
-        elif isinstance(record, Finish):
-            events += assembler.finish(part, record.usage)
+    async for part, record in in_part_order(None, mixed()):
+        events += assembler.add(part, record)
     return events, assembler
 
 

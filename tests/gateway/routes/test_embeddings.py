@@ -12,9 +12,10 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from shared.errors import WorkerFailure
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import Finish, TokenChunk, Usage
 from tests.gateway.conftest import Gateway
 from tests.gateway.routes.test_chat import ROOT
+from workers.gateway.core.assembler import Answering
 from workers.gateway.openai.embeddings import EmbeddingAssembler, EmbeddingOptions
 
 MODEL = ROOT / "ops" / "demo_model"
@@ -113,10 +114,10 @@ async def test_one_wrong_input_refuses_the_batch(gateway: Gateway) -> None:
 
 
 def test_an_answer_has_an_embedding_of_each_input() -> None:
-    assembler = EmbeddingAssembler("demo", EmbeddingOptions(parts=2))
+    assembler = EmbeddingAssembler(Answering("", "demo", 0, EmbeddingOptions(parts=2)))
     for part, embedding in enumerate(["AACAPw==", None]):
         assembler.add(part, TokenChunk(0, 1, [], embedding=embedding))
-        assembler.finish(part, Usage(1, 0))
+        assembler.add(part, Finish(1, 1, Usage(1, 0), 0, []))
     with pytest.raises(WorkerFailure, match="1 of 2 inputs have an embedding"):
         assembler.answer()
     assembler.add(1, TokenChunk(1, 1, [], embedding="AAAAQA=="))

@@ -11,8 +11,11 @@ from openai import AsyncOpenAI
 from shared.errors import InvalidRequest
 from shared.protocol.records import ErrorInfo, named_error
 from tests.gateway.conftest import Gateway
-from workers.gateway.core.field_names import translate_error, translated_errors
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.http.errors import RequestFailed
+from workers.gateway.openai.chat_assembler import CHAT
+from workers.gateway.openai.completions import COMPLETION
+from workers.gateway.vllm.generate_assembler import GENERATE
 
 CONTEXT = 1024
 HI = [{"role": "user", "content": "Hi"}]
@@ -25,53 +28,52 @@ def error_at(field: str | None, message: str = "no") -> ErrorInfo:
 @pytest.mark.parametrize(
     ("kind", "own", "field", "wanted"),
     [
-        ("completion", {}, "messages", "prompt"),
-        ("completion", {}, "messages[0].content", "prompt"),
-        ("completion", {}, "prompt_token_ids[3]", "prompt"),
-        ("completion", {}, "sampling_params.prompt_logprobs", "logprobs"),
-        ("completion", {}, "sampling_params.min_tokens", "min_tokens"),
-        ("completion", {}, "messages_of_mine", "messages_of_mine"),
-        ("chat", {}, "messages[1].role", "messages[1].role"),
-        ("chat", {}, "items", "messages"),
-        ("chat", {}, "template_kwargs.x", "chat_template_kwargs.x"),
-        ("chat", {}, "sampling_params", None),
-        ("chat", {"sampling_params.max_tokens": "m"}, "sampling_params.max_tokens", "m"),
-        ("chat", {"sampling_params.stop": "s.t"}, "sampling_params.stop[2]", "s.t"),
-        ("generate", {}, "messages", "token_ids"),
-        ("generate", {}, "sampling_params.stop[2]", "sampling_params.stop[2]"),
-        ("chat", {}, None, None),
+        (COMPLETION, {}, "messages", "prompt"),
+        (COMPLETION, {}, "messages[0].content", "prompt"),
+        (COMPLETION, {}, "prompt_token_ids[3]", "prompt"),
+        (COMPLETION, {}, "sampling_params.prompt_logprobs", "logprobs"),
+        (COMPLETION, {}, "sampling_params.min_tokens", "min_tokens"),
+        (COMPLETION, {}, "messages_of_mine", "messages_of_mine"),
+        (CHAT, {}, "messages[1].role", "messages[1].role"),
+        (CHAT, {}, "items", "messages"),
+        (CHAT, {}, "template_kwargs.x", "chat_template_kwargs.x"),
+        (CHAT, {}, "sampling_params", None),
+        (CHAT, {"sampling_params.max_tokens": "m"}, "sampling_params.max_tokens", "m"),
+        (CHAT, {"sampling_params.stop": "s.t"}, "sampling_params.stop[2]", "s.t"),
+        (GENERATE, {}, "messages", "token_ids"),
+        (GENERATE, {}, "sampling_params.stop[2]", "sampling_params.stop[2]"),
+        (CHAT, {}, None, None),
     ],
 )
 def test_a_field_has_the_name_that_the_client_sent(
-    kind: str, own: dict[str, str], field: str | None, wanted: str | None
+    kind: AnswerKind[Any], own: dict[str, str], field: str | None, wanted: str | None
 ) -> None:
-    assert translate_error(error_at(field), kind, {"fields": own}).field == wanted
+    assert kind.client_fields.renamed(own).translate(error_at(field)).field == wanted
 
 
 def test_the_message_begins_with_the_clients_field() -> None:
     field = "sampling_params.stop[1]"
     assert (
-        translate_error(error_at(field, f"{field}: too long"), "chat", {}).message
+        CHAT.client_fields.translate(error_at(field, f"{field}: too long")).message
         == "stop[1]: too long"
     )
-    whole = translate_error(error_at("sampling_params", "sampling_params: too many"), "chat", {})
+    whole = CHAT.client_fields.translate(error_at("sampling_params", "sampling_params: too many"))
     assert whole.message == "too many"
-    assert translate_error(error_at("messages", "messages are odd"), "completion", {}).message == (
-        "messages are odd"
-    )
+    odd = error_at("messages", "messages are odd")
+    assert COMPLETION.client_fields.translate(odd).message == odd.message
 
 
 def test_reported_errors_are_translated_and_no_others() -> None:
-    with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}):
+    with pytest.raises(RequestFailed) as caught, COMPLETION.client_fields.translated():
         raise named_error(error_at("messages"))
     assert caught.value.info.field == "prompt"
-    with pytest.raises(InvalidRequest) as own, translated_errors("completion", {}):
+    with pytest.raises(InvalidRequest) as own, COMPLETION.client_fields.translated():
         raise InvalidRequest("no", field="messages")
     assert own.value.field == "messages"
 
 
 def test_errors_of_a_checked_message_are_translated() -> None:
-    with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}, checks=True):
+    with pytest.raises(RequestFailed) as caught, COMPLETION.client_fields.translated(checks=True):
         raise InvalidRequest("no", field="messages")
     assert caught.value.info.field == "prompt"
 

@@ -28,6 +28,7 @@ from tests.gateway.conftest import Start, free_port
 from tests.tasks import engine_task
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.auth import Caller
+from workers.gateway.openapi.document import KINDS
 from workers.gateway.routes import health
 from workers.gateway.worker import all_routes
 
@@ -50,7 +51,7 @@ async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
     await request_registry.register(bus, request_id, record, "gateway-1:1")
     task = envelope.encode(engine_task(request_id, [1], model="demo"), [])
     await bus.publish(subjects.stage("engine", "demo", "batch", request_id), task, request_id)
-    app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1")
+    app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1", KINDS)
     transport = httpx.ASGITransport(build_application(app, all_routes(app)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         found = (await client.get(f"/v1/requests/{request_id}")).json()

@@ -16,6 +16,7 @@ from shared.protocol.records import (
     TokenLogprobs,
     Usage,
 )
+from workers.gateway.core.assembler import Answering
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, PlaceholderInfo
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 
@@ -83,15 +84,11 @@ def token_bytes() -> dict[int, bytes]:
 def assembled(
     asked: GenerateShape, log: list[LogRecord], created_s: int = 0
 ) -> tuple[list[GenerateChunk], GenerateResponse]:
-    assembler = GenerateAssembler(asked, "m", created_s, token_bytes())
+    assembler = GenerateAssembler(Answering("", "m", created_s, asked, token_bytes()))
     chunks: list[GenerateChunk] = []
     for record in log:
-        if isinstance(record, TokenChunk):
-            chunks += assembler.add(0, record)
-        elif isinstance(record, Finish):
-            chunks += assembler.finish(0, record.usage)
-        else:
-            chunks += assembler.abort()
+        is_failure = isinstance(record, Failure)
+        chunks += assembler.abort() if is_failure else assembler.add(0, record)
     return chunks, assembler.answer()
 
 
@@ -167,9 +164,9 @@ def test_prompt_logprobs_list_the_prompt_token_first() -> None:
     told = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
     record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)
     spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
-    assembler = GenerateAssembler(asked, "m", 0, spelling)
+    assembler = GenerateAssembler(Answering("", "m", 0, asked, spelling))
     assembler.add(0, record)
-    assembler.finish(0, Usage(3, 1))
+    assembler.add(0, Finish(1, 1, Usage(3, 1), 1, []))
     whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))
     assert whole["prompt_logprobs"] == [
         None,

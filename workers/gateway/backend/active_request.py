@@ -32,20 +32,15 @@ from shared.protocol.records import (
     Finish,
     ImageRecord,
     LogRecord,
-    OutputEnd,
     OutputSummary,
-    StepState,
     TokenChunk,
 )
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
-from workers.gateway.core.assembler import token_ids_to_decode
-from workers.gateway.core.field_names import options_of_part, translate_error, translated_errors
-from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
-from workers.gateway.core.part_order import in_part_order
-from workers.gateway.core.speech_order import in_speech_order
+from workers.gateway.core.assembler import Answering, token_ids_to_decode
+from workers.gateway.core.ids import format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
@@ -60,7 +55,10 @@ _log = structlog.get_logger()
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that this gateway is answering."""
+    """A request that this gateway is answering.
+
+    Raises DecodeError for a record that another version of the gateway has written.
+    """
 
     _context: AppContext
     request_id: str
@@ -87,8 +85,14 @@ class ActiveRequest:
         self._first_audio_s = metrics.histogram(
             "http_time_to_first_audio_seconds", endpoint=endpoint
         )
+        kind = context.kinds.get(record.kind)
+        if kind is None:
+            raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
+        self.kind, self.options = kind, kind.read_options(record)
         token_bytes = context.token_bytes.of(record.model)
-        self._assembler = context.assemblers[record.kind](self.request_id, record, token_bytes)
+        self._assembler = kind.assembler(
+            Answering(self.request_id, record.model, record.created_s, self.options, token_bytes)
+        )
 
     async def events(
         self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
@@ -103,9 +107,13 @@ class ActiveRequest:
         max_events = self._assembler.max_events
         async for part, record in self._merged(logs):
             position[part] = record.index * max_events
-            shown = await self._add_record(part, record, self._event_id(position), start[part])
+            first, is_new = start[part], (record.index + 1) * max_events > start[part]
+            # A preview that the client has seen is not read again.
+            is_needed = is_new or isinstance(record, ImageRecord)
+            file = await self._read_file(record) if is_needed else ""
+            shown = await self._add_record(part, record, file, self._event_id(position), first)
             for one in shown:
-                if position[part] >= start[part]:
+                if position[part] >= first:
                     yield self._named(one) + self.encode(to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
@@ -118,17 +126,14 @@ class ActiveRequest:
         Memory for a speech, and for images, is reserved in the `scope` of the HTTP request. Raises
         Failed, AnswerTooLarge or Overloaded.
         """
-        budget = self._context.answer_budget
+        budget, refusal = self._context.answer_budget, self.kind.budget.output
         async for part, record in self._merged(logs):
+            file = await self._read_file(record)
             if isinstance(record, AudioChunk):
-                num_bytes = self._assembler.sample_bytes * record.num_samples
-                budget.extend(scope, num_bytes, self.record.kind)
-            elif isinstance(record, ImageRecord):
-                file = await self._read_file(record)
-                budget.extend(scope, ENCODED_BYTES * len(file), self.record.kind)
-                self._assembler.add_image(record, file)
-                continue
-            await self._add_record(part, record, "", 0)
+                budget.extend(scope, self._assembler.sample_bytes * record.num_samples, refusal)
+            elif file:
+                budget.extend(scope, ENCODED_BYTES * len(file), refusal)
+            await self._add_record(part, record, file)
         return self._assembler.answer()
 
     async def sound(
@@ -138,21 +143,17 @@ class ActiveRequest:
         self._assembler.collects_answer = False
         async with aclosing(self._merged(logs)) as records:
             async for part, record in records:
-                await self._add_record(part, record, "", 0)
+                await self._add_record(part, record)
                 if isinstance(record, AudioChunk):
                     yield record
 
     def _merged(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
     ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
-        merged, options = merge_logs(logs), self.record.options
-        if "speech" not in options and self.record.output is None:
-            return in_part_order(merged) if options.get("in_order") else merged
-        speech = options.get("speech", {})
-        return in_speech_order(merged, timed=speech.get("timed", False))
+        return self.kind.order(self.options, merge_logs(logs))
 
-    async def _read_file(self, record: StepState | ImageRecord) -> str:
-        """Return the file that is shown of a record in base64. Raises Unavailable if it is gone."""
+    async def _read_file(self, record: AnyRecord) -> str:
+        """Return the file that shows a record, in base64. Raises Unavailable if it is gone."""
         media = self._assembler.file_of(record)
         if not media:
             return ""
@@ -160,11 +161,11 @@ class ActiveRequest:
         return base64.b64encode(data).decode()
 
     def _named(self, one: Any) -> bytes:
-        name = self._assembler.event_name(one)
+        name = self.kind.event_name(one)
         return f"event: {name}\n".encode() if name else b""
 
     async def _add_record(
-        self, part: int, record: AnyRecord, event_id: str, start: int
+        self, part: int, record: AnyRecord, file: str = "", event_id: str = "", start: int = 0
     ) -> list[Any]:
         match record:
             case TokenChunk():
@@ -174,16 +175,14 @@ class ActiveRequest:
                 token_ids = token_ids_to_decode(record)
                 if record.index == 0:
                     token_ids.update(self._assembler.prompt_token_ids)
-                with translated_errors(self.record.kind, self.record.options):
+                with self.kind.fields_of(self.options).translated():
                     await self._context.token_bytes.load(
                         self.record.model, token_ids, self.record.tenant
                     )
-                return self._assembler.add(part, record)
+            case AudioChunk() if record.first_sample == 0 and start == 0:
+                self._first_audio_s.observe(time.monotonic() - self._began_s)
             case Finish():
-                ended = self._assembler.end_outputs(self._client_outputs(record.outputs))
-                return ended + self._assembler.finish(part, record.usage)
-            case AudioChunk() | OutputEnd() | StepState() | ImageRecord():
-                return await self._add_output(record, start)
+                record = replace(record, outputs=self._client_outputs(record.outputs))
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
                 if is_cancelled and (shown := self._assembler.abort()) is not None:
@@ -192,27 +191,13 @@ class ActiveRequest:
                     return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
-            case _:
-                return []
-
-    async def _add_output(
-        self, record: AudioChunk | OutputEnd | StepState | ImageRecord, start: int
-    ) -> list[Any]:
-        if isinstance(record, AudioChunk | OutputEnd):
-            if isinstance(record, AudioChunk) and record.first_sample == 0 and start == 0:
-                self._first_audio_s.observe(time.monotonic() - self._began_s)
-            return self._assembler.add_audio(record)
-        # A preview that the client has seen is not read again.
-        is_seen = (record.index + 1) * self._assembler.max_events <= start
-        is_needed = isinstance(record, ImageRecord) or not is_seen
-        file = await self._read_file(record) if is_needed else ""
-        return self._assembler.add_image(record, file)
+        return self._assembler.add(part, record, file)
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
         """Return the outputs, with errors whose fields have the client's names."""
-        kind, options = self.record.kind, self.record.options
+        fields = self.kind.fields_of(self.options)
         return {
-            name: replace(summary, error=translate_error(summary.error, kind, options))
+            name: replace(summary, error=fields.translate(summary.error))
             if summary.error is not None
             else summary
             for name, summary in outputs.items()
@@ -220,21 +205,20 @@ class ActiveRequest:
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
-        options = options_of_part(self.record.options, part)
-        return translate_error(failure.error, self.record.kind, options)
+        return self.kind.fields_of(self.options, part).translate(failure.error)
 
     def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended.
 
-        That of an output beside the text, if there is one, is the last.
+        The log of an output besides the text, if there is one, is the last.
         """
         bus, rest_s = self._context.bus, max(0.0, self._rest_s)
         logs: list[AsyncIterator[AnyRecord]] = [
             client.follow(bus, part, timeout_s=rest_s) for part in self.parts
         ]
-        output = self.record.output
+        output = self.options.output
         if output is not None:
-            logs.append(client.follow_output(bus, self.request_id, output, timeout_s=rest_s))
+            logs.append(client.follow_output(bus, self.request_id, output.output, timeout_s=rest_s))
         return logs
 
     async def last_records(self) -> list[LogRecord | None]:
@@ -328,11 +312,12 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     Raises NotFound, also for requests of other tenants.
     """
     name = request.path_params["id"]
-    client_ids = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
+    client_ids = [named_request_id(kind, caller.tenant, name) for kind in context.kinds.values()]
     ids = [name, *client_ids] if names.is_request_id(name) else client_ids
     for request_id in ids:
         record = await request_registry.find(context.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"] = request_id, True
-            return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
+            with suppress(DecodeError):
+                return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or it has been removed", field="id")

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from typing import Any
 
 from msgspec import UNSET, structs
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import Overloaded, PagemillError, QuotaExceeded, Unavailable
+from shared.errors import DecodeError, Overloaded, PagemillError, QuotaExceeded, Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
@@ -28,20 +28,17 @@ from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.core.field_names import options_of_part, translated_errors
+from workers.gateway.core.assembler import Options
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
-from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, with_answer_size
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, stored_options
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import ErrorResponder, EventStream, LineStream, run_until_disconnect
 
 LARGE_BYTES = 2**16
 """The texts of larger bodies are checked before they are published."""
-# Options that may differ when a client comes back for the same answer.
-_STREAM_OPTIONS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
-# Options of an output beside the text, of which the client has chosen the format.
-_OUTPUT_OPTIONS = frozenset({"speech", "images"})
 # Fields that are newer than the digest, with their defaults. A request without them has the same
 # digest at a gateway that does not know them, as in a rolling upgrade.
 _NEWER_FIELDS = {"on_late": "fail", "image": None}
@@ -51,8 +48,8 @@ async def submit(
     context: AppContext,
     request: Request,
     caller: Caller,
-    kind: Any,
-    plan: SubmitPlan,
+    kind: AnswerKind[Options],
+    plan: SubmitPlan[Options],
     *,
     refuse: ErrorResponder = error_response,
 ) -> Response:
@@ -71,9 +68,9 @@ async def submit(
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
-    if not plan.stream:
-        await _reserve_answer(context, request, record)
-    start = read_start(request, record.num_logs)
+    if plan.delivery is Delivery.WHOLE:
+        await _reserve_answer(context, request, kind, plan, record)
+    start = read_start(request, plan.options.num_logs)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
@@ -89,7 +86,10 @@ async def submit(
     recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
     stored = await recorded if is_named else record
     endpoint = request.scope["endpoint_path"]
-    active = ActiveRequest(context, request_id, stored, endpoint, holder, recorded)
+    try:
+        active = ActiveRequest(context, request_id, stored, endpoint, holder, recorded)
+    except DecodeError as error:
+        raise Unavailable(error.message, field="X-Request-Id") from error
     if stored.digest != record.digest:
         active.on_disconnect()  # This client has left it. Another client may still read it.
         raise errors.ReusedId(
@@ -99,7 +99,9 @@ async def submit(
     return await _respond(context, request, active, logs, start, refuse, plan)
 
 
-async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> None:
+async def _check_text_lens(
+    context: AppContext, kind: AnswerKind[Options], plan: SubmitPlan[Options]
+) -> None:
     """Raise RequestFailed for a text that no renderer will take, before the broker stores it.
 
     Without a renderer that tells the model's limit, the text is not checked here.
@@ -107,13 +109,12 @@ async def _check_text_lens(context: AppContext, kind: Any, plan: SubmitPlan) -> 
     with contextlib.suppress(Unavailable):
         max_len = (await context.model_card(plan.requests[0].model)).max_model_len
         for number, part in enumerate(plan.requests):
-            options = options_of_part(plan.options, number)
-            with translated_errors(kind, options, checks=True):
+            with kind.fields_of(plan.options, number).translated(checks=True):
                 check_text_len(part, max_len)
 
 
 async def _record_of(
-    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan
+    context: AppContext, kind: AnswerKind[Options], caller: Caller, plan: SubmitPlan[Options]
 ) -> RequestRecord:
     """Return a new record. Raises Unavailable if the length of embeddings cannot be known."""
     first, hidden_size = plan.requests[0], 0
@@ -121,9 +122,9 @@ async def _record_of(
         hidden_size = (await context.model_card(first.model)).hidden_size
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
     defaults = context.config.models[first.model].sampling_defaults
-    options = with_answer_size(plan.options, answer_size_of(plan, defaults, hidden_size))
+    options = stored_options(plan.options, answer_size_of(plan, defaults, hidden_size))
     return RequestRecord(
-        kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
+        kind.name, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
     )
 
 
@@ -132,7 +133,13 @@ def _without(record: RequestRecord, names: Set[str]) -> RequestRecord:
     return structs.replace(record, options=options)
 
 
-async def _reserve_answer(context: AppContext, request: Request, record: RequestRecord) -> None:
+async def _reserve_answer(
+    context: AppContext,
+    request: Request,
+    kind: AnswerKind[Options],
+    plan: SubmitPlan[Options],
+    record: RequestRecord,
+) -> None:
     """Reserve memory for the whole answer.
 
     Raises AnswerTooLarge or Overloaded, and Unavailable where the model's limit is needed.
@@ -142,19 +149,16 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
         (await context.model_card(record.model)).max_model_len if size.needs_max_model_len else 0
     )
     num_bytes = size.max_bytes(max_len)
-    context.answer_budget.reserve(
-        request.scope, num_bytes, size.limiting_field(num_bytes, record), record.kind
-    )
+    refusal = size.refusal(num_bytes, kind.budget)
+    field = kind.fields_of(plan.options).name_of(refusal.field)
+    context.answer_budget.reserve(request.scope, num_bytes, structs.replace(refusal, field=field))
 
 
-def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan) -> str:
+def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan[Options]) -> str:
     """Return the digest of all that the answer depends on. How it is delivered is left out."""
-    shape = {name: value for name, value in plan.options.items() if name not in _STREAM_OPTIONS}
-    for name in shape.keys() & _OUTPUT_OPTIONS:
-        # The rest is configured, or in the requests.
-        shape[name] = {"format": shape[name]["format"]}
     contents = [_content_of(request) for request in requests]
-    return hashlib.sha256(to_json([contents, plan.sampling, shape])).hexdigest()
+    hashed = [contents, plan.sampling, plan.options.digest_part()]
+    return hashlib.sha256(to_json(hashed)).hexdigest()
 
 
 def _content_of(request: GenerateRequest) -> dict[str, Any]:
@@ -181,8 +185,7 @@ async def _publish(
     records = client.ask(
         context.bus, request, active.parts[part], active.record.tenant, sampling or None
     )
-    options = options_of_part(active.record.options, part)
-    with translated_errors(active.record.kind, options, checks=True):
+    with active.kind.fields_of(active.options, part).translated(checks=True):
         async for record in records:
             yield record
 
@@ -207,7 +210,7 @@ async def _open_logs(
     context: AppContext,
     active: ActiveRequest,
     requests: Sequence[GenerateRequest],
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
     *,
     is_named: bool,
 ) -> list[AsyncIterator[AnyRecord]]:
@@ -241,25 +244,35 @@ async def _respond(
     logs: Sequence[AsyncIterator[AnyRecord]],
     start: Sequence[int],
     refuse: ErrorResponder,
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
 ) -> Response:
-    if plan.sound_format:
-        return SoundStream(context, active, logs, plan.sound_format, active.on_disconnect)
-    headers = {"x-request-id": active.request_id}
-    if plan.stream and plan.is_lines:
-        active.has_event_ids, active.encode = False, LineStream.encode
-        events, left = active.events(logs, start), active.on_disconnect
-        return LineStream(events, left, context.shutting_down, refuse, headers)
-    if plan.stream:
-        active.has_event_ids = wants_event_ids(request, active.record)
-        return EventStream(
-            active.events(logs, start),
-            active.on_disconnect,
-            context.shutting_down,
-            refuse,
-            headers,
-            numbered=active.has_event_ids,
-        )
+    headers, left = {"x-request-id": active.request_id}, active.on_disconnect
+    match plan.delivery:
+        case Delivery.SOUND:
+            assert active.options.output is not None
+            return SoundStream(context, active, logs, active.options.output.format, left)
+        case Delivery.LINES:
+            active.has_event_ids, active.encode = False, LineStream.encode
+            events = active.events(logs, start)
+            return LineStream(events, left, context.shutting_down, refuse, headers)
+        case Delivery.EVENTS:
+            active.has_event_ids = numbered = wants_event_ids(request, active.record)
+            events = active.events(logs, start)
+            return EventStream(
+                events, left, context.shutting_down, refuse, headers, numbered=numbered
+            )
+        case Delivery.WHOLE:
+            return await _respond_whole(context, request, active, logs, refuse, headers)
+
+
+async def _respond_whole(
+    context: AppContext,
+    request: Request,
+    active: ActiveRequest,
+    logs: Sequence[AsyncIterator[AnyRecord]],
+    refuse: ErrorResponder,
+    headers: Mapping[str, str],
+) -> Response:
     try:
         answer = await run_until_disconnect(
             request.receive,
@@ -274,4 +287,4 @@ async def _respond(
     except (errors.AnswerTooLarge, Overloaded):
         active.on_disconnect()  # Nobody reads the rest of a speech that has grown too large.
         raise
-    return Json(answer, headers=headers)
+    return Json(answer, headers=dict(headers))

@@ -3,9 +3,9 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
@@ -14,101 +14,52 @@ from workers.gateway.http import errors
 _SAMPLING = "sampling_params"
 _TEMPLATE = "template_kwargs"
 
-PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
-"""Bus fields that errors of a text name."""
 
-CLIENT_FIELDS: dict[str, dict[str, str]] = {
-    "chat": {"items": "messages", "outputs": "modalities", "voice": "audio.voice"},
-    "completion": {
-        "messages": "prompt",
-        "prompt_token_ids": "prompt",
-        "tokens": "prompt",
-        "items": "prompt",
-        "sampling_params.prompt_logprobs": "logprobs",
-    },
-    "demo": {"prompt_token_ids": "prompt", "tokens": "prompt"},
-    "embedding": {
-        **dict.fromkeys(PROMPT_FIELDS, "input"),
-        "embedding.dimensions": "dimensions",
-        "embedding": "model",
-    },
-    "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
-    "images": {
-        "image.size": "size",
-        "image.n": "n",
-        "image.steps": "num_inference_steps",
-        "image.guidance": "guidance_scale",
-        "image.negative_prompt": "negative_prompt",
-        "outputs": "model",
-    },
-    "rerank": {**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"},
-    "response": {
-        **dict.fromkeys(PROMPT_FIELDS, "input"),
-        "items": "input",
-        "sampling_params.structured_outputs": "text.format",
-        "sampling_params.max_tokens": "max_output_tokens",
-    },
-    "speech": {"given_text": "input", "outputs": "model"},
-    "transcription": dict.fromkeys((*PROMPT_FIELDS, "items", "url"), "file"),
-    "score": {**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"},
-}
-"""Client's field by bus field, for each kind of RequestRecord. Others have the same name."""
+class ClientFields(Struct, frozen=True):
+    """Names that clients of one endpoint have for fields of a request on the bus."""
 
+    names: Mapping[str, str] = {}
+    """Client's field by bus field. Others have the same name."""
+    has_sampling_params: bool = False
+    """Whether clients too have their sampling parameters in `sampling_params`."""
 
-def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorInfo:
-    """Return the error with the field that the client has sent, also at the start of its message.
+    def renamed(self, names: Mapping[str, str]) -> "ClientFields":
+        """Return the names, changed by those of one request."""
+        return msgspec.structs.replace(self, names={**self.names, **names}) if names else self
 
-    `options` are those of the RequestRecord; its `fields` are names that this request has changed.
-    """
-    bus_field = error.field or ""
-    field = client_field_of(bus_field, kind, options)
-    if kind != "generate":
-        field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
-        if field.partition(".")[0] == _TEMPLATE:
-            field = f"chat_{field}"
-    message = error.message
-    if bus_field and message.startswith(f"{bus_field}:"):
-        message = f"{field}{message[len(bus_field) :]}".removeprefix(":").lstrip()
-    return msgspec.structs.replace(error, field=field or None, message=message)
+    def name_of(self, bus_field: str) -> str:
+        """Return the client's name for the longest prefix of the path that has one.
 
+        The rest of the path is dropped, because the client does not know the structure inside.
+        """
+        path = re.split(r"(?=[.\[])", bus_field)
+        for end in range(len(path), 0, -1):
+            if (name := self.names.get("".join(path[:end]))) is not None:
+                return name
+        return bus_field
 
-def client_field_of(bus_field: str, kind: str, options: Mapping[str, Any]) -> str:
-    """Return the name that the client has for a bus field; the arguments are as above."""
-    return _renamed(bus_field, CLIENT_FIELDS[kind] | options.get("fields", {}))
+    def translate(self, error: ErrorInfo) -> ErrorInfo:
+        """Return the error with the client's field, also at the start of its message."""
+        bus_field = error.field or ""
+        field = self.name_of(bus_field)
+        if not self.has_sampling_params:
+            field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
+            if field.partition(".")[0] == _TEMPLATE:
+                field = f"chat_{field}"
+        message = error.message
+        if bus_field and message.startswith(f"{bus_field}:"):
+            message = f"{field}{message[len(bus_field) :]}".removeprefix(":").lstrip()
+        return msgspec.structs.replace(error, field=field or None, message=message)
 
+    @contextlib.contextmanager
+    def translated(self, *, checks: bool = False) -> Iterator[None]:
+        """Raise reported errors as RequestFailed, with the client's field.
 
-def options_of_part(options: Mapping[str, Any], part: int | None) -> Mapping[str, Any]:
-    """Return the options with the client's name of the field that one part is from, if recorded."""
-    fields = options.get("part_fields")
-    if part is None or not fields:
-        return options
-    return {**options, "fields": dict.fromkeys(PROMPT_FIELDS, fields[part])}
-
-
-@contextlib.contextmanager
-def translated_errors(
-    kind: str, options: Mapping[str, Any], *, checks: bool = False
-) -> Iterator[None]:
-    """Raise reported errors as RequestFailed, translated by `translate_error`.
-
-    With `checks`, the same for all errors: the code inside checks the fields of a message.
-    """
-    try:
-        yield
-    except PagemillError as error:
-        if not (checks or error.reported):
-            raise
-        info = translate_error(errors.info_of(error), kind, options)
-        raise errors.RequestFailed(info, "") from error
-
-
-def _renamed(field: str, names: Mapping[str, str]) -> str:
-    """Return the client's name for the longest prefix of the path that has one.
-
-    The rest of the path is dropped, because the client does not know the structure inside.
-    """
-    path = re.split(r"(?=[.\[])", field)
-    for end in range(len(path), 0, -1):
-        if (name := names.get("".join(path[:end]))) is not None:
-            return name
-    return field
+        With `checks`, the same for all errors: the code inside checks the fields of a message.
+        """
+        try:
+            yield
+        except PagemillError as error:
+            if not (checks or error.reported):
+                raise
+            raise errors.RequestFailed(self.translate(errors.info_of(error)), "") from error

@@ -4,39 +4,28 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.requests import Request
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import RequestRecord
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.schemas.generate import MAX_ID_LEN
-
-PREFIXES = {
-    "chat": "chatcmpl",
-    "completion": "cmpl",
-    "demo": "demo",
-    "embedding": "embd",
-    "generate": "gen",
-    "images": "img",
-    "rerank": "rerank",
-    "score": "score",
-    "speech": "speech",
-    "transcription": "transcr",
-}
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-def named_request_id(kind: str, tenant: str, name: str) -> str:
+def named_request_id(kind: AnswerKind[Any], tenant: str, name: str) -> str:
     """Return the id of the request that a tenant calls `name`.
 
     The id is a digest, so that no tenant can produce the id of another tenant's request.
     """
-    digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{digest}"
+    digest = hashlib.sha256(f"{kind.name}:{tenant}:{name}".encode()).hexdigest()
+    return f"{kind.id_prefix}-{digest}"
 
 
-def read_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
+def read_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
     """Return the request's id, and whether the client has chosen it.
 
     The same name from the same tenant means the same request. Raises InvalidRequest. Every response
@@ -48,10 +37,10 @@ def read_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool
     return known
 
 
-def _find_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
+def _find_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
-        return f"{PREFIXES[kind]}-{secrets.token_hex(16)}", False
+        return f"{kind.id_prefix}-{secrets.token_hex(16)}", False
     if _CLIENT_ID.fullmatch(name) is None:
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"

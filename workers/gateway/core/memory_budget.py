@@ -15,7 +15,8 @@ from msgspec import Struct
 from shared.config.schema import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.messages import RequestRecord
-from workers.gateway.core.field_names import client_field_of
+from workers.gateway.core.assembler import AnswerOptions, Options
+from workers.gateway.core.kinds import Budget, Refusal
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 
@@ -28,13 +29,6 @@ ENTRY_BYTES = 480
 VALUE_BYTES = 96
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
-
-ADVICE_ON_EMBEDDINGS = {
-    "embedding": "ask for fewer, or for fewer dimensions",
-    "rerank": "send fewer documents",
-    "score": "send fewer texts",
-}
-"""How to make the answer smaller, for each kind of RequestRecord that embeds."""
 
 _OPTION = "kept"
 
@@ -70,17 +64,13 @@ class AnswerSize(Struct, frozen=True, omit_defaults=True):
         num_entries = self.of_prompt + self.per_token * num_tokens
         return ENTRY_BYTES * num_entries + VALUE_BYTES * self.of_embeddings
 
-    def limiting_field(self, num_bytes: int, record: RequestRecord) -> str:
-        """Return the field of the request that makes up most of `num_bytes`."""
-        if record.kind in ADVICE_ON_EMBEDDINGS:
-            return client_field_of("prompt", record.kind, record.options)
-        if 2 * self.num_bytes(0) <= num_bytes:
-            return "max_tokens"
-        return "prompt_logprobs" if record.kind == "generate" else "logprobs"
+    def refusal(self, num_bytes: int, budget: Budget) -> Refusal:
+        """Return the refusal for an answer of `num_bytes`, by what takes the most of them."""
+        return budget.tokens if 2 * self.num_bytes(0) <= num_bytes else budget.prompts
 
 
 def answer_size_of(
-    plan: SubmitPlan, defaults: Mapping[str, Any], hidden_size: int = 0
+    plan: SubmitPlan[Options], defaults: Mapping[str, Any], hidden_size: int = 0
 ) -> AnswerSize:
     """Return the size of a plan's answer.
 
@@ -88,13 +78,13 @@ def answer_size_of(
     """
     sampling = {**defaults, **plan.sampling}
     num_choices = sampling.get("n", 1)
-    shown = plan.options.get("logprobs")
+    shown = plan.options.logprobs
     is_shown = shown is not None and shown is not False
     of_prompt = plan.sampling.get("prompt_logprobs")
     num_prompt = 0
     if of_prompt is not None:
         # With an echo, each choice has its own copy of the prompt's log probabilities.
-        copies = num_choices if "echo" in plan.options else 1
+        copies = num_choices if plan.options.echo else 1
         num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in plan.requests)
     return AnswerSize(
         per_token=_num_entries(sampling.get("logprobs")) if is_shown else 0,
@@ -113,10 +103,11 @@ def _num_entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def with_answer_size(options: Mapping[str, Any], size: AnswerSize) -> dict[str, Any]:
+def stored_options(options: AnswerOptions, size: AnswerSize) -> dict[str, Any]:
     """Return the options of a RequestRecord, from which `read_answer_size` reads the size."""
+    stored: dict[str, Any] = msgspec.to_builtins(options)
     is_large = size.per_token or size.of_prompt or size.of_embeddings
-    return {**options, _OPTION: msgspec.to_builtins(size)} if is_large else dict(options)
+    return stored | {_OPTION: msgspec.to_builtins(size)} if is_large else stored
 
 
 def read_answer_size(record: RequestRecord) -> AnswerSize:
@@ -130,41 +121,30 @@ class AnswerBudget:
         self._max_mib = limits.max_answer_mib
         self._free_bytes = MAX_LARGEST * limits.max_answer_mib * 2**20
 
-    def reserve(
-        self, scope: MutableMapping[str, Any], num_bytes: int, field: str, kind: str
-    ) -> None:
+    def reserve(self, scope: MutableMapping[str, Any], num_bytes: int, refusal: Refusal) -> None:
         """Reserve memory for the HTTP request of `scope` until `release`.
 
-        `kind` is that of the RequestRecord. An earlier reservation of the same request is replaced.
-        Raises AnswerTooLarge with `field`, or Overloaded.
+        An earlier reservation of the same request is replaced. Raises AnswerTooLarge or Overloaded.
         """
         self.release(scope)
         if num_bytes > self._max_mib * 2**20:
-            what, advice = "log probabilities", "ask for fewer, or for fewer tokens"
-            if kind in ADVICE_ON_EMBEDDINGS:
-                what, advice = "embeddings", ADVICE_ON_EMBEDDINGS[kind]
-            elif field != "prompt_logprobs":  # They are never streamed.
-                advice += "; a stream has no limit"
             raise AnswerTooLarge(
-                f"the {what} of this answer may take {num_bytes // 2**20} MiB, and the limit"
-                f" without a stream is {self._max_mib} MiB: {advice}",
-                field=field,
+                f"the {refusal.content} of this answer may take {num_bytes // 2**20} MiB, and the"
+                f" limit without a stream is {self._max_mib} MiB: {refusal.advice}",
+                field=refusal.field,
             )
         self._take(scope, num_bytes)
 
-    def extend(self, scope: MutableMapping[str, Any], more_bytes: int, kind: str) -> None:
+    def extend(self, scope: MutableMapping[str, Any], more_bytes: int, refusal: Refusal) -> None:
         """Reserve memory for more of a speech or images, in addition to what the request has.
 
         Raises AnswerTooLarge or Overloaded.
         """
         if scope.get("answer_bytes", 0) + more_bytes > self._max_mib * 2**20:
-            what, field, advice = "speech", "stream", "a stream has no limit"
-            if kind == "images":
-                what, field, advice = "images", "response_format", "ask for their URLs"
             raise AnswerTooLarge(
-                f"the {what} of this answer would take more than the limit of {self._max_mib} MiB"
-                f" without a stream: {advice}",
-                field=field,
+                f"the {refusal.content} of this answer would take more than the limit of"
+                f" {self._max_mib} MiB without a stream: {refusal.advice}",
+                field=refusal.field,
             )
         self._take(scope, more_bytes)
 

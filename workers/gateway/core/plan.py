@@ -5,16 +5,18 @@ configured defaults, even where they are equal to the defaults of SamplingParams
 """
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+from typing import Any, Generic
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import MAX_PARTS
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, MAX_SEED
+from workers.gateway.core.assembler import AnswerOptions, Options
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.openai_request import (
     CommonRequest,
@@ -30,19 +32,35 @@ MAX_PROMPTS = MAX_PARTS
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-class SubmitPlan(Struct, frozen=True):
+class Delivery(Enum):
+    WHOLE = auto()
+    EVENTS = auto()
+    LINES = auto()
+    """A line of JSON for each event, without ids."""
+    SOUND = auto()
+    """The sound alone, as the bytes of a file."""
+
+
+class UsageOptions(AnswerOptions, frozen=True, kw_only=True):
+    """Base class of options of an answer that reports usage in a stream."""
+
+    include_usage: bool | UnsetType = UNSET
+    continuous_usage: bool | UnsetType = UNSET
+
+    @property
+    def prompt_tokens(self) -> int | UnsetType:
+        """Number of prompt tokens, for `continuous_usage`."""
+        return UNSET
+
+
+class SubmitPlan(Struct, Generic[Options], frozen=True):
     """One request to the bus, or several that together make one answer."""
 
     requests: list[GenerateRequest]
     sampling: dict[str, Any]
-    options: dict[str, Any]
-    """Options of the RequestRecord, on which the form of the answer depends."""
-    stream: bool = False
+    options: Options
+    delivery: Delivery = Delivery.WHOLE
     durable: bool = False
-    sound_format: str = ""
-    """The answer is the sound alone, as bytes of this format."""
-    is_lines: bool = False
-    """A stream has a line of JSON for each event, without ids."""
     unrecorded: frozenset[str] = frozenset()
     """Options that are left out of the stored record of a request that is answered once: one that
     is not durable and has no id from its client."""
@@ -140,19 +158,19 @@ def plan_of(
     request: CommonRequest,
     requests: list[GenerateRequest],
     sampling: dict[str, Any],
-    options: dict[str, Any],
-) -> SubmitPlan:
-    """Return the plan, with the options and the delivery that all requests have in common."""
+    options: Options,
+) -> SubmitPlan[Options]:
+    """Return the plan, with the delivery that all requests have in common."""
     return SubmitPlan(
         requests,
         sampling,
-        _usage_options(request) | options,
-        stream=bool(request.stream),
+        options,
+        delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
         durable=bool(request.durable),
     )
 
 
-def _usage_options(request: CommonRequest) -> dict[str, Any]:
+def usage_options(request: CommonRequest) -> dict[str, Any]:
     """Return the answer's options on usage. Raises InvalidRequest for stream options without a
     stream."""
     options = request.stream_options
@@ -179,3 +197,12 @@ def prompts_of(given: Any, field: str) -> list[str] | list[list[int]]:
     raise InvalidRequest(
         f"{field} must be text, token ids, or 1 to {MAX_PROMPTS} of either", field=field
     )
+
+
+def check_choice(field: str, value: str, available: Iterable[str]) -> None:
+    """Raise InvalidRequest for a value that is not available, with those that are."""
+    if value not in available:
+        there_are = ", ".join(available) or "none"
+        raise InvalidRequest(
+            f"{field}: {value!r} is not available; available: {there_are}", field=field
+        )

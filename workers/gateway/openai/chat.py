@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
@@ -20,17 +21,26 @@ from shared.protocol.requests import (
     ToolCall,
     VideoPart,
 )
-from shared.tool_calls.grammars import COMPACT, arguments_schema, calls_schema, required_grammar
+from shared.tool_calls.grammars import (
+    COMPACT,
+    arguments_schema,
+    calls_schema,
+    required_grammar,
+    strict_grammar,
+)
+from workers.gateway.core.assembler import OutputOptions
 from workers.gateway.core.plan import (
     STRUCTURE_FIELD,
     SubmitPlan,
+    UsageOptions,
     client_fields_of,
     generate_request,
     plan_of,
     sampling_of,
+    structure_of,
+    usage_options,
 )
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.strict_tools import strict_structure
 from workers.gateway.schemas.openai_request import (
     ChatAudioPart,
     ChatInputAudioPart,
@@ -49,6 +59,29 @@ from workers.gateway.schemas.openai_request import (
 MAX_NAMED_SOUNDS = 100
 
 
+class AudioOptions(OutputOptions, frozen=True, kw_only=True):
+    """Options of a spoken answer."""
+
+    stored_s: int
+    """Time for which the speech is stored."""
+    timed: bool = False
+    """As in the OutputSpec."""
+
+
+class ChatOptions(UsageOptions, frozen=True, kw_only=True):
+    logprobs: bool = False
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
+    form: str | UnsetType = UNSET
+    names: list[str] | UnsetType = UNSET
+    one_call: bool | UnsetType = UNSET
+    speech: AudioOptions | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
+
+    @property
+    def output(self) -> AudioOptions | None:
+        return self.speech or None
+
+
 class ToolPlan(Struct, frozen=True):
     """Format of the tool calls of an answer: the model's own, or one that it is constrained to."""
 
@@ -63,7 +96,7 @@ class ToolPlan(Struct, frozen=True):
 
 def plan_chat(
     request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
-) -> SubmitPlan:
+) -> SubmitPlan[ChatOptions]:
     """Return the plan of a request. `card` is needed for a request with tools.
 
     Without `strict`, for a request that another server is to answer, the attribute of that name is
@@ -88,9 +121,9 @@ def plan_chat(
     if tools.form not in (None, "named", "required"):
         # The tags by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
-    options: dict[str, Any] = {"logprobs": bool(request.logprobs), "fields": fields}
+    options = ChatOptions(**usage_options(request), logprobs=bool(request.logprobs), fields=fields)
     if tools.form is not None:
-        options |= {"form": tools.form, "names": tools.names, "one_call": tools.one_call}
+        options = replace(options, form=tools.form, names=tools.names, one_call=tools.one_call)
     return plan_of(request, [_generate(request, card)], sampling, options)
 
 
@@ -208,3 +241,23 @@ def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -
             field="tools",
         )
     return ToolPlan(card.tool_parser, names, one_call)
+
+
+def strict_structure(request: ChatRequest, card: ModelCard) -> dict[str, Any] | None:
+    """Return the constraint on an answer if a function that it may call is strict, else None.
+
+    Raises a RequestError if the calls cannot be constrained.
+    """
+    tools = request.tools or []
+    strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+    if strict is None:
+        return None
+    if card.call_signs is None:
+        raise UnsupportedParameter(
+            f"{request.model} writes calls in a format that cannot be constrained while calls are"
+            " optional: leave strict out, or set tool_choice to 'required' or to a function",
+            field=f"tools[{strict}].function.strict",
+        )
+    if (other := structure_of(request)) is not None:
+        raise InvalidRequest(f"{other[0]} cannot be combined with strict functions", field=other[0])
+    return {"grammar": strict_grammar(tools, card.call_signs)}

@@ -6,16 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
-from shared.protocol.records import AudioChunk, ChoiceDelta, OutputEnd, OutputSummary
-from workers.gateway.core.assembler import or_unset
+from shared.protocol.records import (
+    AnyRecord,
+    AudioChunk,
+    ChoiceDelta,
+    Finish,
+    OutputEnd,
+    OutputSummary,
+)
+from workers.gateway.core.assembler import Answering, or_unset
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.logprobs import openai_logprobs
+from workers.gateway.core.order import Records, in_speech_order
 from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.http import errors
-from workers.gateway.openai.assembler import AnswerOptions, ChoiceSoFar, OpenAIAssembler
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.chat import ChatOptions
 from workers.gateway.openai.tool_calls import ChoiceText
 from workers.gateway.schemas.openai_response import (
     AnswerAudio,
@@ -31,14 +40,6 @@ from workers.gateway.schemas.openai_response import (
     SpeechError,
     TokenLogprob,
 )
-
-
-class ChatOptions(AnswerOptions, frozen=True, kw_only=True):
-    form: str | None = None
-    names: list[str] = msgspec.field(default_factory=list)
-    one_call: bool = False
-    speech: AudioOptions | None = None
-
 
 # Peak memory of one sample of a whole speech; tracemalloc has shown 10 bytes.
 SAMPLE_BYTES = 12
@@ -72,7 +73,6 @@ class _Speech:
         return "".join(text for _, text in done)
 
 
-@dataclass(eq=False)
 class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     """Assembler of chat completions, with tool calls or a speech.
 
@@ -80,28 +80,32 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     sound is timed, and else with the text.
     """
 
-    options_type, chunk_type, answer_type = ChatOptions, ChatChunk, ChatCompletion
+    chunk_type, answer_type = ChatChunk, ChatCompletion
     sample_bytes = SAMPLE_BYTES
 
-    def __post_init__(self) -> None:
-        audio = self.options.speech
+    def __init__(self, request: Answering[ChatOptions]) -> None:
+        super().__init__(request)
+        audio = self.options.output
         self._speech = None
         if audio is not None:
             self.max_events = 2  # The end of the request, and its usage.
-            expires_at = self.created_s + audio.stored_s
-            self._speech = _Speech(f"audio_{self.request_id}", expires_at)
+            expires_at = request.created_s + audio.stored_s
+            self._speech = _Speech(f"audio_{request.request_id}", expires_at)
 
     def _advance(self, part: int, delta: ChoiceDelta) -> ChatChunkChoice | None:
         choice, options = self.choices.get(delta.index), self.options
         if choice is None:
-            name = f"{self.request_id}:{delta.index}"
-            text = ChoiceText(name, options.form, options.names, one_call=options.one_call)
+            name, form = f"{self.request.request_id}:{delta.index}", options.form or None
+            calls_one = bool(options.one_call)
+            text = ChoiceText(name, form, options.names or [], one_call=calls_one)
             choice = self.choices[delta.index] = _Choice(text)
         is_last = delta.finish_reason is not None
         content, calls = choice.text.feed(delta.text, is_last=is_last)
         logprobs = None
         if options.logprobs and delta.logprobs:
-            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self.token_bytes))
+            logprobs = list(
+                openai_logprobs(delta.token_ids, delta.logprobs, self.request.token_bytes)
+            )
             if self.collects_answer:
                 choice.logprobs += logprobs
         if is_last:
@@ -126,7 +130,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         )
 
     def _transcript_of(self, delta: ChoiceDelta, content: str) -> AudioDelta | UnsetType:
-        speech, audio = self._speech, self.options.speech
+        speech, audio = self._speech, self.options.output
         if speech is None or audio is None or not content:
             return UNSET
         speech.pieces += _pieces_of(delta, content)
@@ -134,9 +138,10 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             return UNSET
         return AudioDelta(speech.id, transcript=speech.transcribe(None))
 
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
         speech = self._speech
-        assert speech is not None
+        if speech is None:
+            return super().add(part, record)
         match record:
             case AudioChunk():
                 if self.collects_answer:
@@ -149,11 +154,12 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
                 if not text:
                     return []
                 return [self._audio_chunk(AudioDelta(speech.id, transcript=text))]
+            case Finish():
+                return [self._end_speech(speech, record.outputs), *super().add(part, record)]
+            case _:
+                return super().add(part, record)
 
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        speech = self._speech
-        if speech is None:
-            return []
+    def _end_speech(self, speech: _Speech, outputs: Mapping[str, OutputSummary]) -> Any:
         frames = sum(summary.units.get("frames", 0) for summary in outputs.values())
         self.audio_tokens = int(frames)
         choice = self.choices[0]
@@ -164,7 +170,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             told = errors.body_of(cut).error
             speech.error = SpeechError(told.code, told.message, told.param)
         shown = AudioDelta(speech.id, expires_at=speech.expires_at, error=speech.error)
-        return [self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))]
+        return self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))
 
     def _audio_chunk(
         self,
@@ -176,7 +182,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         return self._chunk([shown])
 
     def _audio_of(self, content: str | None) -> AnswerAudio | UnsetType:
-        speech, audio = self._speech, self.options.speech
+        speech, audio = self._speech, self.options.output
         if speech is None or audio is None:
             return UNSET
         head = wav_header(speech.sample_rate, len(speech.pcm)) if audio.format == WAV else b""
@@ -202,3 +208,20 @@ def _pieces_of(delta: ChoiceDelta, content: str) -> list[tuple[int, str]]:
     words, num_tokens = _WORDS.findall(content), len(delta.token_ids)
     ends = (-(-num_tokens * number // len(words)) for number in range(1, len(words) + 1))
     return [(delta.position + end, word) for end, word in zip(ends, words, strict=True)]
+
+
+def _order(options: ChatOptions, records: Records) -> Records:
+    audio = options.output
+    return records if audio is None else in_speech_order(records, timed=audio.timed)
+
+
+CHAT = AnswerKind(
+    name="chat",
+    id_prefix="chatcmpl",
+    options=ChatOptions,
+    assembler=ChatAssembler,
+    client_fields=ClientFields(
+        {"items": "messages", "outputs": "modalities", "voice": "audio.voice"}
+    ),
+    order=_order,
+)

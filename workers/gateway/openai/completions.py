@@ -6,23 +6,27 @@ Each prompt is a request of its own on the bus. The choices of the i-th prompt b
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, Finish, TokenChunk, TokenLogprobs
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import or_unset
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, or_unset
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
 from workers.gateway.core.plan import (
     SubmitPlan,
+    UsageOptions,
     client_fields_of,
     generate_request,
     plan_of,
     prompts_of,
     sampling_of,
+    usage_options,
 )
-from workers.gateway.openai.assembler import AnswerOptions, ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
 from workers.gateway.schemas.openai_request import CompletionRequest
 from workers.gateway.schemas.openai_response import (
     Completion,
@@ -43,14 +47,18 @@ class Echo(Struct, frozen=True):
     """Token ids of the prompt, needed for its log probabilities."""
 
 
-class CompletionOptions(AnswerOptions, frozen=True, kw_only=True):
+class CompletionOptions(UsageOptions, frozen=True, kw_only=True):
+    parts: int = 1
     n: int = 1
-    echo: list[Echo] = msgspec.field(default_factory=list)
+    logprobs: bool = False
     echo_only: bool = False
     """The answer is the prompts alone."""
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
+    echo: list[Echo] | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
 
 
-def plan_completion(request: CompletionRequest) -> SubmitPlan:
+def plan_completion(request: CompletionRequest) -> SubmitPlan[CompletionOptions]:
     """Return the plan of a request. Raises a RequestError with the field.
 
     The texts and token ids of an echo are not in it: the route adds them to the options.
@@ -67,13 +75,14 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
         sampling["logprobs"] = request.logprobs
         if request.echo:
             sampling["prompt_logprobs"] = request.logprobs
-    options = {
-        "parts": len(prompts),
-        "n": sampling.get("n", 1),
-        "logprobs": request.logprobs is not None,
-        "echo_only": echo_only,
-        "fields": client_fields_of(request),
-    }
+    options = CompletionOptions(
+        **usage_options(request),
+        parts=len(prompts),
+        n=sampling.get("n", 1),
+        logprobs=request.logprobs is not None,
+        echo_only=echo_only,
+        fields=client_fields_of(request),
+    )
     requests = [_generate(request, prompt) for prompt in prompts]
     return plan_of(request, requests, sampling, options)
 
@@ -106,26 +115,27 @@ class _Choice(ChoiceSoFar):
         self.context = [*self.context, token][-MAX_CONTEXT_TOKENS:]
 
 
-@dataclass(eq=False)
 class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
     """Assembler of completions."""
 
-    options_type, chunk_type, answer_type = CompletionOptions, Completion, Completion
+    chunk_type, answer_type = Completion, Completion
 
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Log probabilities of the prompts, by part."""
+    def __init__(self, request: Answering[CompletionOptions]) -> None:
+        super().__init__(request)
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        """Log probabilities of the prompts, by part."""
 
-    def add(self, part: int, record: TokenChunk) -> list[Completion]:
+    def _add_tokens(self, part: int, record: TokenChunk) -> list[Completion]:
         if record.prompt_logprobs is not None:
             self.prompt_logprobs[part] = record.prompt_logprobs
         if self.options.echo_only:
             record = replace(record, choices=[_without_tokens(delta) for delta in record.choices])
-        return super().add(part, record)
+        return super()._add_tokens(part, record)
 
-    def finish(self, part: int, usage: Usage) -> list[Completion]:
+    def _finish(self, record: Finish) -> list[Completion]:
         if self.options.echo_only:
-            usage = replace(usage, completion_tokens=0)
-        return super().finish(part, usage)
+            record = replace(record, usage=replace(record.usage, completion_tokens=0))
+        return super()._finish(record)
 
     def _whole(self, index: int, choice: _Choice) -> CompletionChoice:
         return CompletionChoice(
@@ -144,7 +154,7 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
             text = self.options.echo[part].text + text
             self._echo(part, choice, logprobs)
         if self.options.logprobs and delta.logprobs:
-            for entry in openai_logprobs(delta.token_ids, delta.logprobs, self.token_bytes):
+            for entry in openai_logprobs(delta.token_ids, delta.logprobs, self.request.token_bytes):
                 choice.add_token(logprobs, bytes(entry.bytes), entry)
         choice.text += text
         if self.collects_answer:
@@ -164,14 +174,29 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
 
     def _echo(self, part: int, choice: _Choice, logprobs: CompletionLogprobs) -> None:
         """Add the prompt to `logprobs`. Its first token has no log probability."""
+        assert self.options.echo
         echo, prompt_logprobs = self.options.echo[part], self.prompt_logprobs.get(part)
         if prompt_logprobs is None or not echo.token_ids:
             choice.offset = len(echo.text)
             return
-        choice.add_token(logprobs, self.token_bytes[echo.token_ids[0]], None)
-        for entry in openai_logprobs(echo.token_ids[1:], prompt_logprobs, self.token_bytes):
+        choice.add_token(logprobs, self.request.token_bytes[echo.token_ids[0]], None)
+        for entry in openai_logprobs(echo.token_ids[1:], prompt_logprobs, self.request.token_bytes):
             choice.add_token(logprobs, bytes(entry.bytes), entry)
 
 
 def _without_tokens(delta: ChoiceDelta) -> ChoiceDelta:
     return ChoiceDelta(delta.index, 0, [], "", None if delta.finish_reason is None else "length")
+
+
+COMPLETION = AnswerKind(
+    name="completion",
+    id_prefix="cmpl",
+    options=CompletionOptions,
+    assembler=CompletionAssembler,
+    client_fields=ClientFields(
+        {
+            **dict.fromkeys((*PROMPT_FIELDS, "items"), "prompt"),
+            "sampling_params.prompt_logprobs": "logprobs",
+        }
+    ),
+)

@@ -1,64 +1,69 @@
 """`/generate` of vLLM's demo server: the plan of a request, and its assembler. Pure."""
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
-from shared.protocol.messages import RequestRecord
-from shared.protocol.records import TokenChunk, Usage
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from shared.protocol.records import AnyRecord, TokenChunk
+from workers.gateway.core.assembler import Answering, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import (
+    Delivery,
     SubmitPlan,
+    UsageOptions,
     client_fields_of,
     generate_request,
     plan_of,
     sampling_of,
+    usage_options,
 )
 from workers.gateway.schemas.demo import DemoAnswer, DemoRequest
 
-_PROMPT = "prompt"
 
-
-class DemoOptions(Struct, frozen=True, kw_only=True):
-    """Options of the answer, stored in the RequestRecord."""
-
+class DemoOptions(UsageOptions, frozen=True, kw_only=True):
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
     prompt: str = ""
     n: int = 1
 
 
-def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan:
+def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan[DemoOptions]:
     """Return the plan of a request. Raises a RequestError with the field."""
     sampling = sampling_of(request)
-    n = sampling.get("n", default_n)
-    options = {"fields": client_fields_of(request), _PROMPT: request.prompt, "n": n}
+    options = DemoOptions(
+        **usage_options(request),
+        fields=client_fields_of(request),
+        prompt=request.prompt,
+        n=sampling.get("n", default_n),
+    )
     plan = plan_of(request, [generate_request(request, prompt=request.prompt)], sampling, options)
-    return replace(plan, is_lines=True, unrecorded=frozenset({_PROMPT}))
+    delivery = Delivery.LINES if request.stream else Delivery.WHOLE
+    return replace(plan, delivery=delivery, unrecorded=frozenset({"prompt"}))
 
 
-@dataclass(eq=False)
-class DemoAssembler(Assembler):
-    """Assembler of the whole texts so far, each behind its prompt."""
+class DemoAssembler(Assembler[DemoOptions]):
+    """Assembler of the whole texts so far, each after its prompt."""
 
-    options: DemoOptions
-    texts: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, request: Answering[DemoOptions]) -> None:
+        super().__init__(request)
         self.texts = [self.options.prompt] * self.options.n
 
-    @classmethod
-    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
-        return cls(msgspec.convert(record.options, DemoOptions))
-
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        if not isinstance(record, TokenChunk):
+            return []
         for delta in record.choices:
             self.texts[delta.index] += delta.text
         return [self.answer()]
 
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return []
-
     def answer(self) -> DemoAnswer:
         return DemoAnswer([*self.texts])
+
+
+DEMO = AnswerKind(
+    name="demo",
+    id_prefix="demo",
+    options=DemoOptions,
+    assembler=DemoAssembler,
+    client_fields=ClientFields(dict.fromkeys(("prompt_token_ids", "tokens"), "prompt")),
+)

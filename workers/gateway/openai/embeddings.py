@@ -6,17 +6,14 @@ Each input is a request of its own on the bus.
 import array
 import base64
 import sys
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
-from msgspec import Struct
+from typing import Any, TypeVar
 
 from shared.errors import WorkerFailure
-from shared.protocol.messages import RequestRecord
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AnyRecord, Finish, TokenChunk
 from shared.protocol.requests import EmbeddingParams
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.plan import SubmitPlan, generate_request, prompts_of
 from workers.gateway.schemas.embeddings import (
     EmbeddingEntry,
@@ -27,15 +24,15 @@ from workers.gateway.schemas.embeddings import (
 )
 
 
-class PartOptions(Struct, frozen=True, kw_only=True):
+class EmbeddingOptions(AnswerOptions, frozen=True, kw_only=True):
     parts: int = 1
-
-
-class EmbeddingOptions(PartOptions, frozen=True, kw_only=True):
     encoding_format: EncodingFormat = "float"
 
 
-def plan_embedding(request: EmbeddingRequest) -> SubmitPlan:
+Options = TypeVar("Options", bound=AnswerOptions)
+
+
+def plan_embedding(request: EmbeddingRequest) -> SubmitPlan[EmbeddingOptions]:
     """Return the plan of a request. Raises a RequestError with the field."""
     params = EmbeddingParams(dimensions=request.dimensions)
     requests = [
@@ -46,27 +43,25 @@ def plan_embedding(request: EmbeddingRequest) -> SubmitPlan:
         )
         for prompt in prompts_of(request.input, "input")
     ]
-    encoding_format = request.encoding_format or "float"
-    options = {"parts": len(requests), "encoding_format": encoding_format}
+    options = EmbeddingOptions(
+        parts=len(requests), encoding_format=request.encoding_format or "float"
+    )
     return SubmitPlan(requests, {}, options, durable=bool(request.durable))
 
 
-@dataclass(eq=False)
-class EmbeddingCollector(Assembler):
+class EmbeddingCollector(Assembler[Options]):
     """Base of assemblers that need the embeddings of all parts."""
 
-    model: str
-    options: PartOptions
-    embeddings: dict[int, str] = field(default_factory=dict)
-    num_tokens: int = 0
+    def __init__(self, request: Answering[Options]) -> None:
+        super().__init__(request)
+        self.embeddings: dict[int, str] = {}
+        self.num_tokens = 0
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        if record.embedding is not None:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        if isinstance(record, TokenChunk) and record.embedding is not None:
             self.embeddings[part] = record.embedding
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        self.num_tokens += usage.prompt_tokens
+        elif isinstance(record, Finish):
+            self.num_tokens += record.usage.prompt_tokens
         return []
 
     @property
@@ -80,18 +75,8 @@ class EmbeddingCollector(Assembler):
             raise WorkerFailure(f"{num_found} of {num_inputs} inputs have an embedding")
 
 
-@dataclass(eq=False)
-class EmbeddingAssembler(EmbeddingCollector):
+class EmbeddingAssembler(EmbeddingCollector[EmbeddingOptions]):
     """Assembler of embeddings."""
-
-    options: EmbeddingOptions
-
-    @classmethod
-    def of_record(
-        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
-    ) -> "EmbeddingAssembler":
-        options = {name: record.options.get(name) for name in EmbeddingOptions.__struct_fields__}
-        return cls(record.model, msgspec.convert(options, EmbeddingOptions))
 
     def answer(self) -> EmbeddingList:
         """Raises WorkerFailure if a log has ended without an embedding."""
@@ -101,7 +86,7 @@ class EmbeddingAssembler(EmbeddingCollector):
             EmbeddingEntry(part, floats_of(data) if as_floats else data)
             for part, data in sorted(self.embeddings.items())
         ]
-        return EmbeddingList(entries, self.model, self.usage)
+        return EmbeddingList(entries, self.request.model, self.usage)
 
 
 def floats_of(data: str) -> list[float]:
@@ -110,3 +95,24 @@ def floats_of(data: str) -> list[float]:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tolist()
+
+
+def embeddings_budget(advice: str) -> Budget:
+    """Return the budget of answers that are made of embeddings, which are never streamed."""
+    return Budget(prompts=Refusal("embeddings", "prompt", advice))
+
+
+EMBEDDING = AnswerKind(
+    name="embedding",
+    id_prefix="embd",
+    options=EmbeddingOptions,
+    assembler=EmbeddingAssembler,
+    client_fields=ClientFields(
+        {
+            **dict.fromkeys(PROMPT_FIELDS, "input"),
+            "embedding.dimensions": "dimensions",
+            "embedding": "model",
+        }
+    ),
+    budget=embeddings_budget("ask for fewer, or for fewer dimensions"),
+)

@@ -1,29 +1,17 @@
 """`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import StageSpec
-from shared.protocol.records import (
-    AudioChunk,
-    ImageRecord,
-    OutputEnd,
-    OutputSummary,
-    StepState,
-    TokenChunk,
-    Usage,
-)
+from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import Assembler, TokenBytes
-from workers.gateway.core.choices import check_choice
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, OutputOptions
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
+from workers.gateway.core.order import in_speech_order
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.schemas.images import (
     AUTO,
     B64_JSON,
@@ -40,24 +28,25 @@ from workers.gateway.schemas.images import (
 _MEDIA = "media:"
 
 
-class PaintedOptions(Struct, frozen=True, kw_only=True):
-    """How images are answered."""
+class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
+    """Options of painted images."""
 
-    output: str
-    """Name of the model's output of images."""
-    format: str
     size: str
     base_url: str
     """What stands before the name of a file in its URL."""
 
 
-class ImageOptions(Struct, frozen=True, kw_only=True):
-    """Options of images, stored in the RequestRecord."""
-
+class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
     images: PaintedOptions
 
+    @property
+    def output(self) -> PaintedOptions:
+        return self.images
 
-def plan_images(asked: ImagesRequest, painter: StageSpec | None, base_url: str) -> SubmitPlan:
+
+def plan_images(
+    asked: ImagesRequest, painter: StageSpec | None, base_url: str
+) -> SubmitPlan[ImageOptions]:
     """Return the plan of a request for images. Raises InvalidRequest with the field."""
     if painter is None or painter.output is None:
         raise InvalidRequest(f"{asked.model} paints no images", field="model")
@@ -90,8 +79,8 @@ def plan_images(asked: ImagesRequest, painter: StageSpec | None, base_url: str) 
     return SubmitPlan(
         [wanted],
         {},
-        {"images": msgspec.structs.asdict(options)},
-        stream=asked.stream,
+        ImageOptions(images=options),
+        delivery=Delivery.EVENTS if asked.stream else Delivery.WHOLE,
         durable=bool(asked.durable),
     )
 
@@ -110,75 +99,85 @@ def _check(asked: ImagesRequest, painter: StageSpec) -> None:
         raise InvalidRequest("partial_images: previews require stream", field="partial_images")
 
 
-@dataclass(eq=False)
-class ImageAssembler(Assembler):
+class ImageAssembler(Assembler[ImageOptions]):
     """Assembler of images, and of the events of one while it sharpens."""
 
-    created_s: int
-    options: PaintedOptions
-    entries: dict[int, ImageEntry] = field(default_factory=dict)
-    num_previews: int = 0
-    usage: ImageUsage = field(default_factory=lambda: usage_of(0))
+    def __init__(self, request: Answering[ImageOptions]) -> None:
+        super().__init__(request)
+        self.created_s = request.created_s
+        self.images = self.options.images
+        self.entries: dict[int, ImageEntry] = {}
+        self.num_previews = 0
+        self.usage: ImageUsage = usage_of(0)
 
-    @classmethod
-    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
-        return cls(record.created_s, msgspec.convert(record.options, ImageOptions).images)
+    def file_of(self, record: AnyRecord) -> str:
+        match record:
+            case ImageRecord():
+                return record.media if self.images.format == B64_JSON else ""
+            case StepState() if not self.collects_answer:
+                return record.preview
+            case _:
+                return ""
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        return []
-
-    def file_of(self, record: StepState | ImageRecord) -> str:
-        if isinstance(record, ImageRecord):
-            return record.media if self.options.format == B64_JSON else ""
-        return "" if self.collects_answer else record.preview
-
-    def add_image(self, record: StepState | ImageRecord, file: str) -> list[Any]:
-        if isinstance(record, ImageRecord):
-            self.entries[record.number] = (
-                ImageEntry(b64_json=file)
-                if self.options.format == B64_JSON
-                else ImageEntry(url=self.options.base_url + record.media.removeprefix(_MEDIA))
-            )
-            return []
-        if not record.preview:
-            return []
-        self.num_previews += 1
-        return [
-            ImageEvent(
-                type="image_generation.partial_image",
-                b64_json=file,
-                created_at=self.created_s,
-                size=self.options.size,
-                partial_image_index=self.num_previews - 1,
-            )
-        ]
-
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
         """The event of an image comes with the end of the output, which has its usage."""
-        if isinstance(record, AudioChunk) or record.cut:
-            return []
-        self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
-        return [
-            ImageEvent(
-                type="image_generation.completed",
-                b64_json=entry.b64_json,
-                created_at=self.created_s,
-                size=self.options.size,
-                usage=self.usage,
-            )
-            for entry in self.entries.values()
-            if entry.b64_json
-        ]
+        match record:
+            case ImageRecord():
+                self.entries[record.number] = (
+                    ImageEntry(b64_json=file)
+                    if self.images.format == B64_JSON
+                    else ImageEntry(url=self.images.base_url + record.media.removeprefix(_MEDIA))
+                )
+                return []
+            case StepState(preview=preview) if preview:
+                self.num_previews += 1
+                return [self._preview(file)]
+            case OutputEnd(cut=False):
+                self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
+                entries = self.entries.values()
+                return [self._completed(entry.b64_json) for entry in entries if entry.b64_json]
+            case _:
+                return []
 
-    def event_name(self, event: ImageEvent) -> str:
-        return event.type
+    def _preview(self, file: str) -> ImageEvent:
+        return ImageEvent(
+            type="image_generation.partial_image",
+            b64_json=file,
+            created_at=self.created_s,
+            size=self.images.size,
+            partial_image_index=self.num_previews - 1,
+        )
 
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return []
+    def _completed(self, file: str) -> ImageEvent:
+        return ImageEvent(
+            type="image_generation.completed",
+            b64_json=file,
+            created_at=self.created_s,
+            size=self.images.size,
+            usage=self.usage,
+        )
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]
-        return ImagesAnswer(self.created_s, entries, self.options.size, self.usage)
+        return ImagesAnswer(self.created_s, entries, self.images.size, self.usage)
+
+
+IMAGES = AnswerKind(
+    name="images",
+    id_prefix="img",
+    options=ImageOptions,
+    assembler=ImageAssembler,
+    client_fields=ClientFields(
+        {
+            "image.size": "size",
+            "image.n": "n",
+            "image.steps": "num_inference_steps",
+            "image.guidance": "guidance_scale",
+            "image.negative_prompt": "negative_prompt",
+            "outputs": "model",
+        }
+    ),
+    order=lambda _, records: in_speech_order(records, timed=False),
+    budget=Budget(output=Refusal("images", "response_format", "ask for their URLs")),
+    event_name=lambda event: event.type,
+)

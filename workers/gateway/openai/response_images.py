@@ -10,7 +10,7 @@ from shared.protocol.items import InputTextPart, Item, MessageItem
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.steps import PaintTool
 from shared.responses.tools import PAINT
-from workers.gateway.core.choices import check_choice
+from workers.gateway.core.plan import check_choice
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.images import AUTO
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest

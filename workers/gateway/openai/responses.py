@@ -24,6 +24,8 @@ from shared.protocol.items import (
 )
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.steps import ApprovedCall, Begun, PaintTool
+from workers.gateway.core.assembler import PROMPT_FIELDS
+from workers.gateway.core.field_names import ClientFields
 from workers.gateway.http.errors import UnsupportedParameter, validation_error
 from workers.gateway.openai.response_tools import check_calls, choice_of, functions_of, servers_of
 from workers.gateway.schemas.openai_request import JsonObjectFormat
@@ -37,6 +39,14 @@ from workers.gateway.schemas.responses import (
     ResponseFields,
     ResponseRequest,
     SchemaFormat,
+)
+
+RESPONSE_FIELDS = ClientFields(
+    {
+        **dict.fromkeys((*PROMPT_FIELDS, "items"), "input"),
+        "sampling_params.structured_outputs": "text.format",
+        "sampling_params.max_tokens": "max_output_tokens",
+    }
 )
 
 MAX_ITEMS = 1024

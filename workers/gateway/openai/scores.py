@@ -7,21 +7,21 @@ the bus, as in a batch of `/v1/embeddings`, however many pairs it is in.
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest, WorkerFailure
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import RequestRecord
 from shared.protocol.requests import EmbeddingParams
-from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.core.field_names import PROMPT_FIELDS
+from workers.gateway.core.assembler import PROMPT_FIELDS, AnswerOptions
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request
-from workers.gateway.openai.embeddings import EmbeddingCollector, PartOptions
+from workers.gateway.openai.embeddings import EmbeddingCollector, embeddings_budget
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.scores import (
     RerankDocument,
@@ -45,14 +45,17 @@ MAX_RETURNED_BYTES = 256 * 1024
 """Limit on returned documents in JSON: the record of a request that is answered again has them."""
 
 
-class ScoreOptions(PartOptions, frozen=True, kw_only=True):
+class ScoreOptions(AnswerOptions, frozen=True, kw_only=True):
+    top_n: int | UnsetType = UNSET
+    documents: list[str] | UnsetType = UNSET
+    parts: int = 1
     pairs: list[tuple[int, int]]
     """The parts of each pair."""
-    top_n: int = 0
-    documents: list[str] | None = None
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
+    part_fields: list[str] = msgspec.field(default_factory=list)
 
 
-def plan_score(request: ScoreRequest) -> SubmitPlan:
+def plan_score(request: ScoreRequest) -> SubmitPlan[ScoreOptions]:
     """Return the plan of a request. Raises InvalidRequest with the field."""
     fields = _fields_of(request)
     first, second = (_texts_of(getattr(request, name)) for name in fields)
@@ -62,13 +65,13 @@ def plan_score(request: ScoreRequest) -> SubmitPlan:
             f" in {fields[0]}, or as many as in {fields[1]}",
             field=fields[0],
         )
-    return _plan(request, fields, first, second, {})
+    return _plan(request, fields, first, second)
 
 
-def plan_rerank(request: RerankRequest) -> SubmitPlan:
+def plan_rerank(request: RerankRequest) -> SubmitPlan[ScoreOptions]:
     """Return the plan of a request. Raises InvalidRequest with the field."""
     documents = [one if isinstance(one, str) else one.text for one in request.documents]
-    options: dict[str, Any] = {"top_n": request.top_n or 0}
+    returned: list[str] | UnsetType = UNSET
     if request.return_documents is not False:
         num_bytes = len(to_json(documents))
         if num_bytes > MAX_RETURNED_BYTES:
@@ -77,8 +80,10 @@ def plan_rerank(request: RerankRequest) -> SubmitPlan:
                 f" {MAX_RETURNED_BYTES} for documents in an answer: set it to false",
                 field="return_documents",
             )
-        options["documents"] = documents
-    return _plan(request, ("query", "documents"), [request.query], documents, options)
+        returned = documents
+    plan = _plan(request, ("query", "documents"), [request.query], documents)
+    options = replace(plan.options, top_n=request.top_n or 0, documents=returned)
+    return replace(plan, options=options)
 
 
 def _fields_of(request: ScoreRequest) -> tuple[str, str]:
@@ -105,8 +110,7 @@ def _plan(
     fields: tuple[str, str],
     first: Sequence[str],
     second: Sequence[str],
-    options: dict[str, Any],
-) -> SubmitPlan:
+) -> SubmitPlan[ScoreOptions]:
     """Return the plan, with one part for each different text."""
     part_of: dict[str, int] = {}
     part_fields = []
@@ -124,33 +128,19 @@ def _plan(
     params = EmbeddingParams(normalize=True)
     requests = [generate_request(request, embedding=params, prompt=text) for text in part_of]
     firsts = first if len(first) == len(second) else [*first] * len(second)
-    options |= {
-        "parts": len(requests),
-        "pairs": [(part_of[a], part_of[b]) for a, b in zip(firsts, second, strict=True)],
-        "fields": dict.fromkeys(PROMPT_FIELDS, fields[1]),
-        "part_fields": part_fields,
-    }
+    options = ScoreOptions(
+        parts=len(requests),
+        pairs=[(part_of[a], part_of[b]) for a, b in zip(firsts, second, strict=True)],
+        fields=dict.fromkeys(PROMPT_FIELDS, fields[1]),
+        part_fields=part_fields,
+    )
     return SubmitPlan(
         requests, {}, options, durable=bool(request.durable), unrecorded=frozenset({"documents"})
     )
 
 
-@dataclass(eq=False)
-class _PairAssembler(EmbeddingCollector):
+class _PairAssembler(EmbeddingCollector[ScoreOptions]):
     """Base of assemblers that compare embeddings."""
-
-    options: ScoreOptions
-    request_id: str = ""
-    created_s: int = 0
-
-    @classmethod
-    def of_record(
-        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
-    ) -> "_PairAssembler":
-        known = ScoreOptions.__struct_fields__
-        given = {name: value for name, value in record.options.items() if name in known}
-        options = msgspec.convert(given, ScoreOptions)
-        return cls(record.model, options, request_id=request_id, created_s=record.created_s)
 
     def scores(self) -> list[float]:
         """Return the similarity of each pair.
@@ -177,7 +167,8 @@ class ScoreAssembler(_PairAssembler):
     def answer(self) -> ScoreList:
         """Raises WorkerFailure if a log has ended without an embedding."""
         entries = [ScoreEntry(index, score) for index, score in enumerate(self.scores())]
-        return ScoreList(self.request_id, self.created_s, self.model, entries, self.usage)
+        request = self.request
+        return ScoreList(request.request_id, request.created_s, request.model, entries, self.usage)
 
 
 class RerankAssembler(_PairAssembler):
@@ -188,13 +179,13 @@ class RerankAssembler(_PairAssembler):
         documents = self.options.documents
         results = [
             RerankResult(index, score)
-            if documents is None
+            if not documents
             else RerankResult(index, score, RerankDocument(documents[index]))
             for index, score in enumerate(self.scores())
         ]
         results.sort(key=lambda result: result.relevance_score, reverse=True)
         kept = results[: self.options.top_n or None]
-        return RerankList(self.request_id, self.model, kept, self.usage)
+        return RerankList(self.request.request_id, self.request.model, kept, self.usage)
 
 
 def _vector_of(data: str) -> NDArray[np.float64]:
@@ -210,3 +201,21 @@ def _cosine(product: float, square: float, other_square: float) -> float:
     """Return the cosine of two vectors by their products; 0 for a vector without a direction."""
     length = math.sqrt(square * other_square)
     return max(-1.0, min(1.0, product / length)) if length else 0.0
+
+
+SCORE = AnswerKind(
+    name="score",
+    id_prefix="score",
+    options=ScoreOptions,
+    assembler=ScoreAssembler,
+    client_fields=ClientFields({**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"}),
+    budget=embeddings_budget("send fewer texts"),
+)
+RERANK = AnswerKind(
+    name="rerank",
+    id_prefix="rerank",
+    options=ScoreOptions,
+    assembler=RerankAssembler,
+    client_fields=ClientFields({**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"}),
+    budget=embeddings_budget("send fewer documents"),
+)

@@ -2,22 +2,19 @@
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
 from shared.protocol.pipeline import AUDIO, Pipeline
-from shared.protocol.records import AudioChunk, OutputEnd, OutputSummary, TokenChunk, Usage
+from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputSummary
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.core.assembler import Assembler, TokenBytes
-from workers.gateway.core.choices import check_choice
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.order import in_speech_order
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.core.sound_formats import MEDIA_TYPES, WAV, wav_header
-from workers.gateway.openai.spoken import AudioOptions
+from workers.gateway.openai.chat import AudioOptions
 from workers.gateway.schemas.speech import (
     SpeechDelta,
     SpeechDone,
@@ -29,13 +26,17 @@ from workers.gateway.schemas.speech import (
 SSE = "sse"
 
 
-class SpeechOptions(Struct, frozen=True, kw_only=True):
-    """Options of a speech, stored in the RequestRecord."""
-
+class SpeechOptions(AnswerOptions, frozen=True, kw_only=True):
     speech: AudioOptions
 
+    @property
+    def output(self) -> AudioOptions:
+        return self.speech
 
-def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> SubmitPlan:
+
+def plan_speech(
+    request: SpeechRequest, pipeline: Pipeline, stored_s: float
+) -> SubmitPlan[SpeechOptions]:
     """Return the plan of a speech. Raises InvalidRequest with the field."""
     part = pipeline.with_text_given
     output = part.output_of(AUDIO)
@@ -53,52 +54,55 @@ def plan_speech(request: SpeechRequest, pipeline: Pipeline, stored_s: float) -> 
         timeout_s=request.timeout_s,
     )
     audio = AudioOptions(output=output.name, format=request.response_format, stored_s=int(stored_s))
-    is_stream = request.stream_format == SSE
     return SubmitPlan(
         [wanted],
         {},
-        {"speech": msgspec.structs.asdict(audio)},
-        stream=is_stream,
+        SpeechOptions(speech=audio),
+        delivery=Delivery.EVENTS if request.stream_format == SSE else Delivery.SOUND,
         durable=bool(request.durable),
-        sound_format="" if is_stream else request.response_format,
     )
 
 
-@dataclass(eq=False)
-class SpeechAssembler(Assembler):
+class SpeechAssembler(Assembler[SpeechOptions]):
     """Assembler of the events of a speech."""
 
-    request_id: str
-    record: RequestRecord
-    options: SpeechOptions
-    usage: SpeechUsage = SpeechUsage(0, 0, 0)  # noqa: RUF009 (frozen)
+    def __init__(self, request: Answering[SpeechOptions]) -> None:
+        super().__init__(request)
+        self.usage = SpeechUsage(0, 0, 0)
 
-    @classmethod
-    def of_record(cls, request_id: str, record: RequestRecord, _: TokenBytes) -> Self:
-        return cls(request_id, record, msgspec.convert(record.options, SpeechOptions))
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        match record:
+            case AudioChunk():
+                return [self._delta(record)]
+            case Finish():
+                self.usage = usage_of(record.outputs)
+                return [SpeechDone(self.usage)]
+            case _:
+                return []
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
-        return []
-
-    def add_audio(self, record: AudioChunk | OutputEnd) -> list[Any]:
-        if isinstance(record, OutputEnd):
-            return []
+    def _delta(self, record: AudioChunk) -> SpeechDelta:
         if record.first_sample or self.options.speech.format != WAV:
-            return [SpeechDelta(record.pcm)]
+            return SpeechDelta(record.pcm)
         sound = wav_header(record.sample_rate) + base64.b64decode(record.pcm)
-        return [SpeechDelta(base64.b64encode(sound).decode())]
-
-    def end_outputs(self, outputs: Mapping[str, OutputSummary]) -> list[Any]:
-        text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
-        frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
-        self.usage = SpeechUsage(text, frames, text + frames)
-        return []
-
-    def finish(self, part: int, usage: Usage) -> list[Any]:
-        return [SpeechDone(self.usage)]
+        return SpeechDelta(base64.b64encode(sound).decode())
 
     def answer(self) -> SpeechResult:
-        url = f"/v1/audio/speech/{self.request_id}"
-        return SpeechResult(
-            self.request_id, self.record.created_s, self.record.model, self.usage, url
-        )
+        request = self.request
+        url = f"/v1/audio/speech/{request.request_id}"
+        return SpeechResult(request.request_id, request.created_s, request.model, self.usage, url)
+
+
+def usage_of(outputs: Mapping[str, OutputSummary]) -> SpeechUsage:
+    text = sum(summary.usage.prompt_tokens for summary in outputs.values() if summary.usage)
+    frames = int(sum(summary.units.get("frames", 0) for summary in outputs.values()))
+    return SpeechUsage(text, frames, text + frames)
+
+
+SPEECH = AnswerKind(
+    name="speech",
+    id_prefix="speech",
+    options=SpeechOptions,
+    assembler=SpeechAssembler,
+    client_fields=ClientFields({"given_text": "input", "outputs": "model"}),
+    order=lambda options, records: in_speech_order(records, timed=options.speech.timed),
+)

@@ -2,34 +2,20 @@
 
 from collections.abc import Sequence
 
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.pipeline import AUDIO, IMAGE_KIND, TEXT, Pipeline
-from workers.gateway.core.choices import check_choice
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import SubmitPlan, check_choice
 from workers.gateway.core.sound_formats import PCM16, WAV
 from workers.gateway.http.errors import UnsupportedParameter
+from workers.gateway.openai.chat import AudioOptions, ChatOptions
 from workers.gateway.schemas.openai_request import ChatAudio, ChatRequest
 
 
-class AudioOptions(Struct, frozen=True, kw_only=True):
-    """Options of a spoken answer, stored in the RequestRecord."""
-
-    output: str
-    """Name of the model's output of sound."""
-    format: str
-    stored_s: int
-    """Time for which the speech is stored."""
-    timed: bool = False
-    """As in the OutputSpec."""
-
-
 def with_speech(
-    plan: SubmitPlan, request: ChatRequest, pipeline: Pipeline, stored_s: float
-) -> SubmitPlan:
+    plan: SubmitPlan[ChatOptions], request: ChatRequest, pipeline: Pipeline, stored_s: float
+) -> SubmitPlan[ChatOptions]:
     """Return the plan of a chat, with a speech if the request asks for one.
 
     Raises a RequestError with the field.
@@ -60,7 +46,7 @@ def with_speech(
         raise InvalidRequest("modalities: speech requires audio", field=AUDIO)
     outputs = [TEXT, output.name]
     _check(request, request.audio, pipeline.part_for(outputs).voices, plan.sampling.get("n", 1))
-    options = AudioOptions(
+    speech = AudioOptions(
         output=output.name, format=request.audio.format, stored_s=int(stored_s), timed=output.timed
     )
     voice, on_late = request.audio.voice, request.on_late or "fail"
@@ -69,7 +55,7 @@ def with_speech(
         requests=[
             replace(part, outputs=outputs, voice=voice, on_late=on_late) for part in plan.requests
         ],
-        options=plan.options | {"speech": msgspec.structs.asdict(options)},
+        options=replace(plan.options, speech=speech),
     )
 
 

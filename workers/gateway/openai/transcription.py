@@ -4,19 +4,16 @@ Each piece of a long recording is a request of its own on the bus.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import RequestRecord
-from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.records import AnyRecord, Finish, TokenChunk, Usage
 from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
-from workers.gateway.core.assembler import Assembler, TokenBytes
-from workers.gateway.core.choices import check_choice
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.order import in_part_order
+from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.transcription import (
     UNSUPPORTED_FORMATS,
@@ -73,9 +70,7 @@ WITHOUT_SPACES = frozenset({"ja", "th", "yue", "zh"})
 """Languages that write words without spaces between them."""
 
 
-class TranscriptionOptions(Struct, frozen=True, kw_only=True):
-    """Options of a transcription, stored in the RequestRecord."""
-
+class TranscriptionOptions(AnswerOptions, frozen=True, kw_only=True):
     parts: int = 1
     in_order: bool = True
     """The records of a part come behind those of the parts before it."""
@@ -97,7 +92,9 @@ def check_transcription(form: TranscriptionForm) -> None:
         check_choice("language", form.language, LANGUAGES)
 
 
-def plan_transcription(form: TranscriptionForm, pieces: Sequence[str]) -> SubmitPlan:
+def plan_transcription(
+    form: TranscriptionForm, pieces: Sequence[str]
+) -> SubmitPlan[TranscriptionOptions]:
     """Return the plan for the pieces of a recording, each a URL."""
     content = TextPart(instruction_of(form))
     requests = [
@@ -115,8 +112,8 @@ def plan_transcription(form: TranscriptionForm, pieces: Sequence[str]) -> Submit
     return SubmitPlan(
         requests,
         sampling,
-        msgspec.to_builtins(options),
-        stream=bool(form.stream),
+        options,
+        delivery=Delivery.EVENTS if form.stream else Delivery.WHOLE,
         durable=bool(form.durable),
     )
 
@@ -127,20 +124,26 @@ def instruction_of(form: TranscriptionForm) -> str:
     return instruction if not form.prompt else f"{instruction}\n{form.prompt}"
 
 
-@dataclass(eq=False)
-class TranscriptionAssembler(Assembler):
-    """Assembler of a transcript: the texts of all pieces, one behind the other."""
+class TranscriptionAssembler(Assembler[TranscriptionOptions]):
+    """Assembler of a transcript, which has the texts of all pieces in order."""
 
-    options: TranscriptionOptions
     max_events = 2
-    texts: list[str] = field(default_factory=list)
-    usages: list[Usage] = field(default_factory=list)
 
-    @classmethod
-    def of_record(cls, _: str, record: RequestRecord, __: TokenBytes) -> Self:
-        return cls(msgspec.convert(record.options, TranscriptionOptions))
+    def __init__(self, request: Answering[TranscriptionOptions]) -> None:
+        super().__init__(request)
+        self.texts: list[str] = []
+        self.usages: list[Usage] = []
 
-    def add(self, part: int, record: TokenChunk) -> list[Any]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
+        match record:
+            case TokenChunk():
+                return self._add_tokens(part, record)
+            case Finish():
+                return self._finish(part, record.usage)
+            case _:
+                return []
+
+    def _add_tokens(self, part: int, record: TokenChunk) -> list[Any]:
         text = "".join(delta.text for delta in record.choices)
         if not text:
             return []
@@ -152,7 +155,7 @@ class TranscriptionAssembler(Assembler):
         self.texts[-1] += text
         return [TranscriptDelta(text)]
 
-    def finish(self, part: int, usage: Usage) -> list[Any]:
+    def _finish(self, part: int, usage: Usage) -> list[Any]:
         if part == len(self.texts):
             self.texts.append("")
         self.usages.append(usage)
@@ -166,3 +169,13 @@ class TranscriptionAssembler(Assembler):
         num_out = sum(usage.completion_tokens for usage in self.usages)
         usage = TranscriptionUsage(num_in, num_out, num_in + num_out)
         return Transcription("".join(self.texts).strip(), usage)
+
+
+TRANSCRIPTION = AnswerKind(
+    name="transcription",
+    id_prefix="transcr",
+    options=TranscriptionOptions,
+    assembler=TranscriptionAssembler,
+    client_fields=ClientFields(dict.fromkeys((*PROMPT_FIELDS, "items", "url"), "file")),
+    order=in_part_order,
+)

@@ -18,18 +18,15 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
-    demo,
-    embeddings,
+    answers,
     files,
     generate,
     health,
     images,
     models,
-    openai,
     render,
     requests,
     responses,
-    scores,
     speech,
     tokenize,
     transcription,
@@ -47,12 +44,13 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
-    *(transcription.ROUTES, files.ROUTES, images.ROUTES, responses.ROUTES, requests.ROUTES),
-    *(render.ROUTES, generate.ROUTES, tokenize.ROUTES, models.ROUTES),
-    *(health.ROUTES, ROUTES),
+    *(answers.ROUTES, speech.ROUTES, transcription.ROUTES, files.ROUTES, images.ROUTES),
+    *(responses.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES, tokenize.ROUTES),
+    *(models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
+
+KINDS = [kind for table in TABLES for kind in table.kinds]
 
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 

@@ -3,15 +3,14 @@
 import asyncio
 import secrets
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, NotFound, Unavailable
+from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
@@ -19,16 +18,12 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_header
 from shared.state import request_registry
 from workers.gateway.app import AppContext
-from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import named_request_id, read_request_id
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http.auth import Caller
-from workers.gateway.route_table import ANSWER_ERRORS, SCALE_OUT, STREAM_PARAMETERS
+from workers.gateway.route_table import ANSWER_ERRORS, SCALE_OUT, STREAM_PARAMETERS, Call
 from workers.gateway.routes.vllm_common import (
     read_body,
-    refusal,
     render_features,
     resolve_model,
     vllm_route_table,
@@ -36,12 +31,11 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.features import WireItem, images_of, insert_images
-from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+from workers.gateway.vllm.generate_assembler import GENERATE, GenerateShape
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 
 ROUTES = vllm_route_table(SCALE_OUT)
 
-KIND: Literal["generate"] = "generate"
 PREFIX = "generate-tokens-"
 _ALIAS = "alias_of"
 
@@ -50,45 +44,43 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: Annotated[list[str], Meta(max_length=1024)]
 
 
-@ROUTES.endpoint(
-    "POST",
+async def _read_request(call: Call) -> ParsedRequest:
+    return parse(await read_body(call.context, call.request))
+
+
+@ROUTES.answer(
+    GENERATE,
     "/inference/v1/generate",
-    "Tokens and media of a rendered request in, tokens out",
-    answer=GenerateResponse,
+    summary="Tokens and media of a rendered request in, tokens out",
     body=RenderedRequest,
+    read=_read_request,
+    answer=GenerateResponse,
     chunk=GenerateChunk,
     refuses=(*ANSWER_ERRORS, MMCacheMiss),
     parameters=STREAM_PARAMETERS,
     counted=True,
 )
-async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
-    request_id, _ = read_request_id(request, KIND, caller.tenant)
-    parsed = parse(await read_body(context, request))
+async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShape]:
+    context, tenant = call.context, call.caller.tenant
     model = resolve_model(context, parsed.body.model)
     if parsed.body.content_parts:
-        parsed = await _process_images(context, parsed, parsed.body.content_parts, model, caller)
+        parsed = await _process_images(call, parsed, parsed.body.content_parts, model)
     body = parsed.body
     check_room(parsed, await context.model_card(model))
-    features = await asyncio.gather(*(_store(context, i, caller.tenant) for i in parsed.items))
-    asked = GenerateRequest(
+    features = await asyncio.gather(*(_store(context, i, tenant) for i in parsed.items))
+    rendered = GenerateRequest(
         model=model,
         prompt_token_ids=body.token_ids,
         features=list(features),
         cache_salt=body.cache_salt,
     )
-    header = request.headers.get("x-request-id")
+    header = call.request.headers.get("x-request-id")
     name = header or body.request_id or secrets.token_hex(16)
     if header is None:
-        await _record_alias(context, name, request_id, model, caller.tenant)
-    options = msgspec.to_builtins(shape_of(parsed, PREFIX + name))
-    return await submit(
-        context,
-        request,
-        caller,
-        KIND,
-        SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
-        refuse=refusal,
-    )
+        request_id, _ = read_request_id(call.request, GENERATE, tenant)
+        await _record_alias(context, name, request_id, model, tenant)
+    delivery = Delivery.EVENTS if body.stream else Delivery.WHOLE
+    return SubmitPlan([rendered], parsed.sampling, shape_of(parsed, PREFIX + name), delivery)
 
 
 @ROUTES.endpoint(
@@ -105,30 +97,15 @@ async def abort(context: AppContext, request: Request, caller: Caller) -> Respon
     return Response(status_code=200)
 
 
-def _assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> GenerateAssembler:
-    if _ALIAS in record.options:
-        raise NotFound("there is no such request, or it has been removed", field="id")
-    shape = msgspec.convert(record.options, GenerateShape)
-    return GenerateAssembler(shape, record.model, record.created_s, token_bytes)
-
-
-ROUTES.assemblers[KIND] = _assembler
-
-
 async def _process_images(
-    context: AppContext,
-    parsed: ParsedRequest,
-    parts: list[dict[str, Any]],
-    model: str,
-    caller: Caller,
+    call: Call, parsed: ParsedRequest, parts: list[dict[str, Any]], model: str
 ) -> ParsedRequest:
     """Return the request with the images of its content parts as a renderer has processed them."""
     message = Message("user", list(images_of(parts)))
-    with translated_errors(KIND, {"fields": {"messages": "content_parts"}}, checks=True):
+    fields = GENERATE.client_fields.renamed({"messages": "content_parts"})
+    with fields.translated(checks=True):
         rendered = await render_features(
-            context, GenerateRequest(model, [message]), "tensors", caller
+            call.context, GenerateRequest(model, [message]), "tensors", call.caller
         )
     token_ids, items = insert_images(parsed.body.token_ids, rendered)
     return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
@@ -145,7 +122,7 @@ async def _record_alias(
     context: AppContext, name: str, request_id: str, model: str, tenant: str
 ) -> None:
     """Record which request a name in a body refers to. It may have named another one before."""
-    alias = RequestRecord(KIND, model, tenant, context.now_s, False, {_ALIAS: request_id})
+    alias = RequestRecord(GENERATE.name, model, tenant, context.now_s, False, {_ALIAS: request_id})
     subject = subjects.job(_alias_of(name, tenant))
     await context.bus.publish_without_id(subject, to_json(alias), tenant_header(tenant))
 
@@ -153,13 +130,15 @@ async def _record_alias(
 async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
     bus, name = context.bus, name.removeprefix(PREFIX)
     alias = await request_registry.find(bus, _alias_of(name, tenant))
-    request_id = named_request_id(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
+    request_id = (
+        named_request_id(GENERATE, tenant, name) if alias is None else alias.options[_ALIAS]
+    )
     if await request_registry.find(bus, request_id) is not None:
         await client.cancel(bus, request_id)
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return named_request_id(KIND, tenant, f"{_ALIAS}:{name}")
+    return named_request_id(GENERATE, tenant, f"{_ALIAS}:{name}")
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:

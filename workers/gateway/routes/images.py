@@ -7,11 +7,10 @@ from shared import client
 from shared.errors import MediaTooLarge, NotFound, Unavailable
 from shared.state import media_store
 from workers.gateway.app import AppContext
-from workers.gateway.backend.submit import submit
-from workers.gateway.core.ids import read_request_id
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.images import ImageAssembler, plan_images
-from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
+from workers.gateway.openai.images import IMAGES, ImageOptions, plan_images
+from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Call, RouteTable
 from workers.gateway.schemas.images import UNSUPPORTED, ImageEvent, ImagesAnswer, ImagesRequest
 
 ROUTES = RouteTable("Images")
@@ -26,28 +25,22 @@ HEADERS = {
 }
 
 
-@ROUTES.endpoint(
-    "POST",
+@ROUTES.answer(
+    IMAGES,
     f"{FILES}/generations",
-    "Paint images of a text",
-    answer=ImagesAnswer,
+    summary="Paint images of a text",
     body=ImagesRequest,
+    unsupported=UNSUPPORTED,
+    answer=ImagesAnswer,
     chunk=ImageEvent,
     refuses=ANSWER_ERRORS,
     parameters=STREAM_PARAMETERS,
     counted=True,
 )
-async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "images", caller.tenant)
-    asked = await context.bodies.decode(request, ImagesRequest, UNSUPPORTED)
-    context.check_model(asked.model)
-    base = context.config.gateway.public_url or str(request.base_url)
-    painter = context.pipelines[asked.model].painter
-    plan = plan_images(asked, painter, f"{base.rstrip('/')}{FILES}/")
-    return await submit(context, request, caller, "images", plan)
-
-
-ROUTES.assemblers["images"] = ImageAssembler.of_record
+async def generate(call: Call, body: ImagesRequest) -> SubmitPlan[ImageOptions]:
+    base = call.context.config.gateway.public_url or str(call.request.base_url)
+    painter = call.context.pipelines[body.model].painter
+    return plan_images(body, painter, f"{base.rstrip('/')}{FILES}/")
 
 
 @ROUTES.endpoint(

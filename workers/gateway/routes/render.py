@@ -15,12 +15,13 @@ from starlette.responses import Response
 from shared.errors import InvalidGrammar
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
-from workers.gateway.core.field_names import translated_errors
+from workers.gateway.core.assembler import Options
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
-from workers.gateway.openai.completions import plan_completion
+from workers.gateway.openai.chat_assembler import CHAT
+from workers.gateway.openai.completions import COMPLETION, plan_completion
 from workers.gateway.route_table import RENDERER_ERRORS, SCALE_OUT
 from workers.gateway.routes.vllm_common import (
     Payload,
@@ -109,15 +110,15 @@ async def _render(
     request: GenerateRequest,
     wire_id: str,
     asked: RenderBody,
-    plan: SubmitPlan,
+    plan: SubmitPlan[Options],
     caller: Caller,
 ) -> RenderedRequest:
     model, payload = request.model, asked.mm_payload
     if payload is None:
         payload = "none" if asked.return_mm_kwargs is False else "tensors"
     defaults = context.config.models[model].sampling_defaults
-    kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
-    with translated_errors(kind, plan.options, checks=True):
+    kind = COMPLETION if isinstance(asked, RenderCompletion) else CHAT
+    with kind.client_fields.renamed(plan.options.fields).translated(checks=True):
         sampling = resolve_sampling(defaults, plan.sampling)
         card, rendered = await asyncio.gather(
             context.model_card(model), render_features(context, request, payload, caller)

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -102,7 +103,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     active = await find_request(context, request, caller)
     if active.is_overdue:
         await _read_last_records(active)
-    start = read_start(request, active.record.num_logs)
+    start = read_start(request, active.options.num_logs)
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
     # A client that only looks on does not end the request.
@@ -152,12 +153,10 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
     result: Any = UNSET
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
-        context.answer_budget.reserve(
-            request.scope,
-            read_answer_size(active.record).num_bytes(num_tokens),
-            "id",
-            active.record.kind,
-        )
+        size = read_answer_size(active.record)
+        num_bytes = size.num_bytes(num_tokens)
+        refusal = replace(size.refusal(num_bytes, active.kind.budget), field="id")
+        context.answer_budget.reserve(request.scope, num_bytes, refusal)
         result = await active.collect_answer(active.follow_logs(), request.scope)
     return RequestBody(
         id=active.request_id,

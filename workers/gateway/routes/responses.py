@@ -34,14 +34,19 @@ from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import approvals, response_stream, responses
 from workers.gateway.backend.responses import FirstTurn
 from workers.gateway.backend.uploads import name_files, store_large_item_media
-from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream, run_until_disconnect
 from workers.gateway.openai.response_images import check_writes_text, painter_of, writes_text
 from workers.gateway.openai.response_object import without_images
 from workers.gateway.openai.response_tools import functions_of, has_painter
-from workers.gateway.openai.responses import asks_at_once, begun_of, input_of, needs_card
+from workers.gateway.openai.responses import (
+    RESPONSE_FIELDS,
+    asks_at_once,
+    begun_of,
+    input_of,
+    needs_card,
+)
 from workers.gateway.route_table import (
     ANSWER_ERRORS,
     ID_PARAMETERS,
@@ -216,7 +221,7 @@ def _check_failure(log: StepLog) -> None:
     """Raises RequestFailed for a response that has failed before it had any output."""
     ended = log.state.ended
     if ended is not None and ended.error is not None and not any(map(_is_made, log.state.output)):
-        raise errors.RequestFailed(translate_error(ended.error, "response", {}), "")
+        raise errors.RequestFailed(RESPONSE_FIELDS.translate(ended.error), "")
 
 
 def _is_made(item: OutputItem) -> bool:
@@ -341,6 +346,6 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     shows_tools = card.takes_tools and asked.tool_choice != "none"
     tools = [*functions_of(asked), *([PAINT_TOOL] if has_painter(asked) else [])]
     question = TokenizeRequest(messages, tools=tools if shows_tools else [])
-    with translated_errors("response", {}):
+    with RESPONSE_FIELDS.translated():
         reply = await client.tokenize(context.bus, asked.model, question, tenant=caller.tenant)
         return Json(InputTokens(reply.count))

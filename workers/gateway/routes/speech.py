@@ -8,14 +8,20 @@ from shared.protocol.records import Failure, Finish
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.active_request import find_request
 from workers.gateway.backend.sound import SoundStream, etag_of
-from workers.gateway.backend.submit import submit
 from workers.gateway.core.byte_ranges import read_range
-from workers.gateway.core.ids import read_request_id
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.core.sound_formats import MEDIA_TYPES, sound_len
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.openai.speech import SpeechAssembler, plan_speech
-from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Parameter, RouteTable
+from workers.gateway.openai.chat import AudioOptions
+from workers.gateway.openai.speech import SPEECH, SpeechOptions, plan_speech
+from workers.gateway.route_table import (
+    ANSWER_ERRORS,
+    STREAM_PARAMETERS,
+    Call,
+    Parameter,
+    RouteTable,
+)
 from workers.gateway.schemas.speech import (
     UNSUPPORTED,
     SpeechDelta,
@@ -28,27 +34,21 @@ from workers.gateway.schemas.speech import (
 ROUTES = RouteTable("Speech")
 
 
-@ROUTES.endpoint(
-    "POST",
+@ROUTES.answer(
+    SPEECH,
     "/v1/audio/speech",
-    "Speak a text; the body comes as the sound is made",
-    answer=MEDIA_TYPES["wav"],
+    summary="Speak a text; the body comes as the sound is made",
     body=SpeechRequest,
+    unsupported=UNSUPPORTED,
+    answer=MEDIA_TYPES["wav"],
     chunk=SpeechDelta | SpeechDone,
     refuses=ANSWER_ERRORS,
     parameters=STREAM_PARAMETERS,
     counted=True,
 )
-async def speak(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "speech", caller.tenant)
-    asked = await context.bodies.decode(request, SpeechRequest, UNSUPPORTED)
-    context.check_model(asked.model)
-    pipeline, delivery = context.pipelines[asked.model], context.config.delivery
-    plan = plan_speech(asked, pipeline, delivery.token_log_age_s)
-    return await submit(context, request, caller, "speech", plan)
-
-
-ROUTES.assemblers["speech"] = SpeechAssembler.of_record
+async def speak(call: Call, body: SpeechRequest) -> SubmitPlan[SpeechOptions]:
+    pipeline = call.context.pipelines[body.model]
+    return plan_speech(body, pipeline, call.context.config.delivery.token_log_age_s)
 
 
 @ROUTES.endpoint(
@@ -66,15 +66,15 @@ ROUTES.assemblers["speech"] = SpeechAssembler.of_record
 )
 async def replay(context: AppContext, request: Request, caller: Caller) -> Response:
     active = await find_request(context, request, caller)
-    speech = active.record.options.get("speech")
-    if speech is None:
+    speech = active.options.output
+    if not isinstance(speech, AudioOptions):
         raise NotFound("this request has no speech", field="id")
     (last,) = await active.last_records()
     if isinstance(last, Failure):
         raise errors.RequestFailed(active.client_error(last), "")
-    form, total = speech["format"], None
+    form, total = speech.format, None
     if isinstance(last, Finish):
-        summary = last.outputs[speech["output"]]
+        summary = last.outputs[speech.output]
         # The number of samples of a speech that was cut is not known.
         if summary.error is None:
             total = sound_len(form, int(summary.units["samples"]))

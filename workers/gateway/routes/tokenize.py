@@ -12,9 +12,9 @@ from shared.protocol.renderer_rpc import DetokenizeRequest, TokenizeRequest
 from shared.protocol.requests import Tool
 from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
-from workers.gateway.core.field_names import translated_errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import messages_of
+from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.route_table import RENDERER_ERRORS
 from workers.gateway.routes.vllm_common import read_body, resolve_model, vllm_route_table
 from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
@@ -70,7 +70,7 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     asked = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
     model = resolve_model(context, asked.model)
     question = question_of(asked)
-    with translated_errors("chat", {}):
+    with CHAT.client_fields.translated():
         tokenized = await client.tokenize(context.bus, model, question, tenant=caller.tenant)
     strings = tokenized.token_strs if asked.return_token_strs else None
     return Json(

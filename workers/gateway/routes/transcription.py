@@ -2,29 +2,25 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from shared import client
 from shared.errors import InvalidRequest
-from workers.gateway.app import AppContext
-from workers.gateway.backend.submit import submit
-from workers.gateway.core.field_names import translated_errors
-from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.multipart import parse_form
-from workers.gateway.http.auth import Caller
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.body import check_form
 from workers.gateway.http.errors import validation_error
 from workers.gateway.openai.transcription import (
     TEXT,
-    TranscriptionAssembler,
+    TRANSCRIPTION,
+    TranscriptionOptions,
     check_transcription,
     plan_transcription,
 )
-from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
+from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Call, RouteTable
 from workers.gateway.schemas.transcription import (
     UNSUPPORTED,
     TranscriptDelta,
@@ -37,39 +33,14 @@ ROUTES = RouteTable("Speech")
 FILE = "file"
 
 
-@ROUTES.endpoint(
-    "POST",
-    "/v1/audio/transcriptions",
-    "Write down what is spoken in a recording",
-    answer=Transcription,
-    body=TranscriptionForm,
-    file=FILE,
-    chunk=TranscriptDelta | TranscriptDone,
-    refuses=ANSWER_ERRORS,
-    parameters=STREAM_PARAMETERS,
-    counted=True,
-)
-async def transcribe(context: AppContext, request: Request, caller: Caller) -> Response:
-    read_request_id(request, "transcription", caller.tenant)
-    form, recording = await _read_form(context, request)
-    context.check_model(form.model)
-    check_transcription(form)
-    pieces = await _split(context, form.model, recording, caller.tenant)
-    plan = plan_transcription(form, pieces)
-    response = await submit(context, request, caller, "transcription", plan)
-    if form.response_format != TEXT or response.status_code != 200:
-        return response
-    text = msgspec.json.decode(response.body, type=Transcription).text
-    return PlainTextResponse(
-        f"{text}\n", headers={"x-request-id": response.headers["x-request-id"]}
-    )
+class Recording(NamedTuple):
+    form: TranscriptionForm
+    data: bytes
 
 
-ROUTES.assemblers["transcription"] = TranscriptionAssembler.of_record
-
-
-async def _read_form(context: AppContext, request: Request) -> tuple[TranscriptionForm, bytes]:
+async def _read_form(call: Call) -> Recording:
     """Return the fields and the file. Raises a RequestError that names the wrong field."""
+    context, request = call.context, call.request
     content_type = check_form(request)
     body = await context.bodies.read(request)
     values, files = await asyncio.to_thread(parse_form, body, content_type)
@@ -81,7 +52,37 @@ async def _read_form(context: AppContext, request: Request) -> tuple[Transcripti
         form = msgspec.convert(_fields_of(values), TranscriptionForm, strict=False)
     except msgspec.ValidationError as error:
         raise validation_error(error, UNSUPPORTED) from error
-    return form, recording
+    context.check_model(form.model)
+    return Recording(form, recording)
+
+
+def _as_text(body: Recording, response: Response) -> Response:
+    """Return the response, as text alone if the client has chosen that."""
+    if body.form.response_format != TEXT or response.status_code != 200:
+        return response
+    text = msgspec.json.decode(response.body, type=Transcription).text
+    return PlainTextResponse(
+        f"{text}\n", headers={"x-request-id": response.headers["x-request-id"]}
+    )
+
+
+@ROUTES.answer(
+    TRANSCRIPTION,
+    "/v1/audio/transcriptions",
+    summary="Write down what is spoken in a recording",
+    body=TranscriptionForm,
+    file=FILE,
+    read=_read_form,
+    finish=_as_text,
+    answer=Transcription,
+    chunk=TranscriptDelta | TranscriptDone,
+    refuses=ANSWER_ERRORS,
+    parameters=STREAM_PARAMETERS,
+    counted=True,
+)
+async def transcribe(call: Call, body: Recording) -> SubmitPlan[TranscriptionOptions]:
+    check_transcription(body.form)
+    return plan_transcription(body.form, await _split(call, body.form.model, body.data))
 
 
 def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -92,8 +93,8 @@ def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     return {name.removesuffix("[]"): given[0] for name, given in values.items()}
 
 
-async def _split(context: AppContext, model: str, recording: bytes, tenant: str) -> list[str]:
+async def _split(call: Call, model: str, recording: bytes) -> list[str]:
     """Store the recording and its pieces, and return the URLs of the pieces."""
-    with translated_errors("transcription", {}):
-        url = await context.pin_media(recording, tenant)
-        return (await client.split_sound(context.bus, model, url, tenant)).urls
+    context, tenant = call.context, call.caller.tenant
+    url = await context.pin_media(recording, tenant)
+    return (await client.split_sound(context.bus, model, url, tenant)).urls

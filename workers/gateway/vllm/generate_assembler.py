@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 
-from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Assembler, TokenBytes
+from shared.protocol.records import AnyRecord, ChoiceDelta, Finish, TokenChunk, TokenLogprobs
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.field_names import ClientFields
+from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
@@ -30,7 +32,7 @@ from workers.gateway.schemas.generate import (
 )
 
 
-class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateShape(AnswerOptions, frozen=True, kw_only=True, omit_defaults=True):
     """Options of the RequestRecord: all that the answer depends on besides the log."""
 
     wire_id: str
@@ -39,10 +41,10 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     n: int = 1
     output_mode: OutputMode = "tokens"
     logprobs: int | None = None
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list)
     """Empty unless the answer has them or their log probabilities."""
     return_token_ids: bool = False
-    placeholders: dict[str, list[PlaceholderInfo]] = {}
+    placeholders: dict[str, list[PlaceholderInfo]] = msgspec.field(default_factory=dict)
     """Places of the items by modality."""
     stream: bool = False
     include_usage: bool = False
@@ -62,25 +64,32 @@ class _ChoiceState:
     context: list[bytes] = dataclasses.field(default_factory=list)
 
 
-@dataclass(eq=False)
-class GenerateAssembler(Assembler):
+class GenerateAssembler(Assembler[GenerateShape]):
     """Assembler of one request. Every event has one choice, as vLLM's clients expect."""
 
-    _shape: GenerateShape
-    _model: str
-    _created_s: int
-    _token_bytes: TokenBytes
-    _prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    _usage: tuple[int, int] | None = None
-    _has_begun: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, request: Answering[GenerateShape]) -> None:
+        super().__init__(request)
+        self._shape = self.options
+        self._token_bytes = request.token_bytes
+        self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+        self._usage: tuple[int, int] | None = None
+        self._has_begun = False
         # An abort has an event for every choice, and then one for usage.
         self.max_events = 1 if self._shape.n == 1 else self._shape.n + 1
         self.prompt_token_ids = self._shape.prompt_token_ids
         self._choices = [_ChoiceState() for _ in range(self._shape.n)]
 
-    def add(self, part: int, record: TokenChunk) -> list[GenerateChunk]:
+    def add(self, part: int, record: AnyRecord, file: str = "") -> list[GenerateChunk]:
+        match record:
+            case TokenChunk():
+                return self._add_tokens(record)
+            case Finish(usage=usage):
+                self._usage = usage.prompt_tokens, usage.completion_tokens
+                return self._usage_event()
+            case _:
+                return []
+
+    def _add_tokens(self, record: TokenChunk) -> list[GenerateChunk]:
         """Return an event for each choice that has something new."""
         if record.prompt_logprobs is not None:
             self._add_prompt_logprobs(record.prompt_logprobs)
@@ -89,10 +98,6 @@ class GenerateAssembler(Assembler):
             for delta in record.choices
             if (choice := self._add_delta(delta)) is not None
         ]
-
-    def finish(self, part: int, usage: Usage) -> list[GenerateChunk]:
-        self._usage = usage.prompt_tokens, usage.completion_tokens
-        return self._usage_event()
 
     def abort(self) -> list[GenerateChunk]:
         open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
@@ -103,8 +108,8 @@ class GenerateAssembler(Assembler):
         shape = self._shape
         return GenerateResponse(
             request_id=shape.wire_id,
-            model=self._model,
-            created=self._created_s,
+            model=self.request.model,
+            created=self.request.created_s,
             usage=usage_of(*self._num_tokens()),
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=shape.prompt_token_ids if shape.return_token_ids else None,
@@ -221,3 +226,21 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
     return UsageInfo(
         prompt_tokens=num_prompt, total_tokens=num_prompt + num_answer, completion_tokens=num_answer
     )
+
+
+GENERATE = AnswerKind(
+    name="generate",
+    id_prefix="gen",
+    options=GenerateShape,
+    assembler=GenerateAssembler,
+    client_fields=ClientFields(
+        {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
+        has_sampling_params=True,
+    ),
+    budget=Budget(
+        # They are never streamed.
+        prompts=Refusal(
+            "log probabilities", "prompt_logprobs", "ask for fewer, or for fewer tokens"
+        )
+    ),
+)

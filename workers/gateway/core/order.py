@@ -1,16 +1,40 @@
-"""The order in which the records of a text and those of its sound are shown. Pure.
+"""Order in which the records of several logs are added to an answer. Pure.
 
 Each log is in order, but they arrive independently. Nothing but the order inside each log may
 decide what a record shows, so that another gateway can continue the stream.
 """
 
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator
+from typing import Any
 
-from shared.protocol.records import AnyRecord, AudioChunk, Finish, OutputEnd, TokenChunk
+from shared.protocol.records import AnyRecord, AudioChunk, Failure, Finish, OutputEnd, TokenChunk
 
 Numbered = tuple[int, AnyRecord]
 """A record with the number of its log."""
+Records = AsyncGenerator[Numbered, None]
+
+
+def as_they_come(options: Any, records: Records) -> Records:
+    return records
+
+
+async def in_part_order(options: Any, records: Records) -> Records:
+    """Yield the records of each part after the end of the part before it.
+
+    All parts are read as they come. A failure is not held back, because it ends the answer.
+    """
+    held: dict[int, deque[AnyRecord]] = defaultdict(deque)
+    turn = 0
+    async for part, record in records:
+        if isinstance(record, Failure):
+            yield part, record
+            continue
+        held[part].append(record)
+        while held[turn]:
+            shown = held[turn].popleft()
+            yield turn, shown
+            turn += isinstance(shown, Finish)
 
 
 class SpeechOrder:
@@ -57,9 +81,7 @@ class SpeechOrder:
         return isinstance(record, AudioChunk) and (record.end_token or 0) <= self._num_tokens
 
 
-async def in_speech_order(
-    records: AsyncIterator[Numbered], *, timed: bool
-) -> AsyncGenerator[Numbered, None]:
+async def in_speech_order(records: Records, *, timed: bool) -> Records:
     """Yield the records of merged logs in the order of SpeechOrder."""
     order = SpeechOrder(timed=timed)
     async for part, record in records:
