@@ -21,9 +21,8 @@ from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.records import error_info
 from shared.protocol.steps import Ended, ResponseTask, decode_response_task
-from shared.stage import dead_letter
 from shared.stage.job import Job
-from shared.stage.runtime import VERSION, Context
+from shared.stage.runtime import Context
 from shared.stage.worker_loop import serve
 from shared.state.step_log import open_log
 from workers.agent.core_dumps import forbid_core_dumps
@@ -177,9 +176,7 @@ class Agent:
         if found is not None and (found.state.begun is None or found.state.ended is not None):
             return
         job = Job(delivery, context.bus.now_ms(), task.response_id)
-        await dead_letter.write(
-            context.bus, job, context.role, context.worker, VERSION, cause, error
-        )
+        await context.stage.write_dead_letter(job, cause, error)
         if found is not None:
             now_s = int(context.bus.now_ms() / 1000)
             with contextlib.suppress(Overloaded):  # There is no room to say so.

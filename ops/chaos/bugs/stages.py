@@ -55,12 +55,12 @@ def message_id_not_unique() -> None:
 
 @bug("any", "raisers", "I5", "I11")
 def dead_letter_dropped() -> None:
-    from shared.stage import dead_letter
+    from shared.stage.stage import Stage
 
     async def dropped(*_: object) -> None:
         pass
 
-    replace_attribute(dead_letter, "write", dropped)
+    replace_attribute(Stage, "write_dead_letter", dropped)
 
 
 @bug("any", "killers", "I1", "I10", "I11")
