@@ -28,10 +28,10 @@ from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
-from shared.stage.endings import leave_queues, settle
 from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
+from shared.stage.stage import leave_queues, settle
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.log_records import is_final
