@@ -34,9 +34,7 @@ from shared.protocol import (
     task_messages,
 )
 
-MODULES = (
-    *(audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages),
-)
+MODULES = (audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages)
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 FILE = FOLDER / "messages.md"
 SCHEMAS = FOLDER / "schemas.json"

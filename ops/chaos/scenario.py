@@ -157,17 +157,17 @@ class Scenario:
             for role, fake in fake_roles(s).items()
         }
         commands["load"] = [
-            *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
-            *("--settings", str(self.folder / "settings.json")),
-            *("--out", str(self.folder / "clients.jsonl")),
+            sys.executable, "-m", "ops.chaos.clients.load", "--nats", url,
+            "--settings", str(self.folder / "settings.json"),
+            "--out", str(self.folder / "clients.jsonl"),
             *self.gateways.arguments,
             *(("--keys", str(keys_folder(self.folder))) if s.tenants else ()),
-        ]
+        ]  # fmt: skip
         commands[ACTUATOR] = [
-            *(sys.executable, "-m", "ops.chaos.processes.actuator", "--nats", url),
-            *("--config", str(self.config_file), "--folder", str(self.folder)),
-            *("--step-ms", str(s.step_ms)),
-        ]
+            sys.executable, "-m", "ops.chaos.processes.actuator", "--nats", url,
+            "--config", str(self.config_file), "--folder", str(self.folder),
+            "--step-ms", str(s.step_ms),
+        ]  # fmt: skip
         return commands
 
     async def run(self) -> RecordedRun:

@@ -49,14 +49,14 @@ class Run:
 
     def command(self, binary: Path, url: str, file: Path) -> list[str]:
         return [
-            *(str(binary), "bench", "serve", "--backend", self.backend, "--base-url", url),
-            *("--endpoint", BACKENDS[self.backend], "--model", "demo", "--tokenizer", str(MODEL)),
-            *("--dataset-name", "random", "--random-input-len", str(INPUT_LEN)),
-            *("--random-output-len", str(OUTPUT_LEN), "--ignore-eos", "--seed", str(self.load)),
-            *("--num-prompts", str(self.num_requests), "--max-concurrency", str(self.load)),
-            *("--save-result", "--result-dir", str(file.parent), "--result-filename", file.name),
+            str(binary), "bench", "serve", "--backend", self.backend, "--base-url", url,
+            "--endpoint", BACKENDS[self.backend], "--model", "demo", "--tokenizer", str(MODEL),
+            "--dataset-name", "random", "--random-input-len", str(INPUT_LEN),
+            "--random-output-len", str(OUTPUT_LEN), "--ignore-eos", "--seed", str(self.load),
+            "--num-prompts", str(self.num_requests), "--max-concurrency", str(self.load),
+            "--save-result", "--result-dir", str(file.parent), "--result-filename", file.name,
             "--disable-tqdm",
-        ]
+        ]  # fmt: skip
 
     def passed(self, result: Result) -> bool:
         # Numbers of tokens differ, because the client tokenizes the text again.

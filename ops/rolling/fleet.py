@@ -116,8 +116,15 @@ class Fleet:
             tree = self.trees[version]
             with self.log.open("ab") as stderr:
                 self._running[version, name] = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "workers", "worker", *WORKERS[name]),
-                    *("--config", str(self.config), "--nats", self.url),
+                    sys.executable,
+                    "-m",
+                    "workers",
+                    "worker",
+                    *WORKERS[name],
+                    "--config",
+                    str(self.config),
+                    "--nats",
+                    self.url,
                     cwd=tree,
                     env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
                     stderr=stderr,

@@ -20,8 +20,15 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize(
     "role",
     [
-        *("coordinator", "renderer", "engine", "talker", "code2wav", "dit"),
-        *("gateway", "autoscaler", "actuator"),
+        "coordinator",
+        "renderer",
+        "engine",
+        "talker",
+        "code2wav",
+        "dit",
+        "gateway",
+        "autoscaler",
+        "actuator",
     ],
 )
 def test_every_bug_and_alteration_can_be_planted(role: str, tmp_path: Path) -> None:

@@ -136,11 +136,11 @@ class Deployment:
         url = self.proxies[slot].url if slot in self.proxies else self.url
         if slot.role == LOAD:
             command = [
-                *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
-                *("--settings", str(self._cell_folder / "settings.json")),
-                *("--out", str(self.clients_file)),
+                sys.executable, "-m", "ops.chaos.clients.load", "--nats", url,
+                "--settings", str(self._cell_folder / "settings.json"),
+                "--out", str(self.clients_file),
                 *self.gateways.arguments,
-            ]
+            ]  # fmt: skip
         else:
             fake = fake_roles(self.settings)[slot.role]
             command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)

@@ -33,9 +33,9 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
     roles = (
-        *("coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, PAINTER),
+        "coordinator", "renderer", "gateway", "encoder", "engine", TALKER, VOCODER, PAINTER,
         AUTOSCALER,
-    )
+    )  # fmt: skip
     preloaders = dict.fromkeys(roles, light)
     if settings.engine != "fake":
         modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]

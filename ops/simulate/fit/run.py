@@ -73,8 +73,11 @@ class TimedProcesses(WorkerProcesses):
         arguments = ["worker", worker.role, "--nats", str(self.url), f"--model={worker.model}"]
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "ops.simulate.fit.timed_worker", *arguments),
-            *("--config", str(self.config_file)),
+            "-m",
+            "ops.simulate.fit.timed_worker",
+            *arguments,
+            "--config",
+            str(self.config_file),
             cwd=ROOT,
             env={**os.environ, "FIT_STEPS": str(self._steps)},
             start_new_session=True,

@@ -55,8 +55,10 @@ def clock(fake_time: str) -> Disturb:
     async def disturb(deployment: Deployment) -> None:
         command = [
             *environment(sleep_by_select),
-            *(f"LD_PRELOAD={_FAKETIME}", f"FAKETIME={fake_time}"),
-            *("FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"),
+            f"LD_PRELOAD={_FAKETIME}",
+            f"FAKETIME={fake_time}",
+            "FAKETIME_DONT_FAKE_MONOTONIC=1",
+            "DONT_FAKE_MONOTONIC=1",
         ]
         async with altered(deployment, one_of_each(deployment), *command):
             await deployment.probe("wrong_clock", WORKER_S)
