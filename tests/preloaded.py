@@ -141,8 +141,11 @@ def serve(collecting: Sequence[str] | None = None) -> str:
                 listener.listen()
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.preloading"),
-                    *(",".join(map(str, listeners)), *(collecting or ())),
+                    sys.executable,
+                    "-m",
+                    "tests.preloading",
+                    ",".join(map(str, listeners)),
+                    *(collecting or ()),
                 ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -273,6 +273,19 @@ def test_no_function_is_too_long() -> None:
     assert too_long == []
 
 
+def test_no_call_or_literal_unpacks_a_tuple_or_list_that_is_written_out() -> None:
+    packed = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            items = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+            packed += [
+                f"{module_of(file)}:{item.lineno}"
+                for item in items
+                if isinstance(item, ast.Starred) and isinstance(item.value, ast.Tuple | ast.List)
+            ]
+    assert packed == []
+
+
 def test_no_sentence_of_a_comment_or_docstring_begins_with_of() -> None:
     """Such a sentence has no subject, and is understood only with the code around it."""
     folders = [ROOT / name for name in ("shared", "workers", "ops", "tests")]

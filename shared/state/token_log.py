@@ -173,8 +173,13 @@ class LogWriter:
         data = base64.b64encode(pcm).decode()
         num_samples = len(pcm) // 2
         chunk = AudioChunk(
-            *(self._next_index, self._attempt, first_sample, num_samples, sample_rate, data),
-            end_token,
+            index=self._next_index,
+            attempt=self._attempt,
+            first_sample=first_sample,
+            num_samples=num_samples,
+            sample_rate=sample_rate,
+            pcm=data,
+            end_token=end_token,
         )
         await self._append(chunk)
 
@@ -263,7 +268,9 @@ async def end_request(
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
     await close_log(
-        *(bus, request_id, TEXT),
+        bus,
+        request_id,
+        TEXT,
         lambda index: Failure(index, attempt, error_info(error), path),
         tenant,
     )

@@ -170,7 +170,8 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
             async with site.http("flood") as flood:
                 answer = await flood.post("/v1/chat/completions", json=body, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (
-                *(429, "storage_quota_exceeded"),
+                429,
+                "storage_quota_exceeded",
             )
         assert len(await bus.figures.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
             len(records) + 1

@@ -47,10 +47,22 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, demo.ROUTES, embeddings.ROUTES, scores.ROUTES, speech.ROUTES),
-    *(transcription.ROUTES, files.ROUTES, images.ROUTES, responses.ROUTES, requests.ROUTES),
-    *(render.ROUTES, generate.ROUTES, tokenize.ROUTES, models.ROUTES),
-    *(health.ROUTES, ROUTES),
+    openai.ROUTES,
+    demo.ROUTES,
+    embeddings.ROUTES,
+    scores.ROUTES,
+    speech.ROUTES,
+    transcription.ROUTES,
+    files.ROUTES,
+    images.ROUTES,
+    responses.ROUTES,
+    requests.ROUTES,
+    render.ROUTES,
+    generate.ROUTES,
+    tokenize.ROUTES,
+    models.ROUTES,
+    health.ROUTES,
+    ROUTES,
 )
 """All endpoints but those of the web page, in the order of the document."""
 

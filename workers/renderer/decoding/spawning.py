@@ -82,8 +82,13 @@ class Spawning:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-c", _BOOT),
-                    *(json.dumps(sys.path), self._module, str(theirs.fileno())),
+                    sys.executable,
+                    "-I",
+                    "-c",
+                    _BOOT,
+                    json.dumps(sys.path),
+                    self._module,
+                    str(theirs.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
