@@ -16,7 +16,7 @@ from tests.autoscaler.conftest import ENCODER, ENGINE, two_pools
 from workers import actuator
 from workers.actuator import follow_plan
 from workers.roles import WorkerSpec
-from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.pool import SupervisedPools
 from workers.supervisor.supervisor import Process, Supervisor
 
 

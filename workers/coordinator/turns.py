@@ -11,7 +11,6 @@ from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import count_media
 from workers.coordinator.admission import Admitted, most_tokens
-from workers.coordinator.tenant_use import TenantUse
 
 READ_S = 0.25
 """Requests within this time share what was read of the queues."""
@@ -24,6 +23,44 @@ BYTES, TOKENS, MEDIA = 2**16, 64, 8
 medium costs as much as `MEDIA` requests."""
 
 _log = structlog.get_logger()
+
+
+HALF_LIFE_S = 5.0
+"""Time after which half of a use is left."""
+FACTOR = 1.25
+"""Tenants may use so many times their share, since their use is never exactly even."""
+FORGOTTEN = 0.01
+"""What is left of a request's use when its tenant no longer counts."""
+
+
+class TenantUse:
+    """Recent use of one model by tenants: which of them uses more than its share.
+
+    Use fades with time. A tenant's share is the mean of the tenants that have used something
+    lately, times its weight; so a tenant that is alone never exceeds its share, nor do tenants that
+    use alike.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._used: dict[str, float] = {}
+        self._faded_s = 0.0
+
+    def add(self, tenant: str, cost: float, now_s: float) -> None:
+        """Count the cost of a request, which is positive."""
+        left = 0.5 ** (max(0.0, now_s - self._faded_s) / HALF_LIFE_S)
+        self._faded_s = max(now_s, self._faded_s)
+        self._used = {t: u * left for t, u in self._used.items() if u * left > FORGOTTEN}
+        self._used[tenant] = self._used.get(tenant, 0.0) + cost
+
+    def exceeds_share(self, tenant: str) -> bool:
+        """Return whether the tenant uses more than its share of what all use."""
+        weights = sum(map(self._weight, self._used))
+        share = sum(self._used.values()) * self._weight(tenant) / weights if weights else 0.0
+        return self._used.get(tenant, 0.0) > FACTOR * share
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
 
 class Turns:

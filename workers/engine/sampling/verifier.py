@@ -8,8 +8,11 @@ without drafts, and a resumed request continues identically wherever its log end
 sampling (Leviathan et al., 2023) would preserve only the distribution.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shared.errors import InvalidRequest
@@ -17,7 +20,22 @@ from shared.protocol.records import TokenLogprobs
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.sampler import check_finite, sample
-from workers.engine.sampling.threads import one_thread
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone.
+
+    Operations on logits take some 10 µs. Threads that wait for each other at the end of each take
+    far longer where another process has the core, and turn on the core that the model's kernels
+    use next.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @one_thread()
