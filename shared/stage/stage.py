@@ -43,8 +43,7 @@ from shared.stage import retry, tasks
 from shared.stage.job import ClaimedJobs, Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.log_records import is_final
-from shared.state.text_alone import cut_outputs
-from shared.state.token_log import LogWriter, end_request, finish_request, last_record
+from shared.state.token_log import LogWriter, cut_outputs, end_request, finish_request, last_record
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import has_exceeded
 
