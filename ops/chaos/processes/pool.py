@@ -27,8 +27,9 @@ from ops.chaos.history import (
     read_events,
 )
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
-from shared.bus.embedded_server import EmbeddedServer, end_with_parent
+from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.local_keys import forget_keys, note_keys
+from shared.helpers.forking import end_with_parent
 from workers.keyring import Keyring
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process

@@ -16,8 +16,8 @@ from ops.simulate.fit.measurement import Answer, Step, read_lines
 from ops.simulate.fit.trace import MAX_PROMPT, Turn, chats, strangers
 from ops.simulate.simulation import quantile
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import end_with_parent
 from shared.client import ask, new_request_id
+from shared.helpers.forking import end_with_parent
 from shared.protocol.records import Finish, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
