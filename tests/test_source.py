@@ -71,6 +71,7 @@ ALLOWED = {
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
     # tried in one.
+    "shared.helpers.forking": {"socket.socket", "socket.socketpair", "os.open"},  # the terminal
     "workers.renderer.decoding.decoding": {"socket.socket"},
     "workers.renderer.decoding.image_video": {"PIL.Image.open"},
     "workers.renderer.decoding.job": {"socket.socket"},
@@ -96,7 +97,7 @@ ALLOWED = {
     },  # names are hashes, in the operator's own directory
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
-    "shared.bus.embedded_server": {"os.open", "socket.socket", ".open"},
+    "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
     "shared.models.frames": {".read_bytes"},  # within the model's folder
