@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
+from shared.helpers.forking import Forks
 from workers.renderer.decoding.decoding import Decoding, ExceedsLimits
 from workers.renderer.decoding.messages import DecodingLimits, Job, Kind
-from workers.renderer.decoding.spawning import SPAWNER, Spawning
 
+SPAWNER = "workers.renderer.decoding.spawner"
 REMEMBERED_S = 600.0
 """How long a file is refused that a decoder has died of."""
 MAX_REMEMBERED = 4096
@@ -30,7 +31,7 @@ class DecoderPool:
     ) -> None:
         """Decode in at most `max_decoders` processes; `module` replaces that of the spawner."""
         self._limits = limits
-        self.spawning = Spawning(module or SPAWNER)
+        self.forks = Forks(module or SPAWNER)
         self._free = threading.BoundedSemaphore(max_decoders)
         self._lock = threading.Lock()
         self._refused: OrderedDict[tuple[Kind, str, Hashable], tuple[float, str]] = OrderedDict()
@@ -39,10 +40,10 @@ class DecoderPool:
 
     def start(self) -> None:
         """Start what the first decoder would have to wait for."""
-        self.spawning.start()
+        self.forks.start()
 
     def close(self) -> None:
-        self.spawning.close()
+        self.forks.close()
 
     @contextmanager
     def open(
@@ -65,7 +66,7 @@ class DecoderPool:
         the two, one works at a time. Raises what the Decoding raises.
         """
         self._check(kind, source_hash, field, use)
-        with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
+        with Decoding(self.forks, Job(kind, self._limits), data, field) as decoding:
             try:
                 yield decoding
             except ExceedsLimits as error:
