@@ -72,13 +72,12 @@ ALLOWED = {
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
     # tried in one.
     "shared.helpers.forking": {"socket.socket", "socket.socketpair", "os.open"},  # the terminal
-    "workers.renderer.decoding.decoding": {"socket.socket"},
+    "workers.renderer.decoding.decoding": {"socket.socket", "socket.socketpair"},
     "workers.renderer.decoding.image_video": {"PIL.Image.open"},
     "workers.renderer.decoding.job": {"socket.socket"},
     "workers.renderer.decoding.packets": {"av.open"},
     "workers.renderer.decoding.sound_file": {"soundfile.SoundFile"},
-    "workers.renderer.decoding.spawner": {"os.open", "socket.socket"},  # /dev/null
-    "workers.renderer.decoding.spawning": {"socket.socket", "socket.socketpair"},
+    "workers.renderer.decoding.spawner": {"socket.socket"},
     "workers.engine.sampling.grammar_trial": {"socket.socket", "socket.socketpair"},
     "shared.blobs.transports": {
         "socket.socket",

@@ -238,7 +238,7 @@ class Forks:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the server, if it was started."""
+        """Process id of the server; None if it was never started."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -277,8 +277,9 @@ class Forks:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment | _ONE_THREAD,
-                # Ctrl-C in a terminal is for the worker, which drains before it ends. The session
-                # stays the same: the niceness of children would count within another one alone.
+                # Ctrl-C in a terminal must reach only the worker, which drains before it ends.
+                # The session stays the same: in a new session, the niceness of children would only
+                # count relative to each other.
                 process_group=0,
             )
             undo.pop_all()
