@@ -78,6 +78,7 @@ ALLOWED = {
     "workers.renderer.decoding.packets": {"av.open"},
     "workers.renderer.decoding.sound_file": {"soundfile.SoundFile"},
     "workers.renderer.decoding.spawner": {"socket.socket"},
+    "workers.engine.sampling.grammar_sandbox": {"socket.socket"},
     "workers.engine.sampling.grammar_trial": {"socket.socket", "socket.socketpair"},
     "shared.blobs.transports": {
         "socket.socket",
