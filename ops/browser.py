@@ -23,11 +23,11 @@ ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 
 # Parts that would only take processor time.
 WITHOUT = (
-    *("--disable-gpu", "--disable-software-rasterizer", "--no-first-run"),
-    *("--disable-extensions", "--disable-sync", "--disable-default-apps", "--disable-breakpad"),
-    *("--disable-component-update", "--disable-background-networking", "--mute-audio"),
+    "--disable-gpu", "--disable-software-rasterizer", "--no-first-run",
+    "--disable-extensions", "--disable-sync", "--disable-default-apps", "--disable-breakpad",
+    "--disable-component-update", "--disable-background-networking", "--mute-audio",
     "--disable-features=Translate,OptimizationHints,MediaRouter,AutofillServerCommunication",
-)
+)  # fmt: skip
 
 # Calls a function in the page until its result is true, for a second at most.
 POLL = """

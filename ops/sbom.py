@@ -27,12 +27,12 @@ SPEC_VERSION = "1.6"
 CUDA_PACKAGES = ("nvidia-", "cuda-")
 ALLOWED = frozenset(
     (
-        *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
-        *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Zlib"),
+        "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause",
+        "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Zlib",
         # Libraries that are used as they are, and can be replaced: tqdm, soxr.
-        *("MPL-2.0", "LGPL-2.1-or-later"),
+        "MPL-2.0", "LGPL-2.1-or-later",
     )
-)
+)  # fmt: skip
 """Licences that a dependency may have."""
 
 # Packages that name their licence in words of their own.

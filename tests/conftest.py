@@ -59,13 +59,18 @@ INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object
 # of pytest-xdist busy alone, so they begin early, and between them those that keep the processors
 # busy meanwhile. Workers take files in the order of items.
 LONG = (
-    *("tests/gateway/http/", "tests/gateway/routes/"),
-    *("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py"),
+    "tests/gateway/http/",
+    "tests/gateway/routes/",
+    "tests/chaos/test_bugs.py",
+    "tests/cluster/",
+    "tests/bench/test_peers.py",
 )
 COMPUTING = "tests/engine/"
 # Files with one of these beginnings share a cluster, and those of the page a browser.
 GROUPS = (
-    *("tests/gateway/http/", "tests/gateway/routes/test_page", "tests/gateway/routes/"),
+    "tests/gateway/http/",
+    "tests/gateway/routes/test_page",
+    "tests/gateway/routes/",
     "tests/agent/",
 )
 

@@ -11,8 +11,10 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 
+REPORT = struct.Struct("=id")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -30,18 +32,19 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     socket.send_fds(channel, [b"-"], [0])
     start = {
-        "type": "Start",
         "arguments": arguments,
         "env": dict(os.environ),
         "folder": os.getcwd(),
     }
-    socket.send_fds(channel, [json.dumps(start).encode()], [2, 1])
-    event = json.loads(channel.recv(1 << 17))
-    pid = event["pid"]
+    # As `shared.helpers.forking`, whose modules take longer to import.
+    report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    socket.send_fds(channel, [json.dumps(start).encode()], [theirs.fileno(), 2, 1])
+    theirs.close()
+    pid, _ = REPORT.unpack(report.recv(REPORT.size))
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    code = json.loads(channel.recv(1 << 17))["code"]
+    code, _ = REPORT.unpack(report.recv(REPORT.size))
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

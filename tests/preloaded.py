@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from shared.helpers.forking import MAX_REPORT_BYTES, fork, read_end, read_pid
 from workers.supervisor import preloader
-from workers.supervisor.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
+from workers.supervisor.preloader import Start
 
 ROOT = Path(__file__).parent.parent
 # Environment variable with the path of the preloader's socket.
@@ -47,16 +48,19 @@ def write_python(file: Path) -> None:
 class ForkedCommand:
     """A running command; it is used like `subprocess.Popen`."""
 
-    def __init__(self, forks: "_Forks", pid: int) -> None:
-        self.pid = pid
-        self._forks = forks
-
-    @property
-    def returncode(self) -> int | None:
-        return self._forks.codes.get(self.pid)
+    def __init__(self, report: socket.socket) -> None:
+        self.pid = read_pid(report.recv(MAX_REPORT_BYTES))
+        self.returncode: int | None = None
+        self._report = report
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        self._forks.read_exits()
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(BlockingIOError):
+                    message = self._report.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+                    self.returncode = read_end(message).code
+                    self._report.close()
         return self.returncode
 
     def wait(self, timeout_s: float = 600.0) -> int:
@@ -79,45 +83,18 @@ class ForkedCommand:
 
 
 class _Forks:
-    """A connection to the preloader, and the exit codes that came over it."""
+    """A connection to the preloader."""
 
     def __init__(self, address: str) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.connect(address)
         self._channel.send(b"-")
-        self._lock = threading.Lock()
-        self.codes: dict[int, int] = {}
 
     def start(
         self, arguments: list[str], cwd: Path, env: Mapping[str, str], outputs: list[IO[bytes]]
     ) -> ForkedCommand:
-        start = Start(arguments, dict(env), str(cwd))
-        with self._lock:
-            socket.send_fds(
-                self._channel, [preloader.encode(start)], [file.fileno() for file in outputs]
-            )
-            while not isinstance(event := self._receive(), Started):
-                assert isinstance(event, Exited), f"no process: {event}"
-                self.codes[event.pid] = event.code
-            self.codes.pop(event.pid, None)
-            return ForkedCommand(self, event.pid)
-
-    def read_exits(self) -> None:
-        with self._lock:
-            self._channel.setblocking(False)
-            try:
-                while isinstance(event := self._receive(), Exited):
-                    self.codes[event.pid] = event.code
-            except BlockingIOError:
-                pass
-            finally:
-                self._channel.setblocking(True)
-
-    def _receive(self) -> Event:
-        message = self._channel.recv(MAX_MESSAGE_BYTES)
-        assert message, "the preloader of the tests has ended"
-        event: Event = preloader.decode_event(message)
-        return event
+        message = preloader.encode(Start(arguments, dict(env), str(cwd)))
+        return ForkedCommand(fork(self._channel, message, [file.fileno() for file in outputs]))
 
 
 _running: _Forks | None = None
@@ -141,8 +118,11 @@ def serve(collecting: Sequence[str] | None = None) -> str:
                 listener.listen()
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.preloading"),
-                    *(",".join(map(str, listeners)), *(collecting or ())),
+                    sys.executable,
+                    "-m",
+                    "tests.preloading",
+                    ",".join(map(str, listeners)),
+                    *(collecting or ()),
                 ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ from PIL import Image
 from rich.console import Console
 from transformers import conversion_mapping
 
-from shared.bus.embedded_server import end_with_parent
+from shared.helpers.forking import end_with_parent
 from shared.models import registry
 from tests.preloaded import PYTHON_OF, ROLES_OF
 from workers import __main__ as pagemill

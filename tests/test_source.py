@@ -63,13 +63,14 @@ ALLOWED = {
     "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
     # tried in one.
-    "workers.renderer.decoding.decoding": {"socket.socket"},
+    "shared.helpers.forking": {"socket.socket", "socket.socketpair", "os.open"},  # the terminal
+    "workers.renderer.decoding.decoding": {"socket.socket", "socket.socketpair"},
     "workers.renderer.decoding.image_video": {"PIL.Image.open"},
     "workers.renderer.decoding.job": {"socket.socket"},
     "workers.renderer.decoding.packets": {"av.open"},
     "workers.renderer.decoding.sound_file": {"soundfile.SoundFile"},
-    "workers.renderer.decoding.spawner": {"os.open", "socket.socket"},  # /dev/null
-    "workers.renderer.decoding.spawning": {"socket.socket", "socket.socketpair"},
+    "workers.renderer.decoding.spawner": {"socket.socket"},
+    "workers.engine.sampling.grammar_sandbox": {"socket.socket"},
     "workers.engine.sampling.grammar_trial": {"socket.socket", "socket.socketpair"},
     "shared.blobs.transports": {
         "socket.socket",
@@ -88,7 +89,7 @@ ALLOWED = {
     },  # names are hashes, in the operator's own directory
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
-    "shared.bus.embedded_server": {"os.open", "socket.socket", ".open"},
+    "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
     "shared.models.frames": {".read_bytes"},  # within the model's folder
@@ -263,6 +264,19 @@ def test_no_function_is_too_long() -> None:
                 if num_lines > MAX_FUNCTION_LINES:
                     too_long.append(f"{module_of(file)}:{node.name}: {num_lines} lines")
     assert too_long == []
+
+
+def test_no_call_or_literal_unpacks_a_tuple_or_list_that_is_written_out() -> None:
+    packed = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            items = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+            packed += [
+                f"{module_of(file)}:{item.lineno}"
+                for item in items
+                if isinstance(item, ast.Starred) and isinstance(item.value, ast.Tuple | ast.List)
+            ]
+    assert packed == []
 
 
 def test_no_sentence_of_a_comment_or_docstring_begins_with_of() -> None:

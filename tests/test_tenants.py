@@ -34,11 +34,14 @@ NOT_OF_REQUESTS = [
     # Masks of a vocabulary, by the listed token ids alone, and what each byte of a mask allows.
     *("workers/engine/sampling/logits_processors.py",) * 3,
     # Where segments begin, by their lengths alone.
-    *("shared/vision/layers.py", "shared/vision/layers.py"),
+    "shared/vision/layers.py",
+    "shared/vision/layers.py",
     # Weights of a resized axis, by its two lengths alone.
     *("shared/models/resizing.py",) * 2,
     # This machine and its library.
-    *("shared/native/library.py", "shared/native/library.py", "shared/native/tower_kernels.py"),
+    "shared/native/library.py",
+    "shared/native/library.py",
+    "shared/native/tower_kernels.py",
 ]
 
 

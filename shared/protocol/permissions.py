@@ -33,12 +33,12 @@ _GATEWAY = "gateway"
 
 # The streams that may be on disk, without the audit log, which must not be purged.
 _PROBED_STREAMS = (
-    *(subjects.REQUESTS_STREAM, subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM),
-    *(subjects.STAGES_STREAM, subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM),
-    *(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
-    *(subjects.JOBS_STREAM, subjects.DEAD_STREAM, subjects.SCALE_STREAM),
-    *(subjects.KV_STREAM, subjects.WORKERS_STREAM),
-)
+    subjects.REQUESTS_STREAM, subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM,
+    subjects.STAGES_STREAM, subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM,
+    subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM,
+    subjects.JOBS_STREAM, subjects.DEAD_STREAM, subjects.SCALE_STREAM,
+    subjects.KV_STREAM, subjects.WORKERS_STREAM,
+)  # fmt: skip
 
 # Identities that may create streams. Only the operator may change them, with `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
@@ -168,13 +168,13 @@ def _worker(identity: str) -> Permissions:
     """
     return Permissions(
         (
-            *(_USER_INFO, SERVER_SETTINGS, "$JS.API.INFO", "$JS.API.STREAM.INFO.*"),
-            *(subjects.HEARTBEATS_FILTER, subjects.START_REPORTS_FILTER),
-            *("_INBOX.>", "_R_.>", subjects.SETTINGS),
+            _USER_INFO, SERVER_SETTINGS, "$JS.API.INFO", "$JS.API.STREAM.INFO.*",
+            subjects.HEARTBEATS_FILTER, subjects.START_REPORTS_FILTER,
+            "_INBOX.>", "_R_.>", subjects.SETTINGS,
             *_reads(subjects.WORKERS_STREAM),
         ),
         (f"{inbox_of(identity)}.>", subjects.METRICS, subjects.SETTINGS),
-    )
+    )  # fmt: skip
 
 
 def _stage_worker(base: Permissions) -> Permissions:
@@ -190,14 +190,14 @@ def _stage_worker(base: Permissions) -> Permissions:
             f"$JS.API.STREAM.MSG.GET.{requests}",
             # The last worker of a request acknowledges it in place of the coordinator.
             f"$JS.ACK.{requests}.>",
-            *(subjects.STAGES_FILTER, subjects.APPEND_FILTER, subjects.ATTEMPTS_FILTER),
-            *(subjects.RESULTS_FILTER, subjects.DEAD_FILTER, subjects.MEDIA_FILTER),
-            *(subjects.ENDED_FILTER, subjects.blob("*")),
+            subjects.STAGES_FILTER, subjects.APPEND_FILTER, subjects.ATTEMPTS_FILTER,
+            subjects.RESULTS_FILTER, subjects.DEAD_FILTER, subjects.MEDIA_FILTER,
+            subjects.ENDED_FILTER, subjects.blob("*"),
         ],
         [
-            *(*_LOGS[:1], subjects.ENDED_FILTER, subjects.RESULTS_FILTER, subjects.blob("*")),
+            *_LOGS[:1], subjects.ENDED_FILTER, subjects.RESULTS_FILTER, subjects.blob("*"),
         ],
-    )
+    )  # fmt: skip
 
 
 def _gateway(base: Permissions) -> Permissions:
@@ -206,8 +206,8 @@ def _gateway(base: Permissions) -> Permissions:
     return base.with_(
         [
             *_asks(),
-            *(subjects.STEP_FILTER, subjects.RESPONSES_FILTER, subjects.audit(_GATEWAY)),
-            *(subjects.JOBS_FILTER, subjects.MEDIA_FILTER, subjects.METRICS),
+            subjects.STEP_FILTER, subjects.RESPONSES_FILTER, subjects.audit(_GATEWAY),
+            subjects.JOBS_FILTER, subjects.MEDIA_FILTER, subjects.METRICS,
             *_reads(logs, steps, media, stages, subjects.JOBS_STREAM, subjects.ATTEMPTS_STREAM),
             *_reads(subjects.SCALE_STREAM, subjects.DEAD_STREAM),
             *_purges(logs, steps, media),
@@ -218,14 +218,16 @@ def _gateway(base: Permissions) -> Permissions:
             *_measures(steps, media),
         ],
         _LOGS,
-    )
+    )  # fmt: skip
 
 
 def _agent(base: Permissions) -> Permissions:
     return base.with_(
         [
             *_asks(),
-            *(subjects.STEP_FILTER, subjects.DEAD_FILTER, subjects.ATTEMPTS_FILTER),
+            subjects.STEP_FILTER,
+            subjects.DEAD_FILTER,
+            subjects.ATTEMPTS_FILTER,
             *_consumes(subjects.RESPONSES_STREAM),
             *_reads(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
             *_reads(subjects.ATTEMPTS_STREAM),

@@ -38,9 +38,9 @@ def prompt_of(request: GenerateRequest) -> Prompt:
 
 
 _OF_A_PROMPT = (
-    *("messages", "prompt", "prompt_token_ids", "features", "tools", "template_kwargs"),
-    *("add_special_tokens", "sampling_params", "adapter", "embedding"),
-)
+    "messages", "prompt", "prompt_token_ids", "features", "tools", "template_kwargs",
+    "add_special_tokens", "sampling_params", "adapter", "embedding",
+)  # fmt: skip
 """Fields that apply only to a request with a prompt."""
 
 

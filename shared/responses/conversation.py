@@ -20,7 +20,7 @@ from shared.protocol.items import (
     OutputTextPart,
     RefusalPart,
 )
-from shared.protocol.multimodal import AUDIO, IMAGE, MEDIA_SCHEME, VIDEO
+from shared.protocol.multimodal import AUDIO, IMAGE, MEDIA_SCHEME, VIDEO, Modality
 from shared.protocol.requests import (
     AudioPart,
     AudioURL,
@@ -34,7 +34,6 @@ from shared.protocol.requests import (
     VideoPart,
     VideoURL,
 )
-from shared.responses.files import modality_of_file
 from shared.responses.state import ResponseState
 from shared.responses.tools import PAINT, paint_arguments, prompt_name
 
@@ -200,3 +199,17 @@ def _file_of(part: InputFilePart) -> ContentPart | None:
     if modality == VIDEO:
         return VideoPart(VideoURL(url))
     return AudioPart(AudioURL(url)) if modality == AUDIO else None
+
+
+_ENDINGS: dict[Modality, tuple[str, ...]] = {
+    IMAGE: ("png", "jpg", "jpeg", "webp", "gif", "bmp"),
+    VIDEO: ("mp4", "mov", "webm", "mkv", "avi"),
+    AUDIO: ("wav", "flac", "ogg", "mp3", "aac", "m4a"),
+}
+
+
+def modality_of_file(filename: str | None) -> Modality | None:
+    """Return what a file is by its name; None for one that no model reads."""
+    _, dot, ending = (filename or "").rpartition(".")
+    found = (modality for modality, known in _ENDINGS.items() if ending.lower() in known)
+    return next(found, None) if dot else None

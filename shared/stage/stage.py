@@ -6,8 +6,10 @@ is recognised as a duplicate.
 """
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,31 +17,45 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shared.blobs.store import Blobs
+from shared.blobs.store import Blobs, release_by_broker
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
+from shared.bus.reading import StoredMessage
 from shared.codec.envelope import TensorData
 from shared.config.schema import DeliveryConfig
-from shared.errors import BlobLost, Fenced, PagemillError, UnsupportedVersion, WorkerFailure
+from shared.errors import (
+    BlobLost,
+    DecodeError,
+    Fenced,
+    PagemillError,
+    UnsupportedVersion,
+    WorkerFailure,
+)
 from shared.protocol import subjects
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.messages import DeadLetter
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import TEXT, Pipeline
-from shared.protocol.records import OutputEnd, OutputSummary, StageSpan
-from shared.protocol.task_messages import TaskHeader
-from shared.stage import dead_letter, retry, tasks
-from shared.stage.claims import ClaimedJobs
-from shared.stage.endings import end_with_error, leave_queues
-from shared.stage.job import Job, StageCounters, request_is_settled
+from shared.protocol.records import OutputEnd, OutputSummary, StageSpan, error_info
+from shared.protocol.task_messages import EngineBody, TaskHeader
+from shared.stage import retry, tasks
+from shared.stage.job import ClaimedJobs, Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.log_records import is_final
-from shared.state.token_log import LogWriter, finish_request, last_record
+from shared.state.token_log import LogWriter, cut_outputs, end_request, finish_request, last_record
 from shared.telemetry.metrics import Metrics
+from shared.tenants.storage_quotas import has_exceeded
 
 _log = structlog.get_logger()
 
 # How long a suspect waits for its turn to be the only suspect in a worker.
 SUSPECT_PAUSE_S = 0.5
+
+# The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.
+MAX_TRACEBACK_LEN = 16_384
+MAX_LETTER_BYTES = 65_536
+MAX_HISTORY = 16
 
 T = TypeVar("T")
 
@@ -329,13 +345,59 @@ class Stage:
                 await job.delivery.retry(after_s)
                 return
             case retry.GiveUp():
-                who = self.name, self.worker, self.version
-                await dead_letter.write(self.bus, job, *who, cause, error)
+                await self.write_dead_letter(job, cause, error)
                 self.counters.given_up(job, cause)
             case retry.AnswerWithError():
                 pass
         self.counters.ended_with(cause)
         await self._end_with_error(job, cause, [*job.path, self.span(job)])
+
+    async def write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
+        """Store a job's input and its request; returns with the publish ack.
+
+        They are left out for a tenant whose letters take too much of their stream.
+        """
+        delivery, sequence = job.delivery, job.request_sequence
+        queued = (
+            None if sequence is None else await request_queue.queued_request(self.bus, sequence)
+        )
+        if queued is not None:
+            request = queued.data
+        else:
+            request = delivery.data if job.request_id is None else b""
+        known = job.ticket or queued
+        tenant = "" if known is None else known.tenant
+        content = delivery.data
+        if await has_exceeded(self.bus, tenant, subjects.DEAD_STREAM):
+            # Letters do not expire, so its requests are not refused for them.
+            request = content = b""
+        # Neither alone exceeds the limit of a message; together they may.
+        room = self.bus.max_payload - MAX_LETTER_BYTES
+        request = request if len(request) <= room else b""
+        room -= len(request)
+        letter = DeadLetter(
+            role=self.name,
+            worker=self.worker,
+            version=self.version,
+            subject=delivery.subject,
+            request_id=job.request_id,
+            attempts=delivery.attempt,
+            error=error_info(cause),
+            traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK_LEN:],
+            history=job.attempts[-MAX_HISTORY:],
+            request=request,
+            input=content[:room],
+            input_len=len(delivery.data),
+            failed_ms=self.bus.now_ms(),
+            tenant=tenant,
+        )
+        name = job.request_id or f"unnamed-{delivery.sequence}"
+        await self.bus.publish(
+            subjects.dead(self.name, name),
+            to_msgpack(letter),
+            f"dead:{name}:{delivery.subject}:{delivery.sequence}",
+            tenant,
+        )
 
     async def _end_with_error(self, job: Job, error: PagemillError, path: list[StageSpan]) -> None:
         if job.end is not None:
@@ -361,3 +423,86 @@ class Stage:
 def _known(value: T | None) -> T:
     assert value is not None
     return value
+
+
+async def settle(bus: Bus, job: Job, end: Callable[[], Awaitable[object]]) -> None:
+    """End a request by `end`, and remove it and its tasks from their queues.
+
+    The message of `job` stays: it comes again if this worker dies, and the caller acknowledges it.
+    The places are free before a client sees the end.
+    """
+    assert job.request_id is not None
+    removed = await _remove(bus, job)
+    await end()
+    await bus.notify(subjects.ended(job.request_id))
+    # A task may have been stored in the meantime. One that is stored from now on is removed by the
+    # coordinator or the stage that has stored it, which finds the request ended.
+    removed += await _remove(bus, job)
+    await _release_payloads(bus, removed)
+
+
+async def leave_queues(bus: Bus, job: Job) -> None:
+    """Remove the request of `job`, which has ended, and its other tasks from their queues."""
+    await _release_payloads(bus, await _remove(bus, job))
+
+
+async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
+    """Remove a request and its tasks, except for the message of `job`. Return the tasks.
+
+    The position of the request is known from its tasks. Without a task it waits for its admission,
+    which finds the request ended.
+    """
+    request_id, held = job.request_id, job.delivery
+    assert request_id is not None
+    stored = await bus.read(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+    removed = [task for task in stored if task.subject != held.subject]
+    sequences = {subjects.sequence_of(task.msg_id or "", request_id) for task in removed}
+    if subjects.is_request(held.subject):
+        sequences.discard(held.sequence)
+    # The tasks last: they are found again if this worker dies here.
+    for sequence in sequences:
+        if sequence is not None:
+            await bus.delete(subjects.REQUESTS_STREAM, sequence)
+    for task in removed:
+        await bus.delete(subjects.STAGES_STREAM, task.sequence)
+    return removed
+
+
+async def _release_payloads(bus: Bus, removed: list[StoredMessage]) -> None:
+    # After the end: a worker that reads one would have it made again.
+    payloads = [ref for task in removed for ref in _payloads_of(task)]
+    await asyncio.gather(*(release_by_broker(bus, ref) for ref in payloads))
+
+
+def _payloads_of(task: StoredMessage) -> list[BlobRef]:
+    """Return the payloads of a task for an engine; others have none."""
+    with contextlib.suppress(DecodeError, UnsupportedVersion):
+        return tasks.decode(task.data, EngineBody)[0].body.blobs()  # type: ignore[no-any-return]
+    return []
+
+
+async def end_with_error(
+    bus: Bus, job: Job, output: str, error: PagemillError, path: list[StageSpan]
+) -> bool:
+    """End the request of a job, or at least this output of it where the text may go on.
+
+    Return whether the request has ended. If not, the stage of its text ends it.
+    """
+    request_id, attempt = job.request_id, job.delivery.attempt
+    if request_id is None:
+        return True
+    goes_on = job.header is not None and job.header.on_late == "text" and output != TEXT
+    if goes_on:
+        return await cut_outputs(bus, request_id, attempt, error, path)
+
+    async def end() -> None:
+        await end_request(bus, request_id, attempt, error, path, job.tenant)
+
+    await (settle(bus, job, end) if _may_have_other_tasks(job) else end())
+    return True
+
+
+def _may_have_other_tasks(job: Job) -> bool:
+    if not subjects.is_stage(job.delivery.subject):
+        return job.delivery.attempt > 1
+    return job.header is None or job.header.outputs not in ([], [TEXT])

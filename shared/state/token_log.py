@@ -173,8 +173,13 @@ class LogWriter:
         data = base64.b64encode(pcm).decode()
         num_samples = len(pcm) // 2
         chunk = AudioChunk(
-            *(self._next_index, self._attempt, first_sample, num_samples, sample_rate, data),
-            end_token,
+            index=self._next_index,
+            attempt=self._attempt,
+            first_sample=first_sample,
+            num_samples=num_samples,
+            sample_rate=sample_rate,
+            pcm=data,
+            end_token=end_token,
         )
         await self._append(chunk)
 
@@ -263,7 +268,9 @@ async def end_request(
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
     await close_log(
-        *(bus, request_id, TEXT),
+        bus,
+        request_id,
+        TEXT,
         lambda index: Failure(index, attempt, error_info(error), path),
         tenant,
     )
@@ -325,3 +332,29 @@ async def close_log(
             # Another writer may have ended the log or appended to it, or this record is stored and
             # its ack was lost. The replica that serves reads may lag.
             await asyncio.sleep(STALE_READ_S)
+
+
+async def cut_outputs(
+    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
+) -> bool:
+    """End a request with its text alone: cut its other outputs, for the reason `error`.
+
+    Return whether the request has ended. If the text has not ended, the stage that writes it ends
+    the request later.
+    """
+    summary, ends = OutputSummary(path=path, error=error_info(error)), None
+    for output in await output_ends.expected(bus, request_id):
+        if output == TEXT:
+            continue
+        end = await close_log(
+            bus, request_id, output, lambda index: OutputEnd(index, attempt, summary, cut=True)
+        )
+        if end.cut and end.summary.error is None:
+            # An earlier worker has cut the output to end the request with an error, and has died.
+            await end_request(bus, request_id, attempt, error, path)
+            return True
+        ends = await output_ends.add(bus, request_id, output, end.summary)
+    if ends is None or not output_ends.is_complete(ends):
+        return False
+    await finish_request(bus, request_id, attempt, ends.ended)
+    return True

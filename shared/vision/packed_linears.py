@@ -14,8 +14,12 @@ from shared.native.tower_kernels import TowerKernels
 
 # Names of a linear and the activation after it in the modules of towers.
 ACTIVATED = (
-    *(("fc1", "act"), ("linear_fc1", "act_fn"), ("gate_proj", "act_fn"), ("0", "1")),
-    *(("fc1", "activation_fn"), ("linear_1", "act")),
+    ("fc1", "act"),
+    ("linear_fc1", "act_fn"),
+    ("gate_proj", "act_fn"),
+    ("0", "1"),
+    ("fc1", "activation_fn"),
+    ("linear_1", "act"),
 )
 # Activations by their names in the kernels.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -132,6 +136,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., num_inputs] -> [..., num_outputs]
         return self._kernels.multiply(
-            *(x, self.weight, self._bias, self._num_outputs, self._activation),
+            x,
+            self.weight,
+            self._bias,
+            self._num_outputs,
+            self._activation,
             self._min_tile_rows,
         )

@@ -19,8 +19,12 @@ from workers.agent.mcp_client import Server
 
 # Work queues are empty when a response has ended.
 STREAMS = (
-    *(subjects.STEPS_STREAM, subjects.TOKENS_STREAM, subjects.DEAD_STREAM),
-    *(subjects.STAGES_STREAM, subjects.JOBS_STREAM, subjects.WORKERS_STREAM),
+    subjects.STEPS_STREAM,
+    subjects.TOKENS_STREAM,
+    subjects.DEAD_STREAM,
+    subjects.STAGES_STREAM,
+    subjects.JOBS_STREAM,
+    subjects.WORKERS_STREAM,
 )
 
 
@@ -55,7 +59,10 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
     assert [m.role for m in second.messages or []] == ["user", "assistant", "tool"]
     first = rig.model.requests[f"{whole.id}-t0"]
     assert [tool.function.name for tool in first.tools] == [
-        *("free__add", "free__book", "free__meet", "free__fail")
+        "free__add",
+        "free__book",
+        "free__meet",
+        "free__fail",
     ]
     assert second.tools == first.tools  # The prefix stays cached.
 

@@ -49,7 +49,10 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
     image, said = whole.output
     assert image.type == "image_generation_call"
     assert (image.status, image.result, image.revised_prompt, image.size) == (
-        *("completed", painted("a star"), "a star", "16x16"),
+        "completed",
+        painted("a star"),
+        "a star",
+        "16x16",
     )
     assert said.type == "message"
     # Stored, and the same at any time.

@@ -17,7 +17,7 @@ from workers.autoscaler import figures
 from workers.autoscaler.figures import Look, Queue, figures_of
 from workers.autoscaler.presence import Presence, Workers
 from workers.roles import WorkerSpec
-from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.pool import SupervisedPools
 from workers.supervisor.supervisor import Process, Supervisor
 
 # A worker that drains at SIGTERM, and says when it is ready for it.

@@ -41,7 +41,11 @@ def image(index: int, number: int, file: str = "") -> ImageRecord:
 
 
 RIGHT: list[OutputRecord] = [
-    *(step(0, 1, 2), step(1, 0, 1), image(2, 1), step(3, 0, 3), image(4, 0)),
+    step(0, 1, 2),
+    step(1, 0, 1),
+    image(2, 1),
+    step(3, 0, 3),
+    image(4, 0),
     OutputEnd(5, 1, END),
 ]
 

@@ -45,7 +45,9 @@ SERVED = set(FILES) - {
     "pytorch_model.bin",
     "onnx/model.safetensors",
     "consolidated.safetensors",
-    *("README.md", "training.json", "marks.json"),
+    "README.md",
+    "training.json",
+    "marks.json",
 }
 # The pooling of sentence-transformers, with a name that would leave the folder.
 POOLING = {

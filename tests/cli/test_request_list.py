@@ -147,7 +147,12 @@ async def test_the_command_filters_and_limits(broker: EmbeddedServer, filled: Bu
 
 async def test_the_command_follows_changes(broker: EmbeddedServer, filled: Bus) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(*FORKED_PAGEMILL, "requests", "--follow", "--json", "--nats", broker.url),
+        *FORKED_PAGEMILL,
+        "requests",
+        "--follow",
+        "--json",
+        "--nats",
+        broker.url,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )

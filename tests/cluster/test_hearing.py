@@ -277,7 +277,10 @@ async def test_clients_without_http_ask_about_sounds(
     asked = await asyncio.to_thread(preloaded.run, *command, "--config", str(hearing.config))
     assert asked.stdout.strip() == told
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "ops" / "examples" / "hear.py"), QUESTION, str(file)),
+        sys.executable,
+        str(ROOT / "ops" / "examples" / "hear.py"),
+        QUESTION,
+        str(file),
         env=os.environ | {"NATS_URL": hearing.url, "NATS_NKEY": str(hearing.client_key)},
         stdout=asyncio.subprocess.PIPE,
     )

@@ -433,11 +433,11 @@ async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
         stored = await api.responses.retrieve(begun.id)
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds == [
-        *("created", "queued", "in_progress", "output_item.added"),
-        *("image_generation_call.in_progress", "image_generation_call.generating"),
+        "created", "queued", "in_progress", "output_item.added",
+        "image_generation_call.in_progress", "image_generation_call.generating",
         *["image_generation_call.partial_image"] * 2,
-        *("image_generation_call.completed", "output_item.done", "completed"),
-    ]
+        "image_generation_call.completed", "output_item.done", "completed",
+    ]  # fmt: skip
     assert stored == getattr(events[-1], "response", None)
     (image,) = stored.output
     assert image.type == "image_generation_call"

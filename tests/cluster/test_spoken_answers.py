@@ -369,7 +369,10 @@ async def test_a_client_with_nats_alone_reads_the_sound(
 ) -> None:
     async def example(text: str) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(ROOT / "ops" / "examples" / "speak.py"), text, str(file)),
+            sys.executable,
+            str(ROOT / "ops" / "examples" / "speak.py"),
+            text,
+            str(file),
             env=os.environ | {"NATS_URL": processes.url, "NATS_NKEY": ""},
             stderr=asyncio.subprocess.PIPE,
         )

@@ -308,7 +308,8 @@ def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> No
         ({"image": {"style": "vivid"}}, "image.style", "unknown field"),
         (
             {"image": {"guidance": 1, "negative_prompt": "red"}},
-            *("image.negative_prompt", "no effect with a guidance of 1"),
+            "image.negative_prompt",
+            "no effect with a guidance of 1",
         ),
         ({"prompt": " "}, "prompt", "a text"),
         ({"sampling_params": {"seed": 1}}, "sampling_params", "no tokens"),

@@ -23,7 +23,7 @@ from shared.stage.retry import AnswerWithError, decide
 from shared.stage.runtime import Context
 from shared.state.token_log import LogWriter, end_request
 from workers.coordinator.admission import Admitted, most_tokens
-from workers.coordinator.token_rates import MINUTE_S, TokenRates
+from workers.coordinator.token_limits import MINUTE_S, TokenRates
 from workers.coordinator.worker import Coordinator
 
 PER_MINUTE = 600

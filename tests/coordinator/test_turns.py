@@ -18,8 +18,7 @@ from shared.stage.job import Job
 from shared.stage.pipelines import pipeline_of
 from shared.stage.runtime import Context
 from workers.coordinator.admission import Admitted, admit
-from workers.coordinator.tenant_use import FACTOR, HALF_LIFE_S, TenantUse
-from workers.coordinator.turns import MANY_CLAIMED, Turns
+from workers.coordinator.turns import FACTOR, HALF_LIFE_S, MANY_CLAIMED, TenantUse, Turns
 from workers.coordinator.worker import Coordinator
 
 USES = st.lists(

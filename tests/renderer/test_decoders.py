@@ -1,13 +1,14 @@
 """Videos in a renderer: what their decoders do harms no other request."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.helpers.forking import Forks
 from shared.protocol import subjects
 from shared.protocol.multimodal import VIDEO
 from shared.protocol.records import ErrorInfo, Failure
@@ -25,8 +26,6 @@ from tests.renderer.rig import (
 from tests.support.media import data_url, png
 from tests.support.waiting import until
 from workers.renderer.decoding import pool as pools
-from workers.renderer.decoding.messages import Job
-from workers.renderer.decoding.spawning import SPAWNER, Spawning
 from workers.renderer.worker import RendererWorker
 
 SEQUENCE = files.sequence([files.jpeg(files.picture(number)) for number in range(4)])
@@ -64,20 +63,20 @@ class Rig:
 
 @pytest.fixture
 def spawner() -> str:
-    return SPAWNER
+    return pools.SPAWNER
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The jobs for which a decoder was started."""
     jobs: list[object] = []
-    give = Spawning.give
+    fork = Forks.fork
 
-    def note(self: Spawning, job: Job, source: int, target: int) -> socket.socket:
-        jobs.append(job)
-        return give(self, job, source, target)
+    def note(self: Forks, message: bytes, descriptors: Sequence[int]) -> socket.socket:
+        jobs.append(message)
+        return fork(self, message, descriptors)
 
-    monkeypatch.setattr(Spawning, "give", note)
+    monkeypatch.setattr(Forks, "fork", note)
     return jobs
 
 

@@ -8,13 +8,12 @@ import os
 import signal
 import sys
 from itertools import count
-from subprocess import Popen
-from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
 from shared.errors import GrammarNotTried, InvalidGrammar
+from shared.helpers.forking import read_pid
 from shared.protocol.sampling import StructuredOutputs
 from workers.engine.sampling import grammar, grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
@@ -55,10 +54,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Stop each trial until it has been looked at five times; each look finds more CPU time."""
     looked_at: list[int] = []
 
-    def started(*args: Any, **options: Any) -> Popen[bytes]:
-        process = Popen(*args, **options)
-        process.send_signal(signal.SIGSTOP)
-        return process
+    def started(message: bytes) -> int:
+        pid = read_pid(message)
+        os.kill(pid, signal.SIGSTOP)
+        return pid
 
     def cpu_s(pid: int) -> float:
         looked_at.append(pid)
@@ -66,7 +65,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             os.kill(pid, signal.SIGCONT)
         return len(looked_at)
 
-    monkeypatch.setattr(grammar_trial, "Popen", started)
+    monkeypatch.setattr(grammar_trial, "read_pid", started)
     monkeypatch.setattr(grammar_trial, "TURN_S", 0.05)
     monkeypatch.setattr(grammar_trial, "_cpu_s", cpu_s)
     return looked_at

@@ -25,7 +25,6 @@ from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, Failure
 from shared.protocol.requests import GenerateRequest, Message, tenant_header
 from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
-from shared.stage import dead_letter
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
@@ -171,7 +170,8 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
             async with site.http("flood") as flood:
                 answer = await flood.post("/v1/chat/completions", json=body, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (
-                *(429, "storage_quota_exceeded"),
+                429,
+                "storage_quota_exceeded",
             )
         assert len(await bus.figures.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
             len(records) + 1
@@ -235,8 +235,7 @@ async def test_dead_letters_of_a_flood_lose_their_content(bus: Bus) -> None:
         ticket = RequestTicket(0, 0, 10**6, "none", tenant=name)
         delivery: Any = SimpleNamespace(data=b"input", sequence=1, attempt=1, subject="pm.stage")
         job = Job(delivery, 0, name, TaskHeader(name, "demo", "batch", ticket))
-        who = ("engine", "engine-1", "0", WorkerFailure("failed"))
-        await dead_letter.write(stage.bus, job, *who, ValueError("failed"))
+        await stage.write_dead_letter(job, WorkerFailure("failed"), ValueError("failed"))
     letters = [await dead_letters.find(bus, name) for name in ("flood", "small")]
     assert [letter.input for letter in letters] == [b"", b"input"]
     assert [letter.input_len for letter in letters] == [5, 5]

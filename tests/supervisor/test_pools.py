@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from workers import actuator
 from workers.actuator import follow_plan
 from workers.roles import WorkerSpec
-from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.pool import SupervisedPools
 from workers.supervisor.supervisor import Process, Supervisor
 
 

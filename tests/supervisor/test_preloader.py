@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.helpers.forking import fork
 from tests.support.waiting import until
 from workers.supervisor.preloader import ForkedProcess, Preloader, Start, encode
 
@@ -204,8 +205,9 @@ def test_the_end_of_the_supervisor_is_no_error_of_the_preloader(tmp_path: Path) 
     served = Served(tmp_path / "log")
     channel = served.preloader._channel
     with served.log.open("ab") as stderr:
-        socket.send_fds(channel, [encode(Start(["exit", "0"]))], [stderr.fileno()])
-    select.select([channel], [], [], 60)
+        report = fork(channel, encode(Start(["exit", "0"])), [stderr.fileno()])
+    select.select([report], [], [], 60)
+    report.close()
     channel.close()
     assert served.process.wait(60) == 0
     assert "handled" not in served.log.read_text()

@@ -16,8 +16,8 @@ from shared.errors import ConfigError, PagemillError
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.scaling.budget import with_sizes
 from shared.scaling.memory import Memory
-from shared.scaling.orders import with_sizes
 from shared.scaling.policy import decide
 from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_victims
 from shared.stage.runtime import Context

@@ -11,7 +11,6 @@ from shared.errors import TokenRateExceeded, Unavailable
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
-from workers.coordinator.token_rates import TokenRates
 
 # Each admission adds one request, so two are enough to keep up with those that have ended.
 LOOKED_AT, LOOKED_AT_BEFORE_REFUSAL = 2, 64
@@ -19,6 +18,61 @@ LOOKED_AT, LOOKED_AT_BEFORE_REFUSAL = 2, 64
 MAX_OPEN = 10_000
 # It is unknown how many tokens these requests have written, so they keep their reservation.
 _PARTLY_DONE = ("cancelled", "deadline_exceeded")
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Token bucket of a tenant, which refills evenly up to the tokens of one minute."""
+
+    per_minute: int
+    level: float
+    filled_s: float
+
+    def fill(self, now_s: float) -> None:
+        earned = max(0.0, now_s - self.filled_s) * self.per_minute / MINUTE_S
+        self.add(earned)
+        self.filled_s = max(now_s, self.filled_s)
+
+    def add(self, num_tokens: float) -> None:
+        self.level = min(float(self.per_minute), self.level + num_tokens)
+
+
+class TokenRates:
+    """Token buckets of the tenants that have a limit.
+
+    The number of tokens of a request is unknown until it ends. So each request reserves the maximum
+    that it may write, and its actual use, prompt included, replaces the reservation later. The
+    level of a bucket may become negative; then the tenant's requests are refused until it has
+    refilled.
+    """
+
+    def __init__(self, per_minute: Mapping[str, int]) -> None:
+        self.per_minute = per_minute
+        self._buckets: dict[str, _Bucket] = {}
+
+    def reserve(self, tenant: str, num_tokens: int, now_s: float) -> float:
+        """Reserve tokens and return 0, or return the seconds until a token is available.
+
+        A request may reserve more tokens than the bucket has, as long as it has one. So no request
+        is too large for its limit.
+        """
+        bucket = self._bucket(tenant, now_s)
+        if bucket.level <= 0:
+            # At least one whole token is left then.
+            return (1 - bucket.level) * MINUTE_S / bucket.per_minute
+        bucket.add(-num_tokens)
+        return 0.0
+
+    def correct(self, tenant: str, num_reserved: int, num_used: int, now_s: float) -> None:
+        """Replace a reservation by the number of tokens that the request has used."""
+        self._bucket(tenant, now_s).add(num_reserved - num_used)
+
+    def _bucket(self, tenant: str, now_s: float) -> _Bucket:
+        per_minute = self.per_minute[tenant]
+        bucket = self._buckets.setdefault(tenant, _Bucket(per_minute, per_minute, now_s))
+        bucket.fill(now_s)
+        return bucket
 
 
 @dataclass(frozen=True, slots=True)

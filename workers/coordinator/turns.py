@@ -11,7 +11,6 @@ from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import count_media
 from workers.coordinator.admission import Admitted, most_tokens
-from workers.coordinator.tenant_use import TenantUse
 
 READ_S = 0.25
 """Requests within this time share one reading of the queues."""
@@ -22,8 +21,43 @@ MANY_CLAIMED = 4
 BYTES, TOKENS, MEDIA = 2**16, 64, 8
 """Weights of a request's cost: it is 1, plus 1 for each `BYTES` bytes and each `TOKENS` tokens that
 it may write, plus `MEDIA` for each medium."""
+HALF_LIFE_S = 5.0
+"""Time after which a use counts half."""
+FACTOR = 1.25
+"""Multiple of its share that a tenant may use, because use is never exactly even."""
+FORGOTTEN = 0.01
+"""Use below which a tenant no longer counts as active."""
 
 _log = structlog.get_logger()
+
+
+class TenantUse:
+    """Recent use of one model by each tenant, with its decay.
+
+    A tenant's share is the mean use of all recently active tenants, times its weight. So a single
+    tenant never exceeds its share, and neither do tenants with equal use.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._used: dict[str, float] = {}
+        self._faded_s = 0.0
+
+    def add(self, tenant: str, cost: float, now_s: float) -> None:
+        """Add the cost of a request, a positive number."""
+        left = 0.5 ** (max(0.0, now_s - self._faded_s) / HALF_LIFE_S)
+        self._faded_s = max(now_s, self._faded_s)
+        self._used = {t: u * left for t, u in self._used.items() if u * left > FORGOTTEN}
+        self._used[tenant] = self._used.get(tenant, 0.0) + cost
+
+    def exceeds_share(self, tenant: str) -> bool:
+        """Return whether the tenant uses more than its share of the total."""
+        weights = sum(map(self._weight, self._used))
+        share = sum(self._used.values()) * self._weight(tenant) / weights if weights else 0.0
+        return self._used.get(tenant, 0.0) > FACTOR * share
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
 
 class Turns:

@@ -11,6 +11,7 @@ import contextlib
 from weakref import WeakValueDictionary
 
 from shared.bus import request_queue
+from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
 from shared.errors import (
@@ -22,21 +23,21 @@ from shared.errors import (
     UnsupportedVersion,
 )
 from shared.protocol import names, subjects
+from shared.protocol.messages import decode_attempt
 from shared.protocol.pipeline import TEXT
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
-from shared.stage.endings import leave_queues, settle
 from shared.stage.job import Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
+from shared.stage.stage import leave_queues, settle
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.log_records import is_final
-from shared.state.text_alone import cut_outputs
-from shared.state.token_log import close_outputs, end_request, last_record
+from shared.state.token_log import close_outputs, cut_outputs, end_request, last_record
 from shared.tenants.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from workers.coordinator.admission import (
     Admitted,
@@ -50,7 +51,6 @@ from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.turns import Turns
-from workers.coordinator.unread_tasks import why_unread
 
 # Few, because a request may have megabytes, and a request that waits here longer than the ack wait
 # is delivered again.
@@ -288,3 +288,15 @@ class Coordinator:
             self._stage.counters.ended_with(error)
             self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()
+
+
+async def why_unread(bus: Bus, request_id: str) -> str | None:
+    """Return why the workers could not read a task of the request; None if each was read.
+
+    Raises Unavailable.
+    """
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
+    records = (decode_attempt(message.data) for message in stored)
+    latest = {record.stage: record for record in records if record is not None}
+    unread = [record for record in latest.values() if record.unread]
+    return f"{unread[-1].stage}: {unread[-1].unread}" if unread else None

@@ -242,8 +242,14 @@ class ModelRunner:
             hidden = embeddings.new_empty(len(sampled_rows), embeddings.shape[1])
         logits = self._model.forward(
             StepInputs(
-                *(embeddings, positions, plan, self._kv_cache, sampled_rows, deepstack),
-                *(hidden_rows, hidden),
+                embeddings=embeddings,
+                positions=positions,
+                plan=plan,
+                kv_cache=self._kv_cache,
+                sampled_rows=sampled_rows,
+                deepstack=deepstack,
+                hidden_rows=hidden_rows,
+                hidden=hidden,
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])

@@ -208,8 +208,7 @@ class EngineWorker:
         try:
             began_ms = self._context.bus.now_ms()
             await self._lead.wait(
-                *(self._context.bus, task.header, job.log.records, progress),
-                lambda: len(self._preparing) > self._max_num_seqs,
+                self._context.bus, task.header, job.log.records, progress, self._is_crowded
             )
             rendered = await self._output.render(task, progress)
             task, header = rendered.task, rendered.task.header
@@ -245,6 +244,9 @@ class EngineWorker:
             self._preparing.discard(request_id)
             self._adjust_capacity()
             self._ended.discard(request_id)
+
+    def _is_crowded(self) -> bool:
+        return len(self._preparing) > self._max_num_seqs
 
     async def _compile(
         self, header: TaskHeader, progress: Callable[[], Awaitable[None]]

@@ -48,7 +48,9 @@ def load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
     """Load the vocoder of a model's folder. Raises ConfigError."""
     model = load_weights(
         modeling_qwen3_omni_moe.Qwen3OmniMoeCode2Wav,
-        *(folder, dtype, device),
+        folder,
+        dtype,
+        device,
         part=(PREFIX, config.code2wav_config),
     )
     return Qwen3OmniVocoder(model, torch.device(device))

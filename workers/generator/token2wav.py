@@ -103,7 +103,9 @@ def load(
     """Load the vocoder of a model's folder. Raises ConfigError."""
     model = load_weights(
         modeling_qwen2_5_omni.Qwen2_5OmniToken2WavModel,
-        *(folder, dtype, device),
+        folder,
+        dtype,
+        device,
         part=(PREFIX, config.token2wav_config),
     )
     file = folder / VOICES_FILE

@@ -12,7 +12,8 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.local_keys import forget_keys
 from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
-from workers.roles import WorkerSpec
+from shared.protocol import subjects
+from workers.roles import AGENT, WorkerSpec
 from workers.settings import login_of, nats_url
 from workers.supervisor.broker import fit_streams, keep_running, repair_broker, start_embedded
 from workers.supervisor.preloader import Preloader
@@ -23,6 +24,8 @@ from workers.supervisor.supervisor import Supervisor
 _log = structlog.get_logger()
 
 RETRY_S = 0.5
+# Interval in which the queue is read, in case a notification was lost.
+LOOK_S = 60.0
 
 
 class LocalCluster:
@@ -173,3 +176,20 @@ class LocalCluster:
         finally:
             await bus.close()
         self.gateway_url = next((beat.url for beat in beats if beat.url is not None), None)
+
+
+async def start_agent_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
+    """Start an agent when the first response is queued, and keep it. Never returns.
+
+    Most clusters get no response, and the process would cost them memory.
+    """
+    live = await bus.subscribe(subjects.RESPONSES_FILTER)
+    spec = WorkerSpec(AGENT)
+    while not supervisor.slots(spec):
+        size, _ = await bus.figures.size(subjects.RESPONSES_STREAM)
+        if size:
+            supervisor.add(spec)
+        else:
+            await live.next(LOOK_S)
+    await bus.unsubscribe(live)
+    await asyncio.Event().wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from shared.bus.embedded_server import become_child
+from shared.helpers.forking import become_child
 from workers.roles import WorkerSpec, role_of
 from workers.supervisor.log_file import open_for_append
 from workers.supervisor.preloader import Preloader

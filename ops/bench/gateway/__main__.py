@@ -44,9 +44,9 @@ CALM_S = 2.0
 MAX_MODEL_LEN = 2048
 IMAGE_SIDE = 224
 VLLM_OPTIONS = (
-    *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
-    *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048"),
-)
+    "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN),
+    "--max-num-seqs", "32", "--max-num-batched-tokens", "2048",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

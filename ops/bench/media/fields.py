@@ -78,7 +78,7 @@ def our_features(folder: Path) -> AbstractContextManager[tuple[Process, MediaDec
 
 
 def spawner_pid(decoders: MediaDecoders) -> int:
-    pid = decoders._tools.pool.spawning.pid
+    pid = decoders._tools.pool.forks.pid
     assert pid is not None
     return pid
 

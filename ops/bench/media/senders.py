@@ -66,7 +66,9 @@ async def sending(
         asked += ["--rate", str(rate)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "ops.bench.media.senders", *asked),
+        "-m",
+        "ops.bench.media.senders",
+        *asked,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

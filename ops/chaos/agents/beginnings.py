@@ -28,7 +28,12 @@ DEATH_S = 60.0
 # What a client has named is given to agents behind its first step, and they publish its first turn.
 NAMED = ({STEP}, {STEP, TASK})
 UNNAMED = (
-    *({STEP}, {TASK}, {TURN}, {STEP, TASK}, {STEP, TURN}, {TASK, TURN}),
+    {STEP},
+    {TASK},
+    {TURN},
+    {STEP, TASK},
+    {STEP, TURN},
+    {TASK, TURN},
     {STEP, TASK, TURN},
 )
 

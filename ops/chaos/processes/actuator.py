@@ -27,7 +27,7 @@ from workers.actuator import follow_plan
 from workers.pools import Pools, pools_of
 from workers.roles import WorkerSpec
 from workers.supervisor.cluster import LocalCluster
-from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.pool import SupervisedPools
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.processes import WorkerProcesses
 from workers.supervisor.supervisor import Process, Supervisor

@@ -27,7 +27,7 @@ from ops.chaos.history import (
 )
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from ops.chaos.processes.brokers import Brokers
-from shared.bus.embedded_server import end_with_parent
+from shared.helpers.forking import end_with_parent
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process
 

@@ -16,9 +16,9 @@ from ops.training.hearing.sounds import RATE, change_speed
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LOCALES = (
-    *("en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd"),
-    *("en-us-nyc", "en-029"),
-)
+    "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd",
+    "en-us-nyc", "en-029",
+)  # fmt: skip
 _VARIANTS = """
 f1 f2 f3 f4 f5 m1 m2 m3 m4 m5 m6 m7 m8 klatt klatt2 klatt3 klatt4 klatt5 klatt6 Alex Alicia Andrea
 Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Marco Mario Michael Mike Nguyen adam anika

@@ -1,27 +1,23 @@
 """The trial of a grammar: CPU time and memory are the client's fault, a busy machine never is."""
 
 import asyncio
+import contextlib
 import os
-import resource
 import signal
+import socket
 from collections.abc import Callable
-from pathlib import Path
-from subprocess import Popen
-from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
 from shared.errors import GrammarNotTried, InvalidGrammar, Overloaded
+from shared.helpers.forking import Ended, Forks, read_end, read_pid
 from shared.protocol.sampling import StructuredOutputs
 from tests.support.waiting import until
 from workers.engine.sampling import grammar as grammars_module
-from workers.engine.sampling import grammar_sandbox, grammar_trial
+from workers.engine.sampling import grammar_trial
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
-from workers.engine.sampling.grammar_sandbox import BEGUN
 from workers.engine.sampling.grammar_trial import check_grammar
-
-Process = Popen[bytes]
 
 YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
 SLOW = StructuredOutputs(
@@ -47,19 +43,19 @@ async def compile_with(
         return await compiler.compile(wanted, tenant, no_progress, lane)
 
 
-def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[Process], None]) -> None:
-    """Have each sandbox process meet `act` as soon as it has been started."""
+def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Call `act` with the id of each sandbox process, before it has its grammar."""
 
-    def started(*args: Any, **options: Any) -> Process:
-        process = Popen(*args, **options)
-        act(process)
-        return process
+    def started(message: bytes) -> int:
+        pid = read_pid(message)
+        act(pid)
+        return pid
 
-    monkeypatch.setattr(grammar_trial, "Popen", started)
+    monkeypatch.setattr(grammar_trial, "read_pid", started)
 
 
-def stop(process: Process) -> None:
-    process.send_signal(signal.SIGSTOP)
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
 
 
 # -- whose fault it is ----------------------------------------------------------------------------
@@ -81,9 +77,9 @@ async def test_a_trial_without_time_is_a_retryable_fault_and_not_remembered(
 
 
 async def test_a_trial_that_is_only_late_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pause(process: Process) -> None:
-        stop(process)
-        asyncio.get_running_loop().call_later(0.5, process.send_signal, signal.SIGCONT)
+    def pause(pid: int) -> None:
+        stop(pid)
+        asyncio.get_running_loop().call_later(0.5, os.kill, pid, signal.SIGCONT)
 
     on_each_start(monkeypatch, pause)
     assert isinstance(await compile_with(new_compiler(), YES_OR_NO), Grammar)
@@ -91,17 +87,21 @@ async def test_a_trial_that_is_only_late_succeeds(monkeypatch: pytest.MonkeyPatc
 
 async def test_the_cpu_time_of_a_trial_is_the_grammars_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 1)
-    tried = []
-    on_each_start(monkeypatch, lambda process: tried.append(process))
+    ends: list[Ended] = []
+
+    def ended(message: bytes) -> Ended:
+        ends.append(read_end(message))
+        return ends[-1]
+
+    monkeypatch.setattr(grammar_trial, "read_end", ended)
     compiler = new_compiler()
-    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with pytest.raises(InvalidGrammar, match="more than 1 s of CPU time") as caught:
         await compile_with(compiler, SLOW, "a")
-    assert 0.5 < resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s < 2.5
+    assert 0.5 < ends[0].cpu_s < 2.5
     assert caught.value.field == grammar_trial.FIELD
     with pytest.raises(InvalidGrammar, match="more than 1 s of CPU time"):
         await compile_with(compiler, SLOW, "b")
-    assert len(tried) == 1
+    assert len(ends) == 1
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
@@ -110,8 +110,8 @@ async def test_a_trial_that_is_ended_from_outside_is_not_remembered(
 ) -> None:
     compiler = new_compiler()
 
-    def end_it(process: Process) -> None:
-        asyncio.get_running_loop().call_later(0.5, process.send_signal, by)
+    def end_it(pid: int) -> None:
+        asyncio.get_running_loop().call_later(0.5, os.kill, pid, by)
 
     with monkeypatch.context() as patch:
         on_each_start(patch, end_it)
@@ -125,9 +125,35 @@ async def test_a_trial_that_is_ended_from_outside_is_not_remembered(
 async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
     monkeypatch: pytest.MonkeyPatch, executable: str
 ) -> None:
+    forks = Forks("workers.engine.sampling.grammar_sandbox")
+    monkeypatch.setattr(grammar_trial, "_sandboxes", forks)
     monkeypatch.setattr("sys.executable", executable)
     with pytest.raises(GrammarNotTried, match="could not be started"):
         await compile_with(new_compiler(), YES_OR_NO)
+    forks.close()
+
+
+async def test_sandboxes_are_started_after_their_server_was_killed() -> None:
+    compiler = new_compiler()
+    for name in ("before", "after"):
+        assert isinstance(await compile_with(compiler, named(name)), Grammar)
+        server = grammar_trial._sandboxes.pid
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+
+async def test_a_sandbox_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    on_each_start(monkeypatch, pids.append)
+    task = asyncio.create_task(compile_with(new_compiler(), SLOW))
+    await until(lambda: pids)
+    task.cancel()
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(pids[0], 0)
+                await asyncio.sleep(0.01)
 
 
 async def test_grammars_of_the_batch_lane_are_tried_at_a_lower_priority(
@@ -146,15 +172,21 @@ async def test_grammars_of_the_batch_lane_are_tried_at_a_lower_priority(
     assert levels == [0, grammars_module.BATCH_NICENESS]
 
 
-async def test_a_sandbox_has_its_priority_before_it_does_anything(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_a_sandbox_has_its_priority_before_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Most of its time is that of its start."""
-    script = tmp_path / "sandbox.py"
-    script.write_text(f"import os, sys; sys.stdin.read(); print({BEGUN!r}, os.nice(0), sep='')")
-    monkeypatch.setattr(grammar_sandbox, "__file__", str(script))
-    niceness = await check_grammar("", lambda: False, 7)
-    assert int(niceness) == min(19, os.nice(0) + 7)
+    pids: list[int] = []
+    levels: list[int] = []
+    exchange = grammar_trial._exchange
+
+    async def measure(channel: socket.socket, definition: bytes) -> bytes:
+        levels.append(os.getpriority(os.PRIO_PROCESS, pids[-1]))
+        return await exchange(channel, definition)
+
+    on_each_start(monkeypatch, pids.append)
+    monkeypatch.setattr(grammar_trial, "_exchange", measure)
+    await check_grammar("", lambda: False, 7)
+    assert levels == [min(19, os.nice(0) + 7)]
 
 
 async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

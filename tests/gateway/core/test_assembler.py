@@ -244,7 +244,8 @@ async def test_the_official_client_ignores_pings(monkeypatch: pytest.MonkeyPatch
         written = [body["body"] for body in bodies]
         assert any(body.startswith(b": ping") for body in written[1:])
         assert [sent.data for sent in SSEDecoder().iter_bytes(iter(written))] == [
-            *("1", "1"),
+            "1",
+            "1",
             "[DONE]",
         ]
 

@@ -26,7 +26,10 @@ async def test_a_stored_file_is_named_by_requests(http: httpx.AsyncClient) -> No
     stored = (await upload(http, data, purpose="vision")).raise_for_status().json()
     assert stored["id"] == f"file-{hashlib.sha256(data).hexdigest()}"
     assert (stored["object"], stored["bytes"], stored["filename"], stored["purpose"]) == (
-        *("file", len(data), "a.png", "vision"),
+        "file",
+        len(data),
+        "a.png",
+        "vision",
     )
     assert stored["expires_at"] > stored["created_at"] + 600
     shown = (await http.get(f"{FILES}/{stored['id']}")).json()

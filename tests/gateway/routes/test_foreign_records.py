@@ -76,7 +76,13 @@ async def put(bus: Bus, request_id: str, kind: str) -> None:
 
 async def follow(cluster: Cluster, request_id: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        *(*FORKED_PAGEMILL, "follow", request_id, "--wait", "30", "--nats", cluster.url),
+        *FORKED_PAGEMILL,
+        "follow",
+        request_id,
+        "--wait",
+        "30",
+        "--nats",
+        cluster.url,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

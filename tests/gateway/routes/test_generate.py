@@ -72,11 +72,11 @@ async def test_generate_answers_a_rendered_chat_as_the_chat_endpoint_does(
 async def test_the_answer_has_the_protocols_fields_in_its_order(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat("red.png"))
     assert list(rendered) == [
-        *("request_id", "token_ids", "token_offsets", "features", "content_parts"),
-        *("sampling_params", "model", "reasoning_ended", "reasoning_parser_kwargs"),
-        *("return_token_ids", "output_mode", "stream", "stream_options", "cache_salt", "priority"),
-        *("kv_transfer_params", "ec_transfer_params"),
-    ]
+        "request_id", "token_ids", "token_offsets", "features", "content_parts",
+        "sampling_params", "model", "reasoning_ended", "reasoning_parser_kwargs",
+        "return_token_ids", "output_mode", "stream", "stream_options", "cache_salt", "priority",
+        "kv_transfer_params", "ec_transfer_params",
+    ]  # fmt: skip
     asked = rendered | {"return_token_ids": True}
     generated = await ok(http, GENERATE, asked)
     assert generated["request_id"] == f"generate-tokens-{rendered['request_id']}"

@@ -86,7 +86,10 @@ def test_an_encoder_is_shown_as_a_stage(
         window.wait(f"{STAGES}.join() === 'done,done,done,done'")
         times = window.run(f"return {TIMES}")
         assert [text.split()[0] for text in times] == [
-            *("Coordinator", "Renderer", "Encoder", "Engine")
+            "Coordinator",
+            "Renderer",
+            "Encoder",
+            "Engine",
         ]
         assert all(re.search(r"\d m?s$", text) for text in times)
     finally:

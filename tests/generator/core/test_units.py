@@ -41,7 +41,10 @@ def test_a_batch_has_a_limit_and_takes_the_urgent_ones() -> None:
 def test_the_images_of_a_request_share_a_batch_and_are_cancelled_together() -> None:
     images = [Unit("a", 1, 0.0, f"image {number}", number) for number in range(3)]
     assert [each.work for each in queue(*images, unit("b"), max_batch=4).take()] == [
-        *("image 0", "image 1", "image 2", "work of b")
+        "image 0",
+        "image 1",
+        "image 2",
+        "work of b",
     ]
     waiting = queue(*images, unit("b"))
     waiting.discard(images[1])

@@ -228,7 +228,7 @@ def children_cpu_s(pid: int) -> float:
 def cheap(reader: Reader) -> Iterator[None]:
     """Check that what a test does costs little memory here, and little time in decoders."""
     reader.video(files.video(), [0])
-    pid = reader.pool.spawning.pid
+    pid = reader.pool.forks.pid
     assert pid is not None
     before = children_cpu_s(pid)
     yield

@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from tests.renderer.decoding import files
 from tests.renderer.decoding.reading import FIELD, LIMITS, Reader
 from tests.renderer.threads import in_thread
 from workers.renderer.decoding import pool as pools
-from workers.renderer.decoding.messages import Job
 from workers.renderer.decoding.pool import DecoderPool
 from workers.renderer.media.decoders import MediaDecoders
 
@@ -39,18 +38,18 @@ def dying() -> Iterator[Reader]:
 def given(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The jobs for which a decoder was started."""
     jobs: list[object] = []
-    give = dying.pool.spawning.give
+    fork = dying.pool.forks.fork
 
-    def note(job: Job, source: int, target: int) -> socket.socket:
-        jobs.append(job)
-        return give(job, source, target)
+    def note(message: bytes, descriptors: Sequence[int]) -> socket.socket:
+        jobs.append(message)
+        return fork(message, descriptors)
 
-    monkeypatch.setattr(dying.pool.spawning, "give", note)
+    monkeypatch.setattr(dying.pool.forks, "fork", note)
     return jobs
 
 
 def decoders(pool: DecoderPool) -> list[int]:
-    pid = pool.spawning.pid
+    pid = pool.forks.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in children.split()]
 
@@ -164,8 +163,8 @@ def test_a_killed_spawner_is_replaced(dying: Reader) -> None:
         for number, frame in enumerate(decoding.read_frames(range(20))):
             read.append(frame.copy())
             if number == 7:
-                assert dying.pool.spawning.pid is not None
-                os.kill(dying.pool.spawning.pid, signal.SIGKILL)
+                assert dying.pool.forks.pid is not None
+                os.kill(dying.pool.forks.pid, signal.SIGKILL)
     np.testing.assert_array_equal(read, expected)
 
 
@@ -174,11 +173,13 @@ def test_decoders_that_are_always_killed_are_no_fault_of_the_file(dying: Reader)
         dying.video(b"killed", [0])
 
 
-def test_a_decoder_ends_when_nobody_waits_for_it(dying: Reader) -> None:
+def test_a_decoder_ends_when_nobody_waits_for_it(
+    dying: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with dying.pool.open("frames", b"sleep", "hash", FIELD) as decoding:
-        decoding._channel = dying.pool.spawning.give(
-            decoding._job, decoding._source, decoding._target
-        )
+        monkeypatch.setattr(decoding, "_receive", lambda: None)
+        with pytest.raises(InvalidMedia):
+            decoding.probe_video()
         while not decoders(dying.pool):
             time.sleep(0.01)
     while decoders(dying.pool):
@@ -194,7 +195,7 @@ def test_an_empty_file_needs_no_decoder(modality: Modality) -> None:
     ):
         pass
     assert caught.value.field == FIELD
-    assert media._tools.pool.spawning.pid is None
+    assert media._tools.pool.forks.pid is None
 
 
 def test_a_closed_pool_starts_nothing() -> None:
@@ -204,7 +205,7 @@ def test_a_closed_pool_starts_nothing() -> None:
         pool.close()
         with pytest.raises(WorkerFailure, match="could not be started"):
             list(decoding.read_frames(range(20)))
-    assert not Path(f"/proc/{pool.spawning.pid}").exists()
+    assert not Path(f"/proc/{pool.forks.pid}").exists()
 
 
 def test_a_decoder_opens_no_file(dying: Reader) -> None:

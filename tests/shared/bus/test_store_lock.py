@@ -20,7 +20,8 @@ ORPHAN = """
 import os, signal, sys
 from pathlib import Path
 from shared.bus import embedded_server
-embedded_server.become_child = embedded_server.leave_process_group
+from shared.helpers import forking
+embedded_server.become_child = forking.leave_process_group
 server = embedded_server.EmbeddedServer(Path(sys.argv[1]))
 server.start()
 print(server.pid_file.read_text(), flush=True)

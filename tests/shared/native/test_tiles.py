@@ -42,9 +42,18 @@ def software_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("tiles") / "tiles.so"
     subprocess.run(
         [
-            *(compiler, *library.FLAGS, "-O0", "-include", "software_tiles.h"),
-            *("-I", str(Path(__file__).parent), "-I", str(SOURCES)),
-            *(*(str(SOURCES / name) for name in targets.SOURCES), "-o", str(target)),
+            compiler,
+            *library.FLAGS,
+            "-O0",
+            "-include",
+            "software_tiles.h",
+            "-I",
+            str(Path(__file__).parent),
+            "-I",
+            str(SOURCES),
+            *(str(SOURCES / name) for name in targets.SOURCES),
+            "-o",
+            str(target),
         ],
         check=True,
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.scaling.orders import with_sizes
+from shared.scaling.budget import with_sizes
 from shared.scaling.pools import PoolSettings, ScalingSettings
 from tests.shared.scaling.test_policy import NAMES, scaling_settings
 

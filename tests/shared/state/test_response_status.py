@@ -79,7 +79,7 @@ async def test_a_dead_response_is_given_to_the_agents_again_unless_it_has_ended(
     subject, task = subjects.response("m"), to_json(ResponseTask(log.response_id, "alice"))
     error = ErrorInfo("overloaded", "the store is full", None, "server", retryable=True)
     letter = DeadLetter(
-        *("agent", "agent-1", "0", subject, log.response_id, 3, error, "", [], b"", task, 9, 1.0)
+        "agent", "agent-1", "0", subject, log.response_id, 3, error, "", [], b"", task, 9, 1.0
     )
     name = subjects.dead("agent", log.response_id)
     await bus.publish(name, to_msgpack(letter), log.response_id)

@@ -14,8 +14,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import Failure, Finish, OutputEnd, OutputRecord, OutputSummary, Usage
 from shared.state import output_ends
-from shared.state.text_alone import cut_outputs
-from shared.state.token_log import LogWriter, end_request, finish_request
+from shared.state.token_log import LogWriter, cut_outputs, end_request, finish_request
 
 LATE = DeadlineExceeded("too late")
 SPOKEN = OutputSummary(units={"frames": 7})

@@ -130,28 +130,24 @@ def test_chunk_boundaries_make_no_difference(
 
 FRAGMENTS = st.sampled_from(
     [
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "[TOOL_CALLS]",
-            "<|python_tag|>",
-            '{"name": ',
-            '"weather"',
-        ),
-        *(
-            ', "arguments": ',
-            ', "parameters": ',
-            "{",
-            "}",
-            "[",
-            "]",
-            '"',
-            "\\",
-            ";",
-            " ",
-            "\n",
-            "x",
-        ),
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        '{"name": ',
+        '"weather"',
+        ', "arguments": ',
+        ', "parameters": ',
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ";",
+        " ",
+        "\n",
+        "x",
     ]
 )
 

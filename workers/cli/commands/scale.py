@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.scaling.orders import with_sizes
+from shared.scaling.budget import with_sizes
 from shared.state import scale_state
 from workers import settings
 from workers.cli.audited import audited

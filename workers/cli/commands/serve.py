@@ -21,9 +21,8 @@ from workers.cli.terminal import errors, noted, print_refusal
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import WorkerSpec
-from workers.supervisor.cluster import LocalCluster
-from workers.supervisor.first_use import start_agent_on_first_use
-from workers.supervisor.pools import SupervisedPools
+from workers.supervisor.cluster import LocalCluster, start_agent_on_first_use
+from workers.supervisor.pool import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."

@@ -62,8 +62,14 @@ class EngineCore:
         """
         self._runner = runner
         self._factory = RequestFactory(
-            *(tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter),
-            *(runner.check, pooling),
+            decode=tokenizer_decode,
+            encode=encode,
+            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            new_drafter=new_drafter,
+            check=runner.check,
+            pooling=pooling,
         )
         self._pool = pool
         self._scheduler = Scheduler(

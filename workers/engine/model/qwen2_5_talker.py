@@ -96,7 +96,9 @@ def load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
     omni = modeling_qwen2_5_omni
     talker = load_weights(
         omni.Qwen2_5OmniTalkerForConditionalGeneration,
-        *(folder, dtype, device),
+        folder,
+        dtype,
+        device,
         part=("talker", config.talker_config),
     )
     thinker = load_weights(

@@ -2,15 +2,18 @@
 
 llguidance limits its own resources, but not all of them: rules nested thousands of levels deep
 overflow its stack, and an intersection of twenty expressions takes seconds and gigabytes. Only a
-separate process contains such failures. The process runs this file, which imports no other module
-of the product, so that it starts in about 50 ms. `workers.engine.sampling.grammar_trial` starts it.
+separate process contains such failures. `workers.engine.sampling.grammar_trial` starts a fork
+server, which imports little besides llguidance, and has it fork a process for each grammar.
 """
 
+import os
 import re
 import resource
-import sys
+import socket
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from shared.helpers.forking import ForkServer
 
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
@@ -19,7 +22,7 @@ BLANKS = sum(1 << byte for byte in b" \t\r\n")
 """Bitmask of white space, which JSON allows in any amount and which makes no progress."""
 MAX_REASON_LEN = 300
 TOO_COMPLEX = "it is too complex"
-BEGUN = "begun\n"
+BEGUN = b"begun\n"
 """Line written before the grammar is compiled: an end before it is not the grammar's fault."""
 
 LIMITS = LLParserLimits(
@@ -44,19 +47,31 @@ def error_of(matcher: LLMatcher) -> str:
     return TOO_COMPLEX if "panic" in text else text[:MAX_REASON_LEN]
 
 
-def main(max_cpu_s: int) -> None:
-    """Compile the definition read from stdin, try it, and write the error to stdout."""
-    # The limits also end this process if the engine has died. The soft limit ends it by SIGXCPU,
-    # which distinguishes it from a process that was killed from outside.
+def main(descriptor: int) -> None:
+    """Fork a sandbox for each message on a socket, until it is closed."""
+    with socket.socket(fileno=descriptor) as channel:
+        ForkServer(channel, 1, _try).serve()
+
+
+def _try(message: bytes, descriptors: list[int]) -> None:
+    """Compile the definition read from a socket, try it, and write the error to the socket.
+
+    The message is the limit on CPU seconds. This process ends here.
+    """
+    os.dup2(1, 2)  # A panic would be logged with a part of the grammar.
+    max_cpu_s = int(message)
+    # The soft limit ends this process by SIGXCPU, which distinguishes it from a process that was
+    # killed from outside.
     resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The tokens are single bytes, so the trial does not depend on the size of the vocabulary. Any
     # token can stand for one that the grammar names by its id.
-    definition = re.sub(r"<\[\d+\]>", "<[0]>", sys.stdin.buffer.read().decode())
+    channel = socket.socket(fileno=descriptors[0])
+    with channel.makefile("rb") as file:
+        definition = re.sub(r"<\[\d+\]>", "<[0]>", file.read().decode())
     tokenizer = LLTokenizer("byte")
-    sys.stdout.write(BEGUN)
-    sys.stdout.flush()
+    channel.sendall(BEGUN)
     matcher = compile_grammar(tokenizer, definition)
     for _ in range(NUM_TOKENS):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -64,8 +79,5 @@ def main(max_cpu_s: int) -> None:
             break
         chosen = allowed & ~BLANKS or allowed
         matcher.consume_token((chosen & -chosen).bit_length() - 1)
-    sys.stdout.write(error_of(matcher))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    channel.sendall(error_of(matcher).encode())
+    os._exit(0)

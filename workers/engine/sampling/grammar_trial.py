@@ -9,17 +9,17 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from subprocess import DEVNULL, Popen
 
 from shared.errors import GrammarNotTried
-from workers.engine.sampling import grammar_sandbox
+from shared.helpers.forking import MAX_REPORT_BYTES, Forks, read_end, read_pid
 from workers.engine.sampling.grammar_sandbox import BEGUN, MAX_MEMORY_BYTES, TOO_COMPLEX
 
 FIELD = "sampling_params.structured_outputs"
 MAX_CPU_S = 5
+START_S = 30.0
+"""Time for the fork of a sandbox, and for the first one's fork server."""
 TURN_S = 30.0
 """Interval after which a trial ends if it got no CPU time, or if another tenant waits for its slot.
 Most grammars take 0.1 s of CPU time, so they pass with a hundredth of a core."""
@@ -29,6 +29,9 @@ NOT_STARTED = "its trial could not be started"
 NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals from outside the sandbox, such as the kernel's when the machine is out of memory."""
 
+# The first trial of this process starts the server, which ends with the process.
+_sandboxes = Forks("workers.engine.sampling.grammar_sandbox")
+
 
 async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], niceness: int) -> str:
     """Return the reason for which the grammar cannot be used; empty if it can.
@@ -37,38 +40,43 @@ async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], nic
     of the sandbox process, as nice(2) does. Raises GrammarNotTried if the machine has no time or no
     process for the trial, or if the trial was ended from outside.
     """
+    loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
         with theirs:
-            process = _start(theirs, niceness)
-        try:
-            output = await _output_of(process.pid, ours, definition, is_slot_wanted)
-        finally:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-    _, begun, reason = output.decode().partition(BEGUN)
+            report = _start(theirs)
+        with report:  # Closing it ends the sandbox.
+            report.setblocking(False)
+            pid = await _pid_of(report)
+            with contextlib.suppress(ProcessLookupError):
+                # It begins when it has the definition.
+                os.setpriority(os.PRIO_PROCESS, pid, os.nice(0) + niceness)
+            output = await _output_of(pid, ours, definition, is_slot_wanted)
+            try:
+                code = read_end(await loop.sock_recv(report, MAX_REPORT_BYTES)).code
+            except ConnectionError:
+                code = -signal.SIGKILL  # The server has ended, and has killed its children.
+    _, begun, reason = output.partition(BEGUN)
     if not begun:
         raise _not_tried(NOT_STARTED)
-    return _reason_of_end(process.returncode, reason)
+    return _reason_of_end(code, reason.decode())
 
 
-def _start(channel: socket.socket, niceness: int) -> Popen[bytes]:
-    # uvloop holds the GIL for about ten milliseconds to start a process, and the model waits for
-    # it. Popen holds the GIL for one or two.
+def _start(channel: socket.socket) -> socket.socket:
+    """Have a sandbox started, and return its report."""
     try:
-        process = Popen(
-            [sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)],
-            stdin=channel.fileno(),
-            stdout=channel.fileno(),
-            stderr=DEVNULL,
-        )
+        return _sandboxes.fork(b"%d" % MAX_CPU_S, [channel.fileno()])
     except OSError as error:  # No memory, processes or file descriptors are left.
         raise _not_tried(NOT_STARTED) from error
-    with contextlib.suppress(ProcessLookupError):
-        # Set here and not by the process itself, because most of its time is its start.
-        os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + niceness)
-    return process
+
+
+async def _pid_of(report: socket.socket) -> int:
+    try:
+        async with asyncio.timeout(START_S):
+            return read_pid(await asyncio.get_running_loop().sock_recv(report, MAX_REPORT_BYTES))
+    except OSError as error:
+        raise _not_tried(NOT_STARTED) from error
 
 
 async def _output_of(
@@ -110,13 +118,13 @@ def _cpu_s(pid: int) -> float:
         return 0.0
 
 
-def _reason_of_end(returncode: int | None, reason: str) -> str:
-    if returncode == 0:
+def _reason_of_end(code: int, reason: str) -> str:
+    if code == 0:
         return reason
-    if returncode == -signal.SIGXCPU:
+    if code == -signal.SIGXCPU:
         return f"{TOO_COMPLEX}: compiling it takes more than {MAX_CPU_S} s of CPU time"
-    if returncode is not None and -returncode in NOT_BY_ITSELF:
-        raise _not_tried(f"its trial was ended from outside, by signal {-returncode}")
+    if -code in NOT_BY_ITSELF:
+        raise _not_tried(f"its trial was ended from outside, by signal {-code}")
     memory_gib = MAX_MEMORY_BYTES / (1 << 30)
     return f"{TOO_COMPLEX}: it takes more than {memory_gib:g} GiB of memory, or is nested too deep"
 

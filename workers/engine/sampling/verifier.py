@@ -8,8 +8,11 @@ same as without drafts, and a resumed request continues identically wherever its
 sampling (Leviathan et al., 2023) would preserve only the distribution.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shared.errors import InvalidRequest
@@ -17,7 +20,22 @@ from shared.protocol.records import TokenLogprobs
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.sampler import check_finite, sample
-from workers.engine.sampling.threads import one_thread
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone.
+
+    Operations on logits take about 10 µs. With several threads, each operation ends with a wait for
+    all of them, which takes far longer when another process uses a core. Waiting threads also spin
+    on cores that the model's kernels use next.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @one_thread()

@@ -28,7 +28,7 @@ from shared.protocol.requests import (
     TextPart,
     VideoPart,
 )
-from shared.responses.files import modality_of_file
+from shared.responses.conversation import modality_of_file
 from shared.state import media_store
 from workers.gateway.app import AppContext
 

@@ -208,10 +208,10 @@ are not typing errors."""
 
 
 UNSUPPORTED_TOOLS = (
-    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom"),
-    *("namespace", "tool_search", "programmatic_tool_calling"),
-)
+    "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation",
+    "computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom",
+    "namespace", "tool_search", "programmatic_tool_calling",
+)  # fmt: skip
 """Types of tools that OpenAI runs itself."""
 
 

@@ -55,11 +55,11 @@ LOGPROBS = "message.output_text.logprobs"
 # Types of items and parts that other servers accept, refused as unsupported.
 _UNSUPPORTED_ITEMS = (
     # No model's reasoning is told from its answer here.
-    *("reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call"),
-    *("file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
-    *("custom_tool_call", "custom_tool_call_output", "compaction"),
-    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
-)
+    "reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call",
+    "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output",
+    "custom_tool_call", "custom_tool_call_output", "compaction",
+    "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
+)  # fmt: skip
 
 
 def input_of(given: Any, response_id: str) -> list[Item]:
@@ -262,6 +262,6 @@ def _shown_tool(tool: FunctionTool | McpTool | ImageTool) -> dict[str, Any]:
 
 
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
-)
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user",
+)  # fmt: skip

@@ -44,9 +44,19 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(answers.ROUTES, speech.ROUTES, transcription.ROUTES, files.ROUTES, images.ROUTES),
-    *(responses.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES, tokenize.ROUTES),
-    *(models.ROUTES, health.ROUTES, ROUTES),
+    answers.ROUTES,
+    speech.ROUTES,
+    transcription.ROUTES,
+    files.ROUTES,
+    images.ROUTES,
+    responses.ROUTES,
+    requests.ROUTES,
+    render.ROUTES,
+    generate.ROUTES,
+    tokenize.ROUTES,
+    models.ROUTES,
+    health.ROUTES,
+    ROUTES,
 )
 """All endpoints but those of the web page, in the order of the document."""
 

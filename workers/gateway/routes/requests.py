@@ -81,7 +81,12 @@ class Cancelling(Struct, frozen=True):
     "The state of a request, and its result",
     answer=RequestBody,
     refuses=(
-        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded, WorkerFailure),
+        InvalidRequest,
+        NotFound,
+        Unavailable,
+        LogTruncated,
+        Overloaded,
+        WorkerFailure,
         errors.AnswerTooLarge,
     ),
 )

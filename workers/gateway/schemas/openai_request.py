@@ -21,17 +21,17 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 UNSUPPORTED = frozenset(
     {
-        *("prediction", "web_search_options", "verbosity", "functions"),
-        *("function_call", "reasoning_effort", "documents", "chat_template", "echo"),
-        *("mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "best_of", "suffix"),
-        *("use_beam_search", "length_penalty", "truncate_prompt_tokens", "prompt_embeds"),
-        *("spaces_between_special_tokens", "return_token_ids", "kv_transfer_params", "vllm_xargs"),
-        *("logits_processors", "return_tokens_as_token_ids", "include_reasoning", "tool_stream"),
-        *("thinking_token_budget", "stream_options.include_obfuscation", "detokenize"),
-        *("guided_decoding_backend", "guided_whitespace_pattern"),
-        *("repetition_detection", "logprob_token_ids", "background"),
+        "prediction", "web_search_options", "verbosity", "functions",
+        "function_call", "reasoning_effort", "documents", "chat_template", "echo",
+        "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "best_of", "suffix",
+        "use_beam_search", "length_penalty", "truncate_prompt_tokens", "prompt_embeds",
+        "spaces_between_special_tokens", "return_token_ids", "kv_transfer_params", "vllm_xargs",
+        "logits_processors", "return_tokens_as_token_ids", "include_reasoning", "tool_stream",
+        "thinking_token_budget", "stream_options.include_obfuscation", "detokenize",
+        "guided_decoding_backend", "guided_whitespace_pattern",
+        "repetition_detection", "logprob_token_ids", "background",
     }
-)
+)  # fmt: skip
 
 
 class StreamOptions(GenerateStreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

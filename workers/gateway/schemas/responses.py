@@ -16,13 +16,13 @@ from workers.gateway.schemas.openai_request import JsonObjectFormat, Positive, T
 
 RESPONSE_UNSUPPORTED = frozenset(
     {
-        *("conversation", "prompt", "moderation", "context_management", "background_options"),
-        *("access_programs", "prompt_cache_options", "stream_options", "service_tier"),
-        *("reasoning", "text", "include", "prompt_cache_retention"),
+        "conversation", "prompt", "moderation", "context_management", "background_options",
+        "access_programs", "prompt_cache_options", "stream_options", "service_tier",
+        "reasoning", "text", "include", "prompt_cache_retention",
         # Fields of chats. OpenAI's responses have no sound either.
-        *("modalities", AUDIO),
+        "modalities", AUDIO,
     }
-)
+)  # fmt: skip
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]

@@ -13,11 +13,11 @@ MAX_TEXTS = 256
 
 UNSUPPORTED = frozenset(
     {
-        *("truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "chat_template"),
-        *("chat_template_kwargs", "instruction", "max_tokens_per_doc", "max_chunks_per_doc"),
-        *("overlap_tokens", "rank_fields"),
+        "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "chat_template",
+        "chat_template_kwargs", "instruction", "max_tokens_per_doc", "max_chunks_per_doc",
+        "overlap_tokens", "rank_fields",
     }
-)
+)  # fmt: skip
 """Fields of these protocols that are not implemented."""
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]

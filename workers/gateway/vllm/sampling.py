@@ -56,10 +56,10 @@ _DELTA, _FINAL_ONLY = 1, 2
 _NOT_IF_GREEDY = frozenset({"top_p", "min_p"})
 _ALWAYS_WRITTEN = frozenset(
     {
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "stop"),
-        *("stop_token_ids", "max_tokens", "bad_words", "skip_reading_prefix_cache"),
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "stop",
+        "stop_token_ids", "max_tokens", "bad_words", "skip_reading_prefix_cache",
     }
-)
+)  # fmt: skip
 
 
 def read_sampling(rendered: Mapping[str, Any]) -> dict[str, Any]:

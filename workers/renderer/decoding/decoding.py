@@ -20,6 +20,7 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
+from shared.helpers.forking import MAX_REPORT_BYTES, Ended, Forks, read_end, read_pid
 from workers.renderer.decoding.messages import (
     MAX_MESSAGE_BYTES,
     MEDIA,
@@ -27,7 +28,6 @@ from workers.renderer.decoding.messages import (
     PIECE_SAMPLES,
     AudioProbe,
     Done,
-    Ended,
     Job,
     Order,
     Piece,
@@ -42,7 +42,6 @@ from workers.renderer.decoding.messages import (
     encode,
 )
 from workers.renderer.decoding.shared_memory import make_source, make_target
-from workers.renderer.decoding.spawning import Spawning
 
 MAX_WAIT_S = 60.0
 """Longest silence of a decoder before it is abandoned. The kernel limits its processor time."""
@@ -74,13 +73,14 @@ class Decoding:
     All methods raise a RequestError for a file that is refused, and WorkerFailure.
     """
 
-    def __init__(self, spawning: Spawning, job: Job, data: bytes, field: str) -> None:
-        self._spawning = spawning
+    def __init__(self, forks: Forks, job: Job, data: bytes, field: str) -> None:
+        self._forks = forks
         self._job = job
         self._field = field
         self._medium = MEDIA[job.kind]
         self._num_killed = 0
         self._channel: socket.socket | None = None
+        self._report: socket.socket | None = None
         self._probe: Probe | None = None
         slot_bytes = PIECE_SAMPLES * 4 if job.kind == "samples" else job.limits.max_pixels * 3
         with contextlib.ExitStack() as undo:
@@ -185,8 +185,15 @@ class Decoding:
 
     def _start(self) -> None:
         """Start a decoder, and receive its probe."""
-        self._channel = self._spawning.give(self._job, self._source, self._target)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(MAX_WAIT_S)
+        with theirs:
+            descriptors = [theirs.fileno(), self._source, self._target]
+            try:
+                self._report = self._forks.fork(encode(self._job), descriptors)
+            except OSError as error:
+                raise WorkerFailure("a process to decode media could not be started") from error
+        self._report.settimeout(MAX_WAIT_S)
         reply = self._receive()
         kind = VideoProbe if self._job.kind == "frames" else AudioProbe
         if not isinstance(reply, kind) or self._probe not in (None, reply):
@@ -194,9 +201,10 @@ class Decoding:
         self._probe = reply
 
     def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        for each in (self._channel, self._report):
+            if each is not None:
+                each.close()
+        self._channel = self._report = None
 
     def _view(self, slot: int, num_values: int, dtype: type[Value]) -> NDArray[Value]:
         slot_bytes = len(self._memory) // NUM_SLOTS
@@ -213,25 +221,34 @@ class Decoding:
     def _receive(self) -> Reply:
         """Return the next reply. Raises the error of a refusal, and _Killed."""
         assert self._channel is not None
+        message = b""
         try:
-            message = self._channel.recv(MAX_MESSAGE_BYTES)
+            with contextlib.suppress(ConnectionResetError):
+                message = self._channel.recv(MAX_MESSAGE_BYTES)
+            if not message:
+                self._explain(self._receive_end())
         except TimeoutError:
             raise WorkerFailure(
                 f"a process that decodes the {self._medium} was silent for {MAX_WAIT_S:g} s"
             ) from None
-        except ConnectionResetError:
-            message = b""
-        if not message:
-            raise _Killed  # The spawner has ended, and the decoder with it.
         try:
             reply = decode_reply(message)
         except msgspec.DecodeError:
             raise self._incomplete() from None
         if isinstance(reply, Refused):
             raise _ERRORS[reply.fault](reply.message, field=self._field)
-        if isinstance(reply, Ended):
-            self._explain(reply)
         return reply
+
+    def _receive_end(self) -> Ended:
+        """Return how the decoder has ended. Raises _Killed if it or the spawner does not exist."""
+        assert self._report is not None
+        try:
+            read_pid(self._report.recv(MAX_REPORT_BYTES))
+            return read_end(self._report.recv(MAX_REPORT_BYTES))
+        except TimeoutError:
+            raise
+        except OSError:
+            raise _Killed from None
 
     def _explain(self, ended: Ended) -> NoReturn:
         """Raise the error of a decoder that has ended without a reply."""

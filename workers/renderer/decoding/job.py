@@ -30,13 +30,13 @@ from workers.renderer.decoding.video_file import Pixels, VideoFile
 _Samples = NDArray[np.float32]
 
 
-def run(job: Job, channel: socket.socket, source: int, target: int, parent: int) -> None:
-    """Do a job within the limits of the sandbox; `parent` is the process that forked this one."""
+def run(job: Job, channel: socket.socket, source: int, target: int) -> None:
+    """Do a job within the limits of the sandbox."""
     medium = MEDIA[job.kind]
     try:
         data = mmap.mmap(source, 0, access=mmap.ACCESS_READ)
         slots = memoryview(mmap.mmap(target, 0))
-        sandbox.confine(job.limits, parent)
+        sandbox.confine(job.limits)
         if job.kind == "frames":
             _serve_video(job, channel, data, slots)
         else:

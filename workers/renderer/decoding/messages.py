@@ -1,4 +1,4 @@
-"""Messages between the renderer, the spawner and a decoder process. Pure.
+"""Messages between the renderer and a decoder process. Pure.
 
 A decoder works on untrusted bytes, so the renderer decodes its replies as strictly as a client's
 requests, and checks every number in them. Pixels and samples are not in the messages: they are in
@@ -128,15 +128,7 @@ class Refused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-class Ended(Struct, frozen=True, tag="ended"):
-    """The spawner's last message: the process has ended."""
-
-    code: int
-    """Exit code, or minus the number of a signal."""
-    cpu_s: float = 0.0
-
-
-Reply = VideoProbe | AudioProbe | Piece | Done | Refused | Ended
+Reply = VideoProbe | AudioProbe | Piece | Done | Refused
 
 encode: Callable[[Job | Order | Reply], bytes] = msgspec.msgpack.Encoder().encode
 decode_job: Callable[[bytes], Job] = msgspec.msgpack.Decoder(Job).decode

@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
+from shared.helpers.forking import Forks
 from workers.renderer.decoding.decoding import Decoding, ExceedsLimits
 from workers.renderer.decoding.messages import DecodingLimits, Job, Kind
-from workers.renderer.decoding.spawning import SPAWNER, Spawning
 
+SPAWNER = "workers.renderer.decoding.spawner"
 REMEMBERED_S = 600.0
 """Time for which a file is refused after it has crashed a decoder or exceeded its limits."""
 MAX_REMEMBERED = 4096
@@ -30,7 +31,7 @@ class DecoderPool:
     ) -> None:
         """Decode in at most `max_decoders` processes; `module` replaces the spawner's module."""
         self._limits = limits
-        self.spawning = Spawning(module or SPAWNER)
+        self.forks = Forks(module or SPAWNER)
         self._free = threading.BoundedSemaphore(max_decoders)
         self._lock = threading.Lock()
         self._refused: OrderedDict[tuple[Kind, str, Hashable], tuple[float, str]] = OrderedDict()
@@ -38,10 +39,10 @@ class DecoderPool:
 
     def start(self) -> None:
         """Start the spawner, so that the first decoder does not have to wait for it."""
-        self.spawning.start()
+        self.forks.start()
 
     def close(self) -> None:
-        self.spawning.close()
+        self.forks.close()
 
     @contextmanager
     def open(
@@ -64,7 +65,7 @@ class DecoderPool:
         one of the caller's two decoders works at a time. Raises the errors of Decoding.
         """
         self._check(kind, source_hash, field, use)
-        with Decoding(self.spawning, Job(kind, self._limits), data, field) as decoding:
+        with Decoding(self.forks, Job(kind, self._limits), data, field) as decoding:
             try:
                 yield decoding
             except ExceedsLimits as error:

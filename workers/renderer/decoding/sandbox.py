@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 
 from workers.renderer.decoding.messages import DecodingLimits
 
@@ -17,7 +16,6 @@ NOBODY = 65534
 GRACE_S = 1
 NICENESS = 10
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
@@ -41,11 +39,8 @@ def isolate() -> None:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def confine(limits: DecodingLimits, parent: int) -> None:
-    """Limit this process, end it with its `parent`, and keep it from opening files."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+def confine(limits: DecodingLimits) -> None:
+    """Limit this process, and keep it from opening files."""
     # The renderer's other requests have priority.
     os.nice(NICENESS)
     # Other processes of this user cannot read its memory.

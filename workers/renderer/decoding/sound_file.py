@@ -17,10 +17,10 @@ FORMATS = frozenset({"WAV", "WAVEX", "FLAC", "OGG", "MP3"})
 NO_LEN = 2**63 - 1
 SUBTYPES = frozenset(
     {
-        *("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"),
-        *("ULAW", "ALAW", "VORBIS", "OPUS", "MPEG_LAYER_III"),
+        "PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE",
+        "ULAW", "ALAW", "VORBIS", "OPUS", "MPEG_LAYER_III",
     }
-)
+)  # fmt: skip
 
 
 class _Stream(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types

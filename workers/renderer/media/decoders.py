@@ -2,13 +2,23 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from shared.config.schema import RendererConfig
-from shared.models.media import DecodedMedia
+from shared.models.frames import resize_frame
+from shared.models.media import (
+    AudioProbe,
+    DecodedAudio,
+    DecodedImage,
+    DecodedMedia,
+    DecodedVideo,
+    Frame,
+    FramePlan,
+    VideoProbe,
+)
 from shared.protocol.multimodal import (
     AUDIO,
     DEFAULT_SAMPLING,
@@ -16,18 +26,33 @@ from shared.protocol.multimodal import (
     VIDEO,
     FrameSampling,
     Modality,
+    content_hash,
 )
+from workers.renderer.decoding.decoding import Decoding
 from workers.renderer.decoding.messages import DecodingLimits
 from workers.renderer.decoding.pool import DecoderPool
-from workers.renderer.media.audio_decoder import decode_audio
-from workers.renderer.media.image_decoder import open_image
-from workers.renderer.media.tools import MediaTools
-from workers.renderer.media.video_decoder import decode_video
+from workers.renderer.media.image_decoder import check_num_bytes, decode_image
 from workers.renderer.threads import InThread, Result
 
 BATCH_NICENESS = 5
 """Niceness of the threads that decode media for the batch lane. On a busy processor they get a
 quarter of the time: with much less, a large image would miss the ack wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTools:
+    """Settings and decoder pool that media decoders share."""
+
+    config: RendererConfig
+    pool: DecoderPool
+    tenant: str = ""
+    sampling: FrameSampling = DEFAULT_SAMPLING
+
+    @property
+    def use(self) -> Hashable:
+        """Everything that determines which parts of a file are read."""
+        return self.tenant, self.sampling
+
 
 MediaDecoder = Callable[[bytes, MediaTools, str], AbstractContextManager[DecodedMedia]]
 """Function that decodes one file within limits. Errors name the field in the last argument.
@@ -36,6 +61,59 @@ A video or a sound is only probed at first. Its `read` decodes the parts in the 
 the context is open. Blocks. Raises a RequestError: MediaTooLarge, UnsupportedContent or
 InvalidMedia.
 """
+
+SEQUENCE_FPS = 1.0
+
+
+@contextmanager
+def decode_video(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedVideo]:
+    """Probe a video. Raises UnsupportedContent, InvalidMedia or MediaTooLarge.
+
+    A decoder process yields whole frames one at a time, in memory that it shares with the renderer.
+    They are resized here, with the arithmetic of the model's family. Another process reads the
+    sound, if the request uses it.
+    """
+    check_num_bytes(len(data), tools.config, field, VIDEO)
+    source_hash = content_hash(data)
+    with ExitStack() as opened:
+        decoding = opened.enter_context(
+            tools.pool.open("frames", data, source_hash, field, tools.use)
+        )
+        file = decoding.probe_video()
+        fps = SEQUENCE_FPS if file.is_sequence else file.fps
+        probe = VideoProbe(file.num_frames, fps, file.width, file.height, file.is_sequence)
+
+        def read(plan: FramePlan) -> Iterator[Frame]:
+            return (resize_frame(frame, plan) for frame in decoding.read_frames(plan.indexes))
+
+        sound = None
+        if tools.sampling.use_audio and file.has_sound:
+            samples = tools.pool.join("samples", data, source_hash, field, tools.use)
+            sound = probe_sound(opened.enter_context(samples), source_hash)
+        yield DecodedVideo(probe, read, source_hash, sound)
+
+
+@contextmanager
+def decode_audio(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedAudio]:
+    """Probe a sound. Raises UnsupportedContent, InvalidMedia or MediaTooLarge."""
+    check_num_bytes(len(data), tools.config, field, AUDIO)
+    source_hash = content_hash(data)
+    with tools.pool.open("samples", data, source_hash, field, tools.use) as decoding:
+        yield probe_sound(decoding, source_hash)
+
+
+def probe_sound(decoding: Decoding, source_hash: str) -> DecodedAudio:
+    """Return the sound of an open decoder. Raises the errors of `decode_audio`."""
+    header = decoding.probe_audio()
+    probe = AudioProbe(header.num_samples / header.rate, header.rate, header.num_channels)
+    return DecodedAudio(probe, lambda plan: decoding.read_samples(plan.rate), source_hash)
+
+
+@contextmanager
+def open_image(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedImage]:
+    """Decode an image as `decode_image` does."""
+    yield decode_image(data, tools.config, field)
+
 
 DECODERS: Mapping[Modality, MediaDecoder] = {
     IMAGE: open_image,

@@ -9,8 +9,6 @@ import base64
 import binascii
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from PIL import Image
 
@@ -22,7 +20,6 @@ from shared.protocol.requests import SEQUENCE_HEAD
 from workers.renderer.decoding.pictures import to_upright_rgb
 from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.still_image import read_still_image
-from workers.renderer.media.tools import MediaTools
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 # Formats that are named in errors, by magic number. Pillow's readers of `FORMATS` decide what is
@@ -80,12 +77,6 @@ def decode_data_url(
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidMedia("the base64 of the data: URL is not valid", field=field) from None
-
-
-@contextmanager
-def open_image(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedImage]:
-    """Decode an image as `decode_image` does."""
-    yield decode_image(data, tools.config, field)
 
 
 def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImage:

@@ -28,7 +28,7 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
-from workers.renderer.decoding.spawning import SPAWNER
+from workers.renderer.decoding.pool import SPAWNER
 
 NUM_VIDEOS = 12
 # The model that hears has 768 tokens for two large frames, and its context is 2,048.
