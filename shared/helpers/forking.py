@@ -82,7 +82,7 @@ class ForkServer:
         self._children: dict[int, _Child] = {}
         """Running children by the descriptor that is readable at their end."""
         self._abandoned: dict[int, _Child] = {}
-        """The same by their report, of which only the client's end is watched."""
+        """The same children by their report socket. Only the client's end of it is watched."""
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
 

@@ -50,7 +50,7 @@ class RequestRecord(Struct, frozen=True):
     """Data that a gateway needs to answer for a request, in addition to its log."""
 
     kind: str
-    """Name of the kind of answer; each has an endpoint of its own."""
+    """Name of the kind of answer; each kind has a separate endpoint."""
     model: str
     tenant: str
     created_s: int

@@ -198,7 +198,7 @@ async def test_videos_beyond_the_last_position_are_refused_and_others_are_answer
     assert isinstance(failure, Failure)
     assert (failure.error.code, failure.error.field) == ("invalid_request", field)
     assert message in failure.error.message
-    assert "from 0 to 4095" in failure.error.message
+    assert "positions end at 4095" in failure.error.message
     assert isinstance(answered[-1], Finish)
     assert tokens_of(answered) == tokens_of(alone)
 

@@ -138,7 +138,7 @@ async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
         asked.append(stream)
         return await depths(stream)
 
-    monkeypatch.setattr(bus, "queue_depths", counted)
+    monkeypatch.setattr(bus.figures, "depths", counted)
     await turns.lane_of(admitted("m"), "steady", 100)
     for _ in range(3):
         assert await turns.lane_of(admitted("m"), "flood", 10**7) == "interactive"

@@ -87,7 +87,7 @@ def test_a_prompt_beyond_the_last_position_is_refused_and_its_neighbour_is_answe
     assert errors["bad"].field == "items"
     assert message in errors["bad"].message
     if message.startswith("position"):
-        assert "from 0 to 4095" in errors["bad"].message
+        assert "positions end at 4095" in errors["bad"].message
         assert "second_per_grid_ts" in errors["bad"].message
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
+from shared.bus.connection import Connection
 from shared.config.schema import GatewayConfig
 from workers.gateway.worker import _listening, _url
 
@@ -18,8 +19,9 @@ def test_a_gateway_that_listens_everywhere_tells_the_address_of_its_broker_conne
     monkeypatch: pytest.MonkeyPatch, listen: str, told: str
 ) -> None:
     monkeypatch.setattr(bus_module, "local_address", lambda _: "10.1.2.3")
-    nc: Any = SimpleNamespace(jetstream=lambda timeout: None)
+    nc = SimpleNamespace(jetstream=lambda timeout: None)
+    connection: Any = Connection(nc)  # type: ignore[arg-type]
     config = GatewayConfig(listen=listen, port=0, allow_anonymous=True)
     with _listening(config) as listener:
         port = listener.getsockname()[1]
-        assert _url(config, listener, Bus(nc)) == f"http://{told}:{port}"
+        assert _url(config, listener, Bus(connection)) == f"http://{told}:{port}"

@@ -125,7 +125,7 @@ REFUSED = [
     ("stages.prefill.inputs.tokens", "one task edge", detour("tokens", source="engine")),
     (
         "stages.prefill.inputs.tokens",
-        "no other input and no edge of its own",
+        "no other input and no outgoing edge",
         {
             "prefill": DETOUR,
             "speech": SPEECH | {"inputs": {"tokens": {"from": "prefill", "function": "rendered"}}},
