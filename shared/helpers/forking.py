@@ -261,6 +261,10 @@ class Forks:
             self._is_closed = True
             self._end()
 
+    def __del__(self) -> None:
+        # An engine or a renderer that fails at its start does not close its server.
+        self._end()
+
     def _start(self) -> socket.socket:
         if self._is_closed:
             raise BrokenPipeError("the fork server is closed")

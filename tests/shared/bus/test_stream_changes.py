@@ -19,7 +19,7 @@ KIB = bytes(1024)
 
 async def fill(bus: Bus, number: int) -> None:
     for n in range(number):
-        await bus.publish_without_id(subjects.append(f"r-{n}"), KIB)
+        await bus.publish(subjects.append(f"r-{n}"), KIB, f"r-{n}")
 
 
 async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
