@@ -1,6 +1,7 @@
 """Frames of videos: exactly those that are asked for, as a decoder yields them that reads all."""
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,11 @@ def test_frames_equal_those_of_a_decoder_that_reads_all(
     assert len(frames) == len(INDEXES)
     for index, frame in zip(INDEXES, frames, strict=True):
         np.testing.assert_array_equal(frame, expected[index], err_msg=str(index))
+
+
+def test_encoders_of_the_tests_make_no_real_time_process() -> None:
+    files.video("libsvtav1")
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_frame_is_decoded_from_the_key_frame_before_it(reader: Reader) -> None:
