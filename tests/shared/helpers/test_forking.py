@@ -91,6 +91,16 @@ def test_a_closed_server_is_not_started_again(forks: Forks) -> None:
     wait_for_end(pid)
 
 
+def test_a_client_that_is_dropped_ends_its_server() -> None:
+    forks = Forks("tests.shared.helpers.forked")
+    forks.start()
+    pid = forks.pid
+    assert pid is not None
+    del forks
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_the_message_of_a_refused_fork_is_its_error() -> None:
     with pytest.raises(BlockingIOError):
         read_pid(b"\xf5\xff\xff\xff" + bytes(8))
