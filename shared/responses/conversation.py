@@ -209,7 +209,7 @@ _ENDINGS: dict[Modality, tuple[str, ...]] = {
 
 
 def modality_of_file(filename: str | None) -> Modality | None:
-    """Return what a file is by its name; None for one that no model reads."""
+    """Return the modality of a file by its name; None for a file that no model reads."""
     _, dot, ending = (filename or "").rpartition(".")
-    found = (modality for modality, known in _ENDINGS.items() if ending.lower() in known)
-    return next(found, None) if dot else None
+    modalities = (modality for modality, endings in _ENDINGS.items() if ending.lower() in endings)
+    return next(modalities, None) if dot else None

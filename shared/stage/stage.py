@@ -365,8 +365,8 @@ class Stage:
             request = queued.data
         else:
             request = delivery.data if job.request_id is None else b""
-        known = job.ticket or queued
-        tenant = "" if known is None else known.tenant
+        source = job.ticket or queued
+        tenant = "" if source is None else source.tenant
         content = delivery.data
         if await has_exceeded(self.bus, tenant, subjects.DEAD_STREAM):
             # Letters do not expire, so its requests are not refused for them.

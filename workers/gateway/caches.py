@@ -132,10 +132,10 @@ class _TenantUse:
         added, now_s = self.added, time.monotonic()
         before = LogUse() if anew else self.measured
         with contextlib.suppress(Unavailable):  # The last measure counts until the next one.
-            found = await StreamMeter(self._bus).measure_logs(
+            use = await StreamMeter(self._bus).measure_logs(
                 subjects.STEPS_STREAM, self._subject, before
             )
-            self.measured, self.measured_s = found, now_s
+            self.measured, self.measured_s = use, now_s
             self.measured_anew_s = now_s if anew else self.measured_anew_s
             # What was added meanwhile may be counted twice until the next time.
             self.added = _sum(self.added, -added.num_logs, -added.num_bytes)

@@ -111,10 +111,11 @@ class ActiveRequest:
             # A preview that the client has seen is not read again.
             is_needed = is_new or isinstance(record, ImageRecord)
             file = await self._read_file(record) if is_needed else ""
-            shown = await self._add_record(part, record, file, self._event_id(position), first)
-            for one in shown:
+            events = await self._add_record(part, record, file, self._event_id(position), first)
+            for answer_event in events:
                 if position[part] >= first:
-                    yield self._named(one) + self.encode(to_json(one), self._event_id(position))
+                    data = self.encode(to_json(answer_event), self._event_id(position))
+                    yield self._named(answer_event) + data
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 

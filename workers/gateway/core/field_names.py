@@ -24,7 +24,7 @@ class ClientFields(Struct, frozen=True):
     """Whether clients too have their sampling parameters in `sampling_params`."""
 
     def renamed(self, names: Mapping[str, str]) -> "ClientFields":
-        """Return the names, changed by those of one request."""
+        """Return these names with the names that one request changes."""
         return msgspec.structs.replace(self, names={**self.names, **names}) if names else self
 
     def name_of(self, bus_field: str) -> str:

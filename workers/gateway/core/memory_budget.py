@@ -78,8 +78,8 @@ def answer_size_of(
     """
     sampling = {**defaults, **plan.sampling}
     num_choices = sampling.get("n", 1)
-    shown = plan.options.logprobs
-    is_shown = shown is not None and shown is not False
+    logprobs = plan.options.logprobs
+    is_shown = logprobs is not None and logprobs is not False
     of_prompt = plan.sampling.get("prompt_logprobs")
     num_prompt = 0
     if of_prompt is not None:

@@ -32,9 +32,9 @@ async def in_part_order(options: Any, records: Records) -> Records:
             continue
         held[part].append(record)
         while held[turn]:
-            shown = held[turn].popleft()
-            yield turn, shown
-            turn += isinstance(shown, Finish)
+            oldest = held[turn].popleft()
+            yield turn, oldest
+            turn += isinstance(oldest, Finish)
 
 
 class SpeechOrder:

@@ -143,7 +143,7 @@ async def _with_prompt_tokens(call: Call, plan: SubmitPlan[Usage]) -> SubmitPlan
 
 
 async def _tokenize(call: Call, request: GenerateRequest) -> Tokenized:
-    # The fields of the question are those of the request, except for one that has its default.
+    # A TokenizeRequest has the same fields, and one more, which keeps its default.
     question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
     return await client.tokenize(call.context.bus, request.model, question, call.caller.tenant)
 
