@@ -17,7 +17,7 @@ def test_a_range_is_a_slice_however_the_body_is_cut(
         assert read_range(header, len(body)) is None
         return
     if first >= len(body):
-        with pytest.raises(RangeNotSatisfiable, match=f"{first} is behind the end.*{len(body)}"):
+        with pytest.raises(RangeNotSatisfiable, match=f"{first} is after the end.*{len(body)}"):
             read_range(header, len(body))
         return
     part = read_range(header, len(body))

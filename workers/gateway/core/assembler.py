@@ -19,9 +19,10 @@ TokenBytes = Mapping[int, bytes]
 
 
 PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
-"""Fields of a request on the bus that errors of its text name."""
+"""Fields of a request on the bus that contain its text. Errors in the text name one of them."""
 
-# Options that may differ between requests of one id, because they change the delivery alone.
+# Options of the delivery. Requests with the same id may differ in them, because they do not change
+# the answer.
 _DELIVERY = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
 
 
@@ -46,27 +47,30 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """Client's names of fields that this request has renamed, by their names on the bus."""
+        """The client's names of fields, by bus field, where they depend on the request."""
         return {}
 
     @property
     def part_fields(self) -> Sequence[str]:
-        """Client's field of each part's text; empty if all texts are from the same field."""
+        """The client's field of each part's text; empty if all texts come from one field."""
         return ()
 
     @property
     def output(self) -> OutputOptions | None:
-        """Options of the output besides the text that belongs to the answer."""
+        """Options of the output besides the text, such as speech; None for text alone."""
         return None
 
     @property
     def logprobs(self) -> int | None:
-        """Whether the answer has log probabilities, or of how many other tokens; None for none."""
+        """Number of alternatives to each token that the answer shows with their log probabilities.
+
+        True or False for an answer that shows all of them, or none; None also means none.
+        """
         return None
 
     @property
     def echo(self) -> Any:
-        """Prompts with which the choices begin."""
+        """Prompts that choices repeat at their beginning; empty if they do not."""
         return ()
 
     @property
@@ -75,7 +79,7 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
         return self.parts + (self.output is not None)
 
     def fields_of(self, part: int | None) -> Mapping[str, str]:
-        """Return `fields`, with the field that the text of one part is from."""
+        """Return the client's names of fields for one part, or for the whole request."""
         if part is None or not self.part_fields:
             return self.fields
         return dict.fromkeys(PROMPT_FIELDS, self.part_fields[part])
@@ -83,7 +87,8 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
     def digest_part(self) -> dict[str, Any]:
         """Return the options that are part of a request's digest.
 
-        Only the format of an output is: the rest is configured, or in the request on the bus.
+        Only the format of an output is part of it. The other options of an output are configured,
+        or are in the request on the bus.
         """
         stored: dict[str, Any] = msgspec.to_builtins(self)
         part = {name: value for name, value in stored.items() if name not in _DELIVERY}
@@ -110,14 +115,15 @@ class Assembler(ABC, Generic[Options]):
     """Assembles one answer. A request with several prompts has several logs, its parts."""
 
     collects_answer = True
-    """False when `answer` will not be called. Log probabilities are then dropped after they have
-    been shown, because there may be gigabytes of them."""
+    """False when `answer` will not be called. Log probabilities are then dropped with their
+    event, because there may be gigabytes of them."""
     max_events = 1
-    """Limit on the events of one record."""
+    """Largest number of events for one record."""
     sample_bytes = 0
     """Memory that the answer needs for each sample of its speech."""
     prompt_token_ids: Sequence[int] = ()
-    """Prompt tokens whose bytes are needed. No record contains them."""
+    """Tokens of the prompt that the answer shows as text. No record names them, so their bytes are
+    loaded separately."""
 
     def __init__(self, request: Answering[Options]) -> None:
         self.request = request
@@ -136,9 +142,9 @@ class Assembler(ABC, Generic[Options]):
         return ""
 
     def abort(self) -> list[Any] | None:
-        """Return the events that a stream shows when the request is cancelled.
+        """Return the last events of a stream when its request is cancelled.
 
-        None: a cancelled request has no answer.
+        None: the stream, and an answer as a whole, end with an error instead.
         """
         return None
 
@@ -148,16 +154,16 @@ class Assembler(ABC, Generic[Options]):
 
 
 def token_ids_to_decode(record: TokenChunk) -> set[int]:
-    """Return the token ids whose bytes are needed to show the record's log probabilities."""
-    found: set[int] = set()
+    """Return the ids of all tokens in a record's log probabilities, which are shown as text."""
+    token_ids: set[int] = set()
     for delta in record.choices:
         if delta.logprobs is not None:
-            found.update(delta.token_ids)
+            token_ids.update(delta.token_ids)
             for logprobs in delta.logprobs:
-                found.update(logprobs.top_token_ids)
+                token_ids.update(logprobs.top_token_ids)
     for logprobs in record.prompt_logprobs or []:
-        found.update(logprobs.top_token_ids)
-    return found
+        token_ids.update(logprobs.top_token_ids)
+    return token_ids
 
 
 def or_unset(value: str | int | None) -> str | int | UnsetType:

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from workers.gateway.http.errors import RangeNotSatisfiable
 
-# RFC 8673: the last position of a body whose end is not known yet.
+# RFC 8673: stands for the last position while the length of the body is not known.
 OPEN_END = 2**53 - 1
 
 _RANGE = re.compile(r"bytes=(\d{1,16})?-(\d{1,16})?", re.ASCII)
@@ -31,7 +31,7 @@ class ByteRange(Struct, frozen=True):
 
 
 def read_range(header: str, total: int | None) -> ByteRange | None:
-    """Return the part that a header Range asks for; None for the whole body.
+    """Return the part that a Range header requests; None for the whole body.
 
     A header that is not a single range of bytes is ignored, and so is a range from the end of a
     body that grows. Raises RangeNotSatisfiable.
@@ -55,7 +55,7 @@ def read_range(header: str, total: int | None) -> ByteRange | None:
 
 def range_error(first: int, total: int) -> RangeNotSatisfiable:
     return RangeNotSatisfiable(
-        f"Range: byte {first} is behind the end, the body has {total} bytes", total
+        f"Range: byte {first} is after the end, the body has {total} bytes", total
     )
 
 

@@ -19,12 +19,12 @@ class ClientFields(Struct, frozen=True):
     """Names that clients of one endpoint have for fields of a request on the bus."""
 
     names: Mapping[str, str] = {}
-    """Client's field by bus field. Others have the same name."""
+    """Client's name by bus field. Any other field has the same name for the client."""
     has_sampling_params: bool = False
-    """Whether clients too have their sampling parameters in `sampling_params`."""
+    """Whether the client's body has an object `sampling_params` too, instead of separate fields."""
 
     def renamed(self, names: Mapping[str, str]) -> "ClientFields":
-        """Return these names with the names that one request changes."""
+        """Return a copy to which `names` are added. They take precedence."""
         return msgspec.structs.replace(self, names={**self.names, **names}) if names else self
 
     def name_of(self, bus_field: str) -> str:
@@ -55,7 +55,8 @@ class ClientFields(Struct, frozen=True):
     def translated(self, *, checks: bool = False) -> Iterator[None]:
         """Raise reported errors as RequestFailed, with the client's field.
 
-        With `checks`, the same for all errors: the code inside checks the fields of a message.
+        With `checks`, errors of this process are translated too, because the code inside checks the
+        fields of a message for the bus.
         """
         try:
             yield

@@ -28,13 +28,13 @@ def named_request_id(kind: AnswerKind[Any], tenant: str, name: str) -> str:
 def read_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
     """Return the request's id, and whether the client has chosen it.
 
-    The same name from the same tenant means the same request. Raises InvalidRequest. Every response
-    that follows a call has the id in its header, also one that refuses the request.
+    The same name from the same tenant means the same request. The id is stored in the scope of the
+    HTTP request, so every later response has it in a header, also an error. Raises InvalidRequest.
     """
-    known: tuple[str, bool] | None = request.scope.get("request_id")
-    if known is None:
-        known = request.scope["request_id"] = _find_request_id(request, kind, tenant)
-    return known
+    identity: tuple[str, bool] | None = request.scope.get("request_id")
+    if identity is None:
+        identity = request.scope["request_id"] = _find_request_id(request, kind, tenant)
+    return identity
 
 
 def _find_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
@@ -55,26 +55,26 @@ def part_ids(request_id: str, record: RequestRecord) -> list[str]:
 
 
 def format_event_id(position: Sequence[int]) -> str:
-    """Return the id of an event, from which the stream can resume.
+    """Return the id of an event: the number of the last event from each log.
 
-    It has the number of the last event of each part.
+    A stream can resume after the event with this id.
     """
     return ",".join(map(str, position))
 
 
-def read_start(request: Request, parts: int) -> list[int]:
-    """Return the number of the first event to show, for each part. Raises InvalidRequest."""
+def read_start(request: Request, num_logs: int) -> list[int]:
+    """Return the number of the first event to send, for each log. Raises InvalidRequest."""
     last_id, start = request.headers.get("last-event-id"), request.query_params.get("from")
     text, field = (start, "from") if last_id is None else (last_id, "Last-Event-ID")
     if not text:
-        return [0] * parts
+        return [0] * num_logs
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) == 1:
-        numbers *= parts if field == "from" else 1
-    if len(numbers) != parts or min(numbers) < -1 or max(numbers) >= 2**53:
+        numbers *= num_logs if field == "from" else 1
+    if len(numbers) != num_logs or min(numbers) < -1 or max(numbers) >= 2**53:
         raise InvalidRequest(f"{field} is not an event id of this stream", field=field)
     return [number + (last_id is not None) for number in numbers]
 

@@ -10,14 +10,14 @@ from shared.errors import DecodeError
 from shared.protocol.messages import RequestRecord
 from workers.gateway.core.assembler import Answering, Assembler, Options
 from workers.gateway.core.field_names import ClientFields
-from workers.gateway.core.order import Records, as_they_come
+from workers.gateway.core.order import Records, in_arrival_order
 
 
 class Refusal(Struct, frozen=True):
     """Refusal of an answer that would take too much memory as a whole."""
 
     content: str
-    """The part of the answer that is too large."""
+    """Name of the part of the answer that is too large."""
     field: str
     """The field of the request that makes it large, by its name on the bus."""
     advice: str
@@ -42,13 +42,15 @@ def unnamed(event: Any) -> str:
 
 
 class AnswerKind(Struct, Generic[Options], frozen=True, kw_only=True):
+    """A kind of answer, such as a chat completion or a speech."""
+
     name: str
-    """Name in RequestRecords. It is never changed, and neither is `id_prefix`."""
+    """Name in RequestRecords. Neither it nor `id_prefix` ever changes."""
     id_prefix: str
     options: type[Options]
     assembler: Callable[[Answering[Options]], Assembler[Options]]
     client_fields: ClientFields = ClientFields()
-    order: Callable[[Options, Records], Records] = as_they_come
+    order: Callable[[Options, Records], Records] = in_arrival_order
     """Order in which the records of all logs are added to the answer."""
     budget: Budget = Budget()
     event_name: Callable[[Any], str] = unnamed

@@ -68,11 +68,11 @@ def text_logprobs(entry: IdLogprobs, context: list[bytes], token_bytes: TokenByt
     `context` has the bytes of the tokens before this one, which is appended to it.
     """
 
-    def spelt(one: IdLogprob) -> tuple[str, float, list[int]]:
-        text = token_text(token_bytes[one.token_id], context)
-        return text, one.logprob, list(text.encode())
+    def decoded(token: IdLogprob) -> tuple[str, float, list[int]]:
+        text = token_text(token_bytes[token.token_id], context)
+        return text, token.logprob, list(text.encode())
 
-    tops = [TopLogprob(*spelt(top)) for top in entry.top_logprobs]
-    converted = TokenLogprob(*spelt(entry), tops)
+    tops = [TopLogprob(*decoded(top)) for top in entry.top_logprobs]
+    converted = TokenLogprob(*decoded(entry), tops)
     context.append(token_bytes[entry.token_id])
     return converted

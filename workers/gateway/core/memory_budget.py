@@ -2,8 +2,8 @@
 
 A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
 end, and there may be gigabytes, so their memory is reserved before the request is published.
-Embeddings are never streamed. How long a speech will be is not known, nor how large the file of an
-image, so their memory is reserved as they come. Pure.
+Embeddings are never streamed. The length of a speech and the size of an image file are not known
+before, so their memory is reserved as they arrive. Pure.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -20,23 +20,23 @@ from workers.gateway.core.kinds import Budget, Refusal
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 
-# Peak memory of one entry, as Python objects together with the JSON that is made of them. A token
-# has one entry for itself, one for its own log probability, and one for each other token's. The
-# most that tracemalloc has shown is 450 bytes without others and 360 with twenty others, for
-# conversations and for `output_mode: text`.
+# Peak memory of one entry: its Python objects and its JSON. A token has one entry for itself, one
+# for its own log probability, and one for each alternative. Measured with tracemalloc, for
+# conversations and for `output_mode: text`: at most 450 bytes an entry without alternatives, 360
+# with twenty.
 ENTRY_BYTES = 480
-# The same for one value of an embedding; tracemalloc has shown 70 bytes.
+# Peak memory of one value of an embedding. Measured with tracemalloc: 70 bytes.
 VALUE_BYTES = 96
-# As many answers of the largest size may be assembled at one time, or more smaller ones.
+# Number of answers of the largest size that fit into the budget at one time.
 MAX_LARGEST = 4
 
 _OPTION = "kept"
 
 
 class AnswerSize(Struct, frozen=True, omit_defaults=True):
-    """Number of log probability entries of an answer, and of the values of its embeddings.
+    """Number of log probability entries and of embedding values in an answer.
 
-    Its text and tokens alone are small.
+    The text and the tokens of an answer are small in comparison.
     """
 
     per_token: int = 0
@@ -60,12 +60,16 @@ class AnswerSize(Struct, frozen=True, omit_defaults=True):
         return self.num_bytes(self.choices * tokens)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Return the size of an answer whose choices have `num_tokens` together."""
+        """Return the size of an answer with `num_tokens` in all its choices together."""
         num_entries = self.of_prompt + self.per_token * num_tokens
         return ENTRY_BYTES * num_entries + VALUE_BYTES * self.of_embeddings
 
     def refusal(self, num_bytes: int, budget: Budget) -> Refusal:
-        """Return the refusal for an answer of `num_bytes`, by what takes the most of them."""
+        """Return the refusal for an answer of `num_bytes`.
+
+        It blames the tokens of the answer if these take at least half of the memory, and else the
+        prompts.
+        """
         return budget.tokens if 2 * self.num_bytes(0) <= num_bytes else budget.prompts
 
 
@@ -80,15 +84,15 @@ def answer_size_of(
     num_choices = sampling.get("n", 1)
     logprobs = plan.options.logprobs
     is_shown = logprobs is not None and logprobs is not False
-    of_prompt = plan.sampling.get("prompt_logprobs")
+    prompt_logprobs = plan.sampling.get("prompt_logprobs")
     num_prompt = 0
-    if of_prompt is not None:
+    if prompt_logprobs is not None:
         # With an echo, each choice has its own copy of the prompt's log probabilities.
         copies = num_choices if plan.options.echo else 1
         num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in plan.requests)
     return AnswerSize(
         per_token=_num_entries(sampling.get("logprobs")) if is_shown else 0,
-        of_prompt=num_prompt * _num_entries(of_prompt),
+        of_prompt=num_prompt * _num_entries(prompt_logprobs),
         choices=num_choices * len(plan.requests),
         max_tokens=sampling.get("max_tokens"),
         of_embeddings=sum(
@@ -99,12 +103,12 @@ def answer_size_of(
     )
 
 
-def _num_entries(num_others: int | None) -> int:
-    return 2 + (num_others or 0)
+def _num_entries(num_alternatives: int | None) -> int:
+    return 2 + (num_alternatives or 0)
 
 
 def stored_options(options: AnswerOptions, size: AnswerSize) -> dict[str, Any]:
-    """Return the options of a RequestRecord, from which `read_answer_size` reads the size."""
+    """Return the options for a RequestRecord, with the size for `read_answer_size`."""
     stored: dict[str, Any] = msgspec.to_builtins(options)
     is_large = size.per_token or size.of_prompt or size.of_embeddings
     return stored | {_OPTION: msgspec.to_builtins(size)} if is_large else stored

@@ -18,12 +18,12 @@ _CHARSETS = ("us-ascii", "utf-8", "iso-8859-1")
 """Charsets that the name of a file may be in."""
 
 Param = str | tuple[str | None, str | None, str]
-"""A header's parameter, whose sender may name charset and language (RFC 8187)."""
+"""A parameter of a header: text, or charset, language and text (RFC 8187)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """The beginning of a file; the bytes that follow are its content."""
+    """The beginning of a file. The bytes events after it are its content."""
 
     field: str
     filename: str
@@ -39,7 +39,8 @@ FormEvent = FileHead | FormValue | bytes
 
 
 class FormStream:
-    """Parser that keeps no more of a file than could be the beginning of a boundary."""
+    """Parser of a body that arrives in pieces. Of a file, it holds back only bytes that may be the
+    beginning of a boundary."""
 
     def __init__(self, content_type: str) -> None:
         """Raises InvalidRequest."""
@@ -47,14 +48,14 @@ class FormStream:
         # The first boundary needs no line before it.
         self._buffer = bytearray(b"\r\n")
         self._part: tuple[str, str | None] | None = None
-        """Name of the part whose content comes next, and of its file; None between parts."""
+        """Field and file name of the part that is being read; None between parts."""
         self._num_parts = 0
         self.is_complete = False
 
     def feed(self, data: bytes) -> list[FormEvent]:
-        """Return what further bytes complete. Raises InvalidRequest."""
+        """Add bytes, and return the events that they complete. Raises InvalidRequest."""
         if self.is_complete:
-            return []  # Bytes behind the last boundary mean nothing.
+            return []  # Bytes after the last boundary have no meaning.
         self._buffer += data
         events: list[FormEvent] = []
         while not self.is_complete and self._advance(events):
@@ -62,7 +63,7 @@ class FormStream:
         return events
 
     def _advance(self, events: list[FormEvent]) -> bool:
-        """Read a head, or content; return whether there may be more in the buffer."""
+        """Read a head or content. Return whether the buffer may contain further parts."""
         if self._part is None:
             return self._read_head(events)
         field, filename = self._part
@@ -72,10 +73,10 @@ class FormStream:
                 self._check_value(len(self._buffer))
                 return False
             # The rest may be the beginning of the boundary.
-            keep = len(self._delimiter) - 1
-            if len(self._buffer) > keep:
-                events.append(bytes(self._buffer[:-keep]))
-                del self._buffer[:-keep]
+            rest_len = len(self._delimiter) - 1
+            if len(self._buffer) > rest_len:
+                events.append(bytes(self._buffer[:-rest_len]))
+                del self._buffer[:-rest_len]
             return False
         content = bytes(self._buffer[:end])
         if filename is not None:
@@ -91,7 +92,7 @@ class FormStream:
         return True
 
     def _read_head(self, events: list[FormEvent]) -> bool:
-        """Read a boundary and the head behind it, once both are there."""
+        """Read a boundary and the head after it, once both have arrived."""
         buffer, length = self._buffer, len(self._delimiter)
         if len(buffer) < length + 2:
             return False
@@ -123,7 +124,7 @@ class FormStream:
 
 class FormData(NamedTuple):
     values: Mapping[str, list[str]]
-    """Texts by field; a field may come more than once."""
+    """Texts by field, which may occur more than once."""
     files: Mapping[str, bytes]
     """Contents of files by field."""
 
@@ -151,7 +152,7 @@ def parse_form(body: bytes, content_type: str) -> FormData:
 
 def _boundary_of(content_type: str) -> bytes:
     """Return the line that separates parts. Raises InvalidRequest."""
-    # A longer number than this in a parameter's name is an error of Python's parser.
+    # Python's parser raises ValueError for a longer number in the name of a parameter.
     if len(content_type) > MAX_HEAD_LEN:
         raise _malformed(f"its Content-Type has more than {MAX_HEAD_LEN} characters")
     head = Message()
@@ -180,13 +181,13 @@ def _read_param(head: Message, name: str, header: str) -> Param | None:
     try:
         return head.get_param(name, None, header)
     except TypeError:
-        # Python's parser sorts a parameter's pieces by number, which is None for a whole.
+        # Python's parser sorts the pieces of a parameter by number. A whole one has None for it.
         raise _malformed(f"a parameter of its {header} is there both whole and in pieces") from None
 
 
 def _read_filename(value: Param) -> str:
-    """Return the name of a file."""
-    # Python has codecs that raise other errors, or return what is no UTF-8.
+    """Return the decoded name of a file. Raises InvalidRequest."""
+    # Some of Python's codecs raise other errors, or return text that UTF-8 cannot encode.
     if isinstance(value, tuple) and (value[0] or "us-ascii").lower() not in _CHARSETS:
         raise _malformed(f"a file's name must be in one of {', '.join(_CHARSETS)}")
     return collapse_rfc2231_value(value)

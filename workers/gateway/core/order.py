@@ -1,7 +1,7 @@
 """Order in which the records of several logs are added to an answer. Pure.
 
-Each log is in order, but they arrive independently. Nothing but the order inside each log may
-decide what a record shows, so that another gateway can continue the stream.
+Records of one log arrive in order, but the logs arrive independently. The events for a record may
+depend on the order inside each log alone, so that another gateway can continue the stream.
 """
 
 from collections import defaultdict, deque
@@ -15,14 +15,14 @@ Numbered = tuple[int, AnyRecord]
 Records = AsyncGenerator[Numbered, None]
 
 
-def as_they_come(options: Any, records: Records) -> Records:
+def in_arrival_order(options: Any, records: Records) -> Records:
     return records
 
 
 async def in_part_order(options: Any, records: Records) -> Records:
     """Yield the records of each part after the end of the part before it.
 
-    All parts are read as they come. A failure is not held back, because it ends the answer.
+    All parts are read as they arrive. A failure is not held back, because it ends the answer.
     """
     held: dict[int, deque[AnyRecord]] = defaultdict(deque)
     turn = 0
@@ -41,7 +41,7 @@ class SpeechOrder:
     """Holds back the end of a request until its sound has ended.
 
     For sound that is `timed`, it also holds back samples until the text that they speak has been
-    shown, and the end of the sound until the text has ended.
+    sent, and the end of the sound until the text has ended.
     """
 
     def __init__(self, *, timed: bool) -> None:
@@ -53,8 +53,8 @@ class SpeechOrder:
         self._finish: Numbered | None = None
 
     def add(self, part: int, record: AnyRecord) -> list[Numbered]:
-        """Return the records that can be shown now."""
-        shown: list[Numbered] = []
+        """Add a record, and return the records that are due now."""
+        due: list[Numbered] = []
         match record:
             case AudioChunk() | OutputEnd():
                 self._sound.append((part, record))
@@ -64,16 +64,16 @@ class SpeechOrder:
                 for delta in record.choices:
                     self._num_tokens = delta.position + len(delta.token_ids)
                     self._has_text_ended = delta.finish_reason is not None
-                shown.append((part, record))
+                due.append((part, record))
             case _:
-                shown.append((part, record))
+                due.append((part, record))
         while self._sound and self._is_due(self._sound[0][1]):
             self._has_sound_ended = isinstance(self._sound[0][1], OutputEnd)
-            shown.append(self._sound.popleft())
+            due.append(self._sound.popleft())
         if self._finish is not None and self._has_sound_ended:
-            shown.append(self._finish)
+            due.append(self._finish)
             self._finish = None
-        return shown
+        return due
 
     def _is_due(self, record: AnyRecord) -> bool:
         if not self._timed or self._has_text_ended:
@@ -85,5 +85,5 @@ async def in_speech_order(records: Records, *, timed: bool) -> Records:
     """Yield the records of merged logs in the order of SpeechOrder."""
     order = SpeechOrder(timed=timed)
     async for part, record in records:
-        for shown in order.add(part, record):
-            yield shown
+        for numbered in order.add(part, record):
+            yield numbered

@@ -1,13 +1,13 @@
 """Requests to the bus, made from OpenAI request bodies. Pure.
 
-Sampling parameters are a plain mapping of those that the client gave: they override the model's
+Sampling parameters are a mapping that has only the client's parameters. They override the model's
 configured defaults, even where they are equal to the defaults of SamplingParams.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -62,77 +62,86 @@ class SubmitPlan(Struct, Generic[Options], frozen=True):
     delivery: Delivery = Delivery.WHOLE
     durable: bool = False
     unrecorded: frozenset[str] = frozenset()
-    """Options that are left out of the stored record of a request that is answered once: one that
-    is not durable and has no id from its client."""
+    """Options that the stored record leaves out if the request is answered only once: it is not
+    durable, and its client has not named it."""
 
 
 def sampling_of(request: CommonRequest) -> dict[str, Any]:
-    """Return the given parameters by their names in SamplingParams, except log probabilities."""
+    """Return the client's sampling parameters, except log probabilities.
+
+    Their names are the fields of SamplingParams.
+    """
     values = ((name, getattr(request, name)) for name in SAME_FORM)
-    given = {name: value for name, value in values if value is not None}
+    params = {name: value for name, value in values if value is not None}
     if request.seed is not None:
-        given["seed"] = request.seed & MAX_SEED
+        params["seed"] = request.seed & MAX_SEED
     if request.top_k is not None:
-        given["top_k"] = max(0, request.top_k)
+        params["top_k"] = max(0, request.top_k)
     if request.stop is not None:
-        given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+        params["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     structure = structure_of(request)
     if structure is not None:
-        given["structured_outputs"] = structure[1]
-    return given
+        params["structured_outputs"] = structure.outputs
+    return params
 
 
 STRUCTURE_FIELD = "sampling_params.structured_outputs"
 
 
 def client_fields_of(request: CommonRequest) -> dict[str, str]:
-    """Return the client's names of bus fields that this request has renamed, see
+    """Return the client's names of bus fields that depend on this request, see
     `core.field_names`."""
     structure = structure_of(request)
-    return {} if structure is None else {STRUCTURE_FIELD: structure[0]}
+    return {} if structure is None else {STRUCTURE_FIELD: structure.field}
 
 
-def structure_of(request: CommonRequest) -> tuple[str, dict[str, Any]] | None:
-    """Return the field that constrains the answer, and its value as a StructuredOutputs mapping.
+class Constraint(NamedTuple):
+    """A constraint on the text of an answer."""
 
-    Raises InvalidRequest if there are several.
-    """
-    found = list(_constraints_of(request))
-    if len(found) > 1:
-        fields = ", ".join(field for field, _ in found)
-        raise InvalidRequest(f"give only one of {fields}", field=found[1][0])
-    return found[0] if found else None
+    field: str
+    """The field of the body that has it."""
+    outputs: dict[str, Any]
+    """The constraint as a mapping of StructuredOutputs."""
 
 
-def _constraints_of(request: CommonRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what `structure_of` returns, for every field that constrains the answer."""
+def structure_of(request: CommonRequest) -> Constraint | None:
+    """Return the constraint on the answer. Raises InvalidRequest if there are several."""
+    constraints = list(_constraints_of(request))
+    if len(constraints) > 1:
+        fields = ", ".join(constraint.field for constraint in constraints)
+        raise InvalidRequest(f"give only one of {fields}", field=constraints[1].field)
+    return constraints[0] if constraints else None
+
+
+def _constraints_of(request: CommonRequest) -> Iterator[Constraint]:
     match request.response_format:
         case JsonObjectFormat() | JsonSchemaFormat(json_schema=NamedSchema(schema=None)):
-            yield "response_format", {"json_object": True}
+            yield Constraint("response_format", {"json_object": True})
         case JsonSchemaFormat(json_schema=named):
-            yield "response_format", {"json_schema": named.schema}
+            yield Constraint("response_format", {"json_schema": named.schema})
     guided = {name: getattr(request, f"guided_{name}") for name in _GUIDED}
     outputs = request.structured_outputs
-    for prefix, given in (
+    for prefix, fields in (
         ("structured_outputs.", {} if outputs is None else msgspec.structs.asdict(outputs)),
         ("guided_", guided),
     ):
-        for name, value in given.items():
+        for name, value in fields.items():
             if value is not None and value is not False:
                 field = f"{prefix}{name}"
-                yield field, _schema(value, field) if name == "json" else {name: value}
+                constraint = _schema(value, field) if name == "json" else {name: value}
+                yield Constraint(field, constraint)
 
 
-def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
-    schema: Any = given
-    if isinstance(given, str):
-        if len(given) > MAX_GRAMMAR_BYTES:
+def _schema(value: dict[str, Any] | str, field: str) -> dict[str, Any]:
+    schema: Any = value
+    if isinstance(value, str):
+        if len(value) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
-                f"{field} has {len(given)} characters, the limit is {MAX_GRAMMAR_BYTES}",
+                f"{field} has {len(value)} characters, the limit is {MAX_GRAMMAR_BYTES}",
                 field=field,
             )
         try:
-            schema = json.loads(given)
+            schema = json.loads(value)
         except (ValueError, RecursionError):
             schema = None
     if not isinstance(schema, dict):
@@ -141,8 +150,8 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
 
 
 def generate_request(request: CommonRequest | PooledRequest, **prompt: Any) -> GenerateRequest:
-    """Return the request for the bus. `prompt` are the fields that the endpoint has made of its
-    prompt."""
+    """Return the request for the bus. `prompt` are its fields for the prompt, which depend on the
+    endpoint."""
     return GenerateRequest(
         model=request.model,
         cache_salt=request.cache_salt,
@@ -160,7 +169,7 @@ def plan_of(
     sampling: dict[str, Any],
     options: Options,
 ) -> SubmitPlan[Options]:
-    """Return the plan, with the delivery that all requests have in common."""
+    """Return the plan of a request that may be streamed as events, and may be durable."""
     return SubmitPlan(
         requests,
         sampling,
@@ -170,8 +179,15 @@ def plan_of(
     )
 
 
-def usage_options(request: CommonRequest) -> dict[str, Any]:
-    """Return the answer's options on usage. Raises InvalidRequest for stream options without a
+class UsageFields(TypedDict, total=False):
+    """Fields of UsageOptions."""
+
+    include_usage: bool
+    continuous_usage: bool
+
+
+def usage_options(request: CommonRequest) -> UsageFields:
+    """Return the options for usage in a stream. Raises InvalidRequest for stream options without a
     stream."""
     options = request.stream_options
     if options is None:
@@ -182,16 +198,16 @@ def usage_options(request: CommonRequest) -> dict[str, Any]:
     return {"include_usage": bool(options.include_usage), "continuous_usage": continuous}
 
 
-def prompts_of(given: Any, field: str) -> list[str] | list[list[int]]:
+def prompts_of(value: Any, field: str) -> list[str] | list[list[int]]:
     """Return the prompts. Raises InvalidRequest for a value that is neither a prompt nor a list."""
-    if isinstance(given, str):
-        return [given]
+    if isinstance(value, str):
+        return [value]
     for kind in (TokenIds, list[str], list[TokenIds]):
         try:
-            found: Any = msgspec.convert(given, kind)
+            converted: Any = msgspec.convert(value, kind)
         except msgspec.ValidationError:
             continue
-        prompts = [found] if kind is TokenIds else found
+        prompts = [converted] if kind is TokenIds else converted
         if 0 < len(prompts) <= MAX_PROMPTS:
             return prompts
     raise InvalidRequest(
@@ -200,9 +216,9 @@ def prompts_of(given: Any, field: str) -> list[str] | list[list[int]]:
 
 
 def check_choice(field: str, value: str, available: Iterable[str]) -> None:
-    """Raise InvalidRequest for a value that is not available, with those that are."""
+    """Raise InvalidRequest, with the available values, for any other value."""
     if value not in available:
-        there_are = ", ".join(available) or "none"
+        choices = ", ".join(available) or "none"
         raise InvalidRequest(
-            f"{field}: {value!r} is not available; available: {there_are}", field=field
+            f"{field}: {value!r} is not available; available: {choices}", field=field
         )
