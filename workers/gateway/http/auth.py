@@ -1,7 +1,7 @@
 """API keys: authentication and rate limits. Pure.
 
-Only SHA-256 digests are stored, and compared in constant time. Each gateway counts requests by
-itself, so with two gateways a key may use twice its limit.
+Only SHA-256 digests are stored, and compared in constant time. Each gateway counts only its own
+requests, so with two gateways a key may use twice its limit.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class Caller:
     key: ApiKey | None = None
 
     def check_right(self, right: Right) -> None:
-        """Raises MissingRight. Without keys, everybody has all rights."""
+        """Raises MissingRight. Without configured keys, every caller has all rights."""
         if self.key is not None and right not in self.key.rights:
             raise MissingRight(f"this key does not have the right {right!r} (gateway.api_keys)")
 
@@ -59,13 +59,13 @@ class Keyring:
         scheme, _, key_text = authorization[0].partition(" ") if authorization else ("", "", "")
         if len(authorization) != 1 or scheme.lower() != "bearer":
             raise InvalidKey("an API key is required: send `Authorization: Bearer KEY`")
-        sha256, found = digest(key_text.strip()).encode(), None
+        sha256, match = digest(key_text.strip()).encode(), None
         for configured, key in self._keys:
             if hmac.compare_digest(configured, sha256):
-                found = key
-        if found is None:
+                match = key
+        if match is None:
             raise InvalidKey("the API key is not valid")
-        return Caller(found.name, found.name if found.tenant is None else found.tenant, found)
+        return Caller(match.name, match.name if match.tenant is None else match.tenant, match)
 
 
 class _KeyUsage:

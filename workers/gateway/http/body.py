@@ -21,10 +21,10 @@ from workers.gateway.http.errors import (
 
 T = TypeVar("T")
 
-# A decoder blocks the event loop until it is done: 60 MiB of empty lists were seen to take 5 s and
-# more than a gigabyte. An image counts as one value, and so does each token id.
+# A decoder blocks the event loop until it is done. For 60 MiB of empty lists it took 5 s and more
+# than a gigabyte. An image counts as one value, and so does each token id.
 MAX_VALUES = 2**20
-# As many bodies of the largest size may be in memory at one time, or more smaller ones.
+# Number of bodies of the largest size that fit into the reserved memory at one time.
 MAX_LARGEST = 16
 MAX_WAITING = 16
 """Limit on bodies that wait for the thread of `in_turn`."""
@@ -39,7 +39,8 @@ class BodyReader:
         has_tenants = len({key.name if key.tenant is None else key.tenant for key in keys}) > 1
         num_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
         self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
-        # Others may be at work on the rest of the connections.
+        # At most half of the connections may send bodies at one time. The others stay free for
+        # requests without a body, and for answers.
         self._unfinished = TenantShares(limits.max_connections // 2, has_tenants=has_tenants)
         self._thread = FairTurns(1, "bodies wait to be decoded")
 
@@ -130,7 +131,7 @@ def check_form(request: Request) -> str:
 
 
 def check_num_values(body: bytes) -> None:
-    """Raise BodyTooLarge for JSON that a decoder would take too long for."""
+    """Raise BodyTooLarge for JSON that would take too long to decode."""
     if sum(count_bytes(body, b",[{")) > MAX_VALUES:
         raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
 

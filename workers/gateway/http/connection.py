@@ -26,7 +26,7 @@ MAX_CHUNKS = 16_384
 # Time between an error response and the close. Closing while a client still sends resets the
 # connection, and the client would lose the response.
 LINGER_S = 2.0
-# Rejected connections linger too, so their number has a limit of its own; those beyond it are
+# Rejected connections linger too, so their number has a separate limit. Connections over it are
 # aborted without a response.
 MAX_REJECTED = 64
 
@@ -40,7 +40,7 @@ class ConnectionLimits:
     refused: Counter
     """Connections above the limit."""
     slow: Counter
-    """Connections that did not read."""
+    """Connections whose clients did not read their responses."""
     rejected: "set[LimitedHttpProtocol]" = field(default_factory=set)
     """Connections above the limit that have got an error response and are not closed yet."""
 
@@ -105,8 +105,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         # With pipelining, the body that is being read may belong to the next request.
         if self._in_body and self.cycle.response_complete:
-            # The request was refused before its body ended. The rest of the body is discarded, and
-            # may not go on for ever.
+            # The request was refused before its body ended. The rest of the body is discarded, for
+            # a limited time.
             self._set_timer(LINGER_S, self.transport.close)
         self._start_send_timer()
 

@@ -1,7 +1,7 @@
 """Error responses in OpenAI's format: an HTTP status, and `{"error": {...}}`. Pure.
 
-A client's own error carries its message and field. An internal error gets a fixed message that does
-not reveal what went wrong inside.
+An error that the client has caused carries its message and field. An internal error gets a fixed
+message, which does not reveal its cause.
 """
 
 import msgspec
@@ -22,7 +22,7 @@ from shared.protocol.records import ErrorInfo, error_info
 
 UNKNOWN_FIELD = "Object contains unknown field `"
 MISSING_FIELD = "Object missing required field `"
-"""Beginnings of msgspec's complaints."""
+"""Beginnings of msgspec's error messages."""
 
 
 class InvalidKey(RequestError):
@@ -30,7 +30,7 @@ class InvalidKey(RequestError):
 
 
 class MissingRight(RequestError):
-    """The key is valid, and not for this endpoint."""
+    """The key is valid, but does not have the right that the endpoint needs."""
 
     code = "missing_right"
 
@@ -88,7 +88,7 @@ class BodyTooLarge(RequestError):
 
 
 class AnswerTooLarge(RequestError):
-    """The log probabilities of an answer that is not streamed take too much memory."""
+    """An answer that is not streamed would take too much memory."""
 
     code = "answer_too_large"
 
@@ -107,7 +107,7 @@ class HeadersTooLarge(RequestError):
 
 
 class ForeignHost(RequestError):
-    """The Host header names a host that is not one of this gateway's."""
+    """The Host header has a host name that this gateway does not serve."""
 
     code = "foreign_host"
 
@@ -132,7 +132,7 @@ class Interrupted(PagemillError):
 
 
 class RequestFailed(PagemillError):
-    """A request failed at another worker. `info` has the names that the client has for fields."""
+    """A request failed at another worker. `info` has the client's names of fields."""
 
     def __init__(self, info: ErrorInfo, event_id: str) -> None:
         super().__init__(info.message, field=info.field)
@@ -177,7 +177,7 @@ STATUSES = {
     Interrupted.code: 503,
     "deadline_exceeded": 504,
 }
-"""HTTP status by error code. Any other code is 400 if the client caused the error, and else 500."""
+"""HTTP status by error code. Any other code has 400 if the client caused the error, else 500."""
 
 # Messages of internal errors, by code.
 _MESSAGES = {
@@ -203,8 +203,8 @@ _TYPES = {
 
 
 UNSUPPORTED_CONTENT = ("file", "image_embeds", "audio_embeds", "video_embeds")
-"""Types of message parts that other servers accept. They have an error of their own, because they
-are not typing errors."""
+"""Types of message parts that other servers accept. They have a separate error, because the client
+has not misspelled them."""
 
 
 UNSUPPORTED_TOOLS = (
@@ -234,9 +234,9 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     client = error.fault == "client"
-    is_told = client or error.code in (ToolFailure.code, ToolsUnavailable.code)
-    message = error.message if is_told else _MESSAGES.get(error.code, _INTERNAL)
-    # A retry with another `X-Request-Id` would be another request.
+    is_public = client or error.code in (ToolFailure.code, ToolsUnavailable.code)
+    message = error.message if is_public else _MESSAGES.get(error.code, _INTERNAL)
+    # `Unavailable` may name `X-Request-Id`, because a retry with another id is another request.
     field = error.field if client or error.code == Unavailable.code else None
     return ErrorAnswer(ErrorBody(message, kind, field, error.code))
 

@@ -3,13 +3,12 @@
 Each response to a request for an answer, and each error, has a header with a request id.
 
 It is written against ASGI itself, because every chunk of a streamed response passes through it.
-CORS is part of it rather than a middleware of its own, so that error responses carry the CORS
-headers too and preflight requests are subject to the same limits and metrics as all others.
+CORS is part of it rather than a separate middleware, so that error responses carry the CORS headers
+too, and preflight requests are subject to the same limits and metrics as all others.
 """
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect
@@ -21,6 +20,7 @@ from shared.errors import InvalidRequest, RequestError
 from shared.telemetry.metrics import Metrics
 from workers.gateway.http.errors import HeadersTooLarge
 from workers.gateway.http.origins import OriginPolicy
+from workers.gateway.http.sse import ErrorResponder
 
 MAX_HEADERS = 128
 
@@ -32,7 +32,7 @@ SECURITY: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-# A route may set its own values. By default a response is private to its client, and no document.
+# A route may set its own values. A response is by default private to its client, and no document.
 DEFAULTS: Headers = [
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -41,38 +41,43 @@ REQUEST_ID = b"x-request-id"
 _VARY = (b"vary", b"origin")
 _CORS: Headers = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    # Clients in browsers send headers of their own, such as OpenAI's `x-stainless-…`. The star
-    # stands for all headers but Authorization.
+    # Clients in browsers send additional headers, such as OpenAI's `x-stainless-…`. The star stands
+    # for all headers but Authorization.
     (b"access-control-allow-headers", b"authorization, *"),
     (b"access-control-expose-headers", b"x-request-id, retry-after"),
     (b"access-control-max-age", b"600"),
 ]
 
 
-@dataclass(eq=False)
 class EdgeMiddleware:
     """The outermost ASGI application."""
 
-    _app: ASGIApp
-    _limits: GatewayConfig
-    _metrics: Metrics
-    _answer_of: Callable[[Exception], Response]
-    """Makes the response for an exception that the application raises."""
-    _origins: OriginPolicy
-    _in_flight: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: GatewayConfig,
+        metrics: Metrics,
+        error_response: ErrorResponder,
+        origins: OriginPolicy,
+    ) -> None:
+        """`error_response` makes the response for an exception of `app`."""
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
+        self._error_response = error_response
+        self._origins = origins
+        self._in_flight = 0
         self._cors: dict[bytes | None, Headers] = {
             origin.encode(): [_VARY, (b"access-control-allow-origin", origin.encode()), *_CORS]
-            for origin in self._limits.cors_origins
+            for origin in limits.cors_origins
         }
         self._no_cors: Headers = [_VARY] if self._cors else []
-        self._metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
+        metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        # With this entry Starlette's router raises its 404 and 405 instead of answering them.
+        # With this entry Starlette's router raises 404 and 405 instead of sending them itself.
         scope["app"] = self
         cors = self._cors.get(_header(scope["headers"], b"origin"), self._no_cors)
         response = _ResponseSender(scope, send, cors)
@@ -88,21 +93,23 @@ class EdgeMiddleware:
         except Exception as error:
             if response.status is not None:
                 raise  # The connection breaks in the middle of the response, which clients notice.
-            await self._answer_of(error)(scope, receive, response.send)
+            await self._error_response(error)(scope, receive, response.send)
         finally:
             self._in_flight -= 1
             response.release_slot()
             self._count(scope, response)
 
     def _early_response(self, scope: Scope) -> Response | None:
-        """Return the response to a request that no route sees: a refusal, or a CORS preflight."""
+        """Return the response to a request that is not routed: a refusal, or a CORS preflight."""
         headers: Headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope["raw_path"]) + len(scope["query_string"])
         if size > self._limits.max_header_kib * 2**10 or len(headers) > MAX_HEADERS:
-            return self._answer_of(HeadersTooLarge("the request's headers are too large"))
+            return self._error_response(HeadersTooLarge("the request's headers are too large"))
         if sum(name == b"host" for name, _ in headers) > 1:
-            return self._answer_of(InvalidRequest("the header Host is given twice", field="Host"))
+            return self._error_response(
+                InvalidRequest("the header Host is given twice", field="Host")
+            )
         host, origin = (
             None if value is None else value.decode("latin-1")
             for value in (_header(headers, b"host"), _header(headers, b"origin"))
@@ -110,7 +117,7 @@ class EdgeMiddleware:
         try:
             self._origins.check(scope["method"], host, origin)
         except RequestError as error:
-            return self._answer_of(error)
+            return self._error_response(error)
         is_allowed = _header(headers, b"origin") in self._cors
         method = _header(headers, b"access-control-request-method")
         if scope["method"] == "OPTIONS" and is_allowed and method is not None:
@@ -141,12 +148,12 @@ class _ResponseSender:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = list(message["headers"])
-            names = {name for name, _ in own}
+            headers = list(message["headers"])
+            names = {name for name, _ in headers}
             added = [header for header in DEFAULTS if header[0] not in names]
             if REQUEST_ID not in names:
                 added += self._request_id(message["status"])
-            message = {**message, "headers": [*own, *added, *SECURITY, *self.cors]}
+            message = {**message, "headers": [*headers, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):
@@ -156,9 +163,9 @@ class _ResponseSender:
 
     def _request_id(self, status: int) -> Headers:
         """Return the header with the id of the request. An error without a request has one, too."""
-        known: tuple[str, bool] | None = self.scope.get("request_id")
-        if known is not None:
-            return [(REQUEST_ID, known[0].encode())]
+        identity: tuple[str, bool] | None = self.scope.get("request_id")
+        if identity is not None:
+            return [(REQUEST_ID, identity[0].encode())]
         return [(REQUEST_ID, f"none-{secrets.token_hex(16)}".encode())] if status >= 400 else []
 
     def release_slot(self) -> None:

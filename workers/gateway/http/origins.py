@@ -1,9 +1,10 @@
 """Host and Origin headers that a gateway accepts. Pure.
 
 A gateway without keys trusts every client that can connect, so on a loopback address the web pages
-that a user opens are its attackers. A page reaches the gateway under a name that its author lets
-point to 127.0.0.1 (DNS rebinding), or as a form or a request without a preflight from its own site.
-The headers Host and Origin, which no page can forge, tell both from the user's own requests.
+that a user opens are its attackers. A page has two ways to reach the gateway: a host name that its
+author points to 127.0.0.1 (DNS rebinding), and a form or another request without a preflight from
+its own site. Both differ from the user's own requests in the headers Host and Origin, which no page
+can forge.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class OriginPolicy:
-    """Checks the headers of each request where no key does, or where `gateway.hosts` is set."""
+    """Checks the headers of each request if there are no keys, or if `gateway.hosts` is set."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._is_local = is_loopback_host(config.listen)
@@ -28,12 +29,15 @@ class OriginPolicy:
         self.set_keys(config.api_keys)
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """Take over whether a key is needed."""
+        """Take over the keys of a changed configuration."""
         self._checks_origins = not keys
         self._checks_hosts = self._lists_hosts or (not keys and self._is_local)
 
     def check(self, method: str, host: str | None, origin: str | None) -> None:
-        """Raises ForeignHost or ForeignOrigin. A request without such a header is of no browser."""
+        """Raises ForeignHost or ForeignOrigin.
+
+        A missing header is accepted. Browsers always send Host, and Origin with unsafe methods.
+        """
         if self._checks_hosts and host is not None and not self._is_own(host):
             raise ForeignHost(
                 "this gateway does not serve this host name: gateway.hosts lists further names",

@@ -49,12 +49,12 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         on_disconnect: Callable[[], None],
         shutting_down: asyncio.Event,
-        answer_of: ErrorResponder,
+        error_response: ErrorResponder,
         headers: dict[str, str],
         *,
         numbered: bool = False,
     ) -> None:
-        """`numbered` says whether the events have ids."""
+        """`numbered` is true for events with ids. `error_response` makes responses for errors."""
         super().__init__(None, 200, headers)
         del self.headers["content-length"]
         self.headers["x-accel-buffering"] = "no"
@@ -64,7 +64,7 @@ class EventStream(Response):
         self._numbered = numbered
         self._started = False
         self._written_s = time.monotonic()
-        self._answer_of = answer_of
+        self._error_response = error_response
         self.ping = PING_NUMBERED if numbered else PING
 
     @staticmethod
@@ -85,7 +85,7 @@ class EventStream(Response):
     async def _send_error(
         self, error: Exception, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        answer = self._answer_of(error)
+        answer = self._error_response(error)
         answer.headers["x-request-id"] = self.headers["x-request-id"]
         await answer(scope, receive, send)
 
@@ -114,15 +114,15 @@ class EventStream(Response):
                 await self._write(encoded, send)
         except Exception as error:
             if not isinstance(error, errors.RequestFailed):
-                self._answer_of(error)  # It logs the error; its response is not needed.
+                self._error_response(error)  # Only to log the error.
             await self._write(self._error_event(error), send)
         finally:
             pinging.cancel()
         await self._send_end(send)
 
     async def _send_end(self, send: Send) -> None:
-        # [DONE] and the end of the body are one message, because a client that has read [DONE] may
-        # take the request for ended at once.
+        # [DONE] and the end of the body are one message, because for a client that has read [DONE]
+        # the request may have ended.
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     def _error_event(self, error: Exception) -> bytes:
@@ -134,7 +134,7 @@ class EventStream(Response):
         self._written_s = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> None:
-        """Ping when nothing was written for PING_S."""
+        """Send a ping whenever nothing was sent for PING_S."""
         while True:
             rest_s = self._written_s + PING_S - time.monotonic()
             if rest_s > 0:

@@ -1,7 +1,7 @@
 """TLS accept loop: a connection counts as open from its handshake on.
 
-The event loop's own server counts nothing before a handshake has ended, so clients that never begin
-theirs could use up all file descriptors of the process.
+A server of asyncio counts a connection only after its handshake, so clients that never begin one
+could use up all file descriptors of the process.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from shared.helpers.task_set import TaskSet
 from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
@@ -19,19 +18,23 @@ from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
 PAUSE_S = 0.1
 
 
-@dataclass(eq=False)
 class TlsServer:
     """Accepts TLS connections. It has the part of asyncio.Server's interface that uvicorn uses."""
 
-    limits: ConnectionLimits
-    listener: socket.socket
-    tls: ssl.SSLContext
-    make_protocol: Callable[[], asyncio.Protocol]
-    """Called for each connection whose handshake has begun."""
-    num_connections: Callable[[], int]
-    """Counts the connections whose handshake has ended."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        listener: socket.socket,
+        tls: ssl.SSLContext,
+        make_protocol: Callable[[], asyncio.Protocol],
+        num_connections: Callable[[], int],
+    ) -> None:
+        """`num_connections` returns the number of open connections after their handshakes."""
+        self._limits = limits
+        self._listener = listener
+        self._tls = tls
+        self._make_protocol = make_protocol
+        self._num_connections = num_connections
         self._handshakes = TaskSet()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -44,27 +47,27 @@ class TlsServer:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        # A connection over the limit gets an error response after its handshake, as long as the
-        # rejected ones are few themselves.
-        max_open = self.limits.max_connections + MAX_REJECTED
+        # A connection over the limit gets an error response after its handshake, while fewer than
+        # MAX_REJECTED others do.
+        max_open = self._limits.max_connections + MAX_REJECTED
         while True:
             try:
-                sock, _ = await loop.sock_accept(self.listener)
+                sock, _ = await loop.sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self.num_connections() + len(self._handshakes) < max_open:
+            if self._num_connections() + len(self._handshakes) < max_open:
                 self._handshakes.start(self._handshake(sock))
             else:
-                self.limits.refused.add()
+                self._limits.refused.add()
                 sock.close()
 
     async def _handshake(self, sock: socket.socket) -> None:
-        # There is no one to report a failed handshake to: the client's own library sees it.
+        # A failed handshake needs no report: the client's TLS library notices it.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
-                self.make_protocol,
+                self._make_protocol,
                 sock,
-                ssl=self.tls,
-                ssl_handshake_timeout=self.limits.config.header_timeout_s,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._limits.config.header_timeout_s,
             )
