@@ -1,7 +1,7 @@
 """The HTTP application: the context that all routes share, API keys and limits, error responses.
 
-A route is found once, by its path alone. Whether it needs a key is part of the route, so that the
-router and the key check cannot disagree.
+A request is routed once, by its path alone. The route declares whether it needs a key, so the
+router and the check of keys cannot disagree.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
-from workers.gateway.caches import SignsCache, SizeCache, StoreUseCache, TokenBytesCache
+from workers.gateway.caches import ReportsCache, SizeCache, StoreUseCache, TokenBytesCache
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
@@ -37,16 +37,16 @@ from workers.gateway.http.origins import OriginPolicy
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 
-# Renderers answer from memory.
+# Renderers have the cards in memory.
 CARD_TIMEOUT_S = 5.0
-# A model may be replaced by another one of the same name.
+# A model may be replaced by another model of the same name.
 CARD_FRESH_S = 30.0
 
 _log = structlog.get_logger()
 
 
 class Json(Response):
-    """JSON response whose content is of any type that msgspec encodes."""
+    """JSON response. Its content may have any type that msgspec encodes."""
 
     media_type = "application/json"
 
@@ -75,14 +75,14 @@ class AppContext:
         self.started_s = self.now_s
         self.draining = False
         self.shutting_down = asyncio.Event()
-        """Set when the time of the drain is over: from then on nothing is waited for."""
+        """Set when the time for the drain is over. Responses that are still open then break off."""
         self.token_bytes = TokenBytesCache(bus)
         self.quotas = StorageQuotas(bus)
         self.media_quotas = MediaQuotas(bus, config.delivery.tenant_weights)
         self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
         self.store_use = StoreUseCache(bus)
-        self.heartbeats = SignsCache(bus.heartbeats.read)
-        self.start_reports = SignsCache(bus.heartbeats.read_starts)
+        self.heartbeats = ReportsCache(bus.heartbeats.read)
+        self.start_reports = ReportsCache(bus.heartbeats.read_starts)
         self.kinds = {kind.name: kind for kind in kinds}
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
@@ -145,9 +145,9 @@ class AppContext:
     ) -> Route:
         """Return a route that checks the API key and releases the request's memory at its end.
 
-        A `public` route needs no key, and any other a key with `right`. A `counted` route counts
-        for the limits of the key: every route that makes work is counted. Routes that look at work,
-        end it, or return what the gateway has at hand are not.
+        A `public` route needs no key. Any other route needs a key with `right`. Requests to a
+        `counted` route count for the limits of the key. Every route that starts work is counted. A
+        route that shows or ends work, or returns data from the gateway's memory, is not.
         """
 
         async def guarded(request: Request) -> Response:
@@ -172,7 +172,7 @@ class AppContext:
 
 
 def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
-    # A redirect would lead to the host that the client's own Host header names.
+    # A redirect would lead to the host in the client's own Host header.
     router = Router(list(routes), redirect_slashes=False)
     return EdgeMiddleware(router, context.limits, context.metrics, error_response, context.origins)
 

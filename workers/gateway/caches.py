@@ -1,4 +1,4 @@
-"""Caches of what workers and the broker tell: heartbeats, bytes of tokens, use of the store."""
+"""Caches of data from workers and the broker: heartbeats, bytes of tokens, use of the store."""
 
 import asyncio
 import contextlib
@@ -17,36 +17,36 @@ from shared.protocol.messages import Heartbeat, StartReport
 from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
 
-Sign = TypeVar("Sign", Heartbeat, StartReport)
+Report = TypeVar("Report", Heartbeat, StartReport)
 
 READ_TIMEOUT_S = 2.0
 FRESH_S = 0.5
 SIZE_FRESH_S = 1.0
 USE_FRESH_S = 1.0
 FIRST_MEASURE_S = 1.0
-ANEW_S = 5.0
+EXACT_FRESH_S = 5.0
 MAX_TENANTS = 10_000
 
 
-class SignsCache(Generic[Sign]):
-    """What all workers last told, so that frequent probes do not each ask the broker."""
+class ReportsCache(Generic[Report]):
+    """Latest reports of all workers, cached so that frequent probes do not query the broker."""
 
-    def __init__(self, read: Callable[[], Awaitable[list[Sign]]]) -> None:
-        self._ask: Callable[[], Awaitable[list[Sign]]] = read
-        self._signs: list[Sign] = []
+    def __init__(self, read: Callable[[], Awaitable[list[Report]]]) -> None:
+        self._query: Callable[[], Awaitable[list[Report]]] = read
+        self._reports: list[Report] = []
         self._read_s = float("-inf")
 
-    async def read(self) -> list[Sign]:
+    async def read(self) -> list[Report]:
         """Raises Unavailable or TimeoutError."""
         if time.monotonic() - self._read_s > FRESH_S:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                self._signs = await self._ask()
+                self._reports = await self._query()
             self._read_s = time.monotonic()
-        return self._signs
+        return self._reports
 
 
 class SizeCache:
-    """The bytes that a stream takes, read at most once in `SIZE_FRESH_S`."""
+    """Size of a stream in bytes, read at most once in `SIZE_FRESH_S`."""
 
     def __init__(self, bus: Bus, stream: str) -> None:
         self._bus = bus
@@ -63,10 +63,11 @@ class SizeCache:
 
 
 class StoreUseCache:
-    """What each tenant's responses take in the store.
+    """Number and size of the stored responses of each tenant.
 
-    The broker is asked what is new at most once in `USE_FRESH_S`. What has expired or was deleted
-    elsewhere counts until all is measured anew, which a tenant who has reached a limit waits for.
+    New responses are measured at most once in `USE_FRESH_S`. Responses that have expired, or were
+    deleted by another gateway, count until the next exact measurement, which reads all responses of
+    the tenant. A request of a tenant that has reached a limit waits for one.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -75,9 +76,9 @@ class StoreUseCache:
         self._uses = ByteLRU[str, _TenantUse](MAX_TENANTS)
 
     async def read(self, tenant: str) -> LogUse:
-        """Return the use, with what this gateway has added since it was measured.
+        """Return the measured use and the responses that this gateway has stored since.
 
-        It is small while a first measurement takes long.
+        The result is too small until the first measurement ends, if that takes long.
         """
         use = self._uses.get(tenant)
         if use is None:
@@ -85,22 +86,22 @@ class StoreUseCache:
             self._uses.put(tenant, use, 1)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_MEASURE_S):
-                    await asyncio.shield(use.measure(anew=True))
+                    await asyncio.shield(use.measure(exact=True))
         elif time.monotonic() - use.measured_s > USE_FRESH_S:
-            use.measure(anew=False)
-        return use.known
+            use.measure(exact=False)
+        return use.total
 
-    async def read_anew(self, tenant: str) -> LogUse:
-        """Return the use without what has expired."""
+    async def read_exact(self, tenant: str) -> LogUse:
+        """Return the use after an exact measurement, at most `EXACT_FRESH_S` old."""
         use = self._uses.get(tenant)
         if use is None:
             return await self.read(tenant)
-        if time.monotonic() - use.measured_anew_s > ANEW_S:
-            await asyncio.shield(use.measure(anew=True))
-        return use.known
+        if time.monotonic() - use.measured_exactly_s > EXACT_FRESH_S:
+            await asyncio.shield(use.measure(exact=True))
+        return use.total
 
     def note_added(self, tenant: str, num_bytes: int) -> None:
-        """Count a response that this gateway has stored since its tenant's were measured."""
+        """Count a response that this gateway has stored after the last measurement."""
         if (use := self._uses.get(tenant)) is not None:
             use.added = _sum(use.added, 1, num_bytes)
 
@@ -110,34 +111,36 @@ class StoreUseCache:
 
 
 class _TenantUse:
+    """Use of the store by one tenant: the last measurement, and the responses added since."""
+
     def __init__(self, bus: Bus, subject: str) -> None:
         self._bus = bus
         self._subject = subject
         self.measured = LogUse()
         self.added = LogUse()
         self._measuring: asyncio.Task[None] | None = None
-        self.measured_s = self.measured_anew_s = float("-inf")
+        self.measured_s = self.measured_exactly_s = float("-inf")
 
     @property
-    def known(self) -> LogUse:
+    def total(self) -> LogUse:
         return _sum(self.measured, self.added.num_logs, self.added.num_bytes)
 
-    def measure(self, *, anew: bool) -> "asyncio.Task[None]":
-        """Return the task that measures, which may have begun before."""
+    def measure(self, *, exact: bool) -> "asyncio.Task[None]":
+        """Return the task of a measurement, which may have begun before."""
         if self._measuring is None or self._measuring.done():
-            self._measuring = asyncio.create_task(self._measure(anew=anew))
+            self._measuring = asyncio.create_task(self._measure(exact=exact))
         return self._measuring
 
-    async def _measure(self, *, anew: bool) -> None:
+    async def _measure(self, *, exact: bool) -> None:
         added, now_s = self.added, time.monotonic()
-        before = LogUse() if anew else self.measured
-        with contextlib.suppress(Unavailable):  # The last measure counts until the next one.
+        before = LogUse() if exact else self.measured
+        with contextlib.suppress(Unavailable):  # The last measurement holds until the next.
             use = await StreamMeter(self._bus).measure_logs(
                 subjects.STEPS_STREAM, self._subject, before
             )
             self.measured, self.measured_s = use, now_s
-            self.measured_anew_s = now_s if anew else self.measured_anew_s
-            # What was added meanwhile may be counted twice until the next time.
+            self.measured_exactly_s = now_s if exact else self.measured_exactly_s
+            # Responses added meanwhile may be counted twice until the next measurement.
             self.added = _sum(self.added, -added.num_logs, -added.num_bytes)
 
 
@@ -146,9 +149,9 @@ def _sum(use: LogUse, num_logs: int, num_bytes: int) -> LogUse:
 
 
 class TokenBytesCache:
-    """Bytes of tokens, filled by asking renderers.
+    """Bytes of tokens by token id, filled by asking renderers.
 
-    It has no limit: a model has only so many tokens.
+    It has no limit, because the vocabulary of a model has one.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -156,13 +159,13 @@ class TokenBytesCache:
         self._by_model: dict[str, dict[int, bytes]] = {}
 
     def of(self, model: str) -> TokenBytes:
-        """Return the bytes of a model's tokens. Tokens appear in it as `load` adds them."""
+        """Return the bytes of a model's tokens. `load` adds tokens to the same mapping."""
         return self._by_model.setdefault(model, {})
 
     async def load(self, model: str, token_ids: Collection[int], tenant: str) -> None:
         """Make sure that the cache has the bytes of these tokens.
 
-        Missing ones are requested in the turn of `tenant`. Raises Unavailable.
+        Missing tokens are requested from a renderer, for `tenant`. Raises Unavailable.
         """
         cached = self._by_model.setdefault(model, {})
         missing = [token_id for token_id in token_ids if token_id not in cached]

@@ -1,4 +1,4 @@
-"""Endpoints, each declared once at its handler: the route, its access and its documentation."""
+"""Declarations of endpoints, each at its handler: route, access and documentation."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -54,11 +54,11 @@ class ApiOperation(Struct, frozen=True):
     body: Any = None
     """The type of the JSON body, or of the fields of a form."""
     file: str = ""
-    """The field of the form that is a file; without one the body is JSON."""
+    """The field of the form that contains a file; "" if the body is JSON."""
     chunk: Any = None
-    """The type of the data of events, where the response may be a stream."""
+    """The type of the events' data, if the response may be a stream."""
     refuses: Errors = ()
-    """Errors in addition to those of every operation."""
+    """Errors in addition to the errors that every operation may have."""
     parameters: tuple[Parameter, ...] = ()
     statuses: tuple[int, ...] = (200,)
     """Statuses of the response."""
@@ -69,34 +69,34 @@ class ApiOperation(Struct, frozen=True):
     counted: bool = False
     """Whether requests count for the limits of the key."""
     name: str = ""
-    """Operation id, where that made of the path is another operation's."""
+    """Operation id; "" for the id that is derived from the path."""
     status_of: Callable[[ErrorLike], int] = errors.status_of
 
     @property
     def refusals(self) -> dict[int, list[str]]:
         """Error codes, by their status."""
-        found: set[type[PagemillError]] = {
+        error_types: set[type[PagemillError]] = {
             errors.HeadersTooLarge,
             errors.ForeignHost,
             shared_errors.WorkerFailure,
             *self.refuses,
         }
         if self.method not in SAFE_METHODS:
-            found.add(errors.ForeignOrigin)
+            error_types.add(errors.ForeignOrigin)
         if not self.public:
-            found |= {errors.InvalidKey, errors.MissingRight}
+            error_types |= {errors.InvalidKey, errors.MissingRight}
         if self.counted:
-            found.add(errors.RateLimited)
+            error_types.add(errors.RateLimited)
         if self.body is not None:
-            found |= {shared_errors.InvalidRequest, *_BODY_ERRORS}
+            error_types |= {shared_errors.InvalidRequest, *_BODY_ERRORS}
         by_status: dict[int, list[str]] = {}
-        for error in sorted(found, key=lambda error: error.code):
+        for error in sorted(error_types, key=lambda error: error.code):
             by_status.setdefault(self.status_of(error), []).append(error.code)
         return dict(sorted(by_status.items()))
 
 
 class Call:
-    """An HTTP request that is to be answered."""
+    """An HTTP request, its caller, and the state of its gateway."""
 
     def __init__(
         self, context: AppContext, request: Request, caller: Caller, fields: ClientFields
@@ -105,11 +105,11 @@ class Call:
         self.request = request
         self.caller = caller
         self.fields = fields
-        """Client's names of fields, for errors that others report while the plan is made."""
+        """The client's names of fields, for errors that renderers report to the planner."""
 
 
-Plan = Callable[[Call, Any], Awaitable[SubmitPlan[Options]]]
-"""Returns the plan of a body. Raises PagemillError."""
+Planner = Callable[[Call, Any], Awaitable[SubmitPlan[Options]]]
+"""Returns the plan for a body. Raises PagemillError."""
 
 
 def unchanged(body: Any, response: Response) -> Response:
@@ -156,8 +156,8 @@ class RouteTable:
         read: Callable[[Call], Awaitable[Any]] | None = None,
         finish: Callable[[Any, Response], Response] = unchanged,
         **details: Any,
-    ) -> Callable[[Plan[Options]], Plan[Options]]:
-        """Declare the decorated function as an endpoint whose requests are answered.
+    ) -> Callable[[Planner[Options]], Planner[Options]]:
+        """Declare an endpoint that submits the plan of the decorated function, and answers it.
 
         `read` reads the body, by default JSON without the `unsupported` fields. `finish` changes
         the response. `details` are fields of ApiOperation.
@@ -170,27 +170,25 @@ class RouteTable:
                 call.context.check_model(content.model)
             return content
 
-        def declare(plan: Plan[Options]) -> Plan[Options]:
+        def declare(planner: Planner[Options]) -> Planner[Options]:
             async def handle(context: AppContext, request: Request, caller: Caller) -> Response:
                 read_request_id(request, kind, caller.tenant)
                 call = Call(context, request, caller, kind.client_fields)
                 content = await (read or read_json)(call)
                 try:
-                    planned = await plan(call, content)
+                    plan = await planner(call, content)
                 except PagemillError as error:
                     if not error.reported:
                         raise
                     info = call.fields.translate(errors.info_of(error))
                     raise errors.RequestFailed(info, "") from error
-                response = await submit(
-                    context, request, caller, kind, planned, refuse=self._refuse
-                )
+                response = await submit(context, request, caller, kind, plan, refuse=self._refuse)
                 return finish(content, response)
 
             for number, path in enumerate(paths):
                 name = "_".join(["post", *re.findall(r"\w+", path)]) if number else ""
                 self.endpoint("POST", path, summary, body=body, name=name, **details)(handle)
-            return plan
+            return planner
 
         return declare
 
@@ -226,7 +224,7 @@ _BODY_ERRORS: Errors = (
     errors.UnsupportedParameter,
     errors.WrongContentType,
 )
-"""Errors that any body may have."""
+"""Errors that any endpoint with a body may have."""
 
 RENDERER_ERRORS: Errors = (
     shared_errors.ContextTooLong,
@@ -260,7 +258,7 @@ ANSWER_ERRORS: Errors = (
 )
 """Errors with which an answer may end."""
 
-LAST_EVENT = Parameter("Last-Event-ID", "header", "The last event of the stream that was read")
+LAST_EVENT = Parameter("Last-Event-ID", "header", "Id of the last event that was read")
 FROM = Parameter(
     "from", "query", "The first record of the stream to send", Annotated[int, Meta(ge=0)]
 )
@@ -268,7 +266,8 @@ ID_PARAMETERS = (
     Parameter(
         "X-Request-Id",
         "header",
-        "1 to 256 printable characters that name the request. Sent again, they continue its answer",
+        "1 to 256 printable characters that name the request. If they are sent again, the answer to"
+        " the first request continues",
     ),
     Parameter("Idempotency-Key", "header", "Another header for the same name. It takes precedence"),
 )
