@@ -1,4 +1,4 @@
-"""A request that a gateway answers, from its record and its token logs."""
+"""A request that a gateway answers from the request's record and token logs."""
 
 import asyncio
 import base64
@@ -12,7 +12,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
-from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import structlog
@@ -47,37 +46,46 @@ from workers.gateway.http.sse import event
 
 T = TypeVar("T")
 
-# Peak memory of a character of an image in base64, with the JSON that is made of it.
+# Peak memory of one base64 character of an image, with its JSON.
 ENCODED_BYTES = 3
 
 _log = structlog.get_logger()
 
 
-@dataclass(eq=False)
 class ActiveRequest:
-    """A request that this gateway is answering.
+    """A request that this gateway is answering."""
 
-    Raises DecodeError for a record that another version of the gateway has written.
-    """
+    def __init__(
+        self,
+        context: AppContext,
+        request_id: str,
+        record: RequestRecord,
+        endpoint: str,
+        holder: str = "",
+        recorded: asyncio.Task[RequestRecord] | None = None,
+    ) -> None:
+        """`endpoint` is the path for metrics. A request whose client may end it by disconnecting
+        has a `holder`, the name for `request_registry.register`.
 
-    _context: AppContext
-    request_id: str
-    record: RequestRecord
-    endpoint: InitVar[str]
-    _holder: str = ""
-    """The name given to `request_registry.register`, for a client whose disconnect ends the
-    request."""
-    recorded: asyncio.Task[RequestRecord] | None = None
-    """Done when the registry has the record."""
-    encode: Callable[[bytes, str], bytes] = event
-    """Encodes an event of a stream, of its JSON and its id."""
-    has_event_ids: bool = True
-    """Whether the events of the stream have ids."""
-    _began_s: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self, endpoint: str) -> None:
-        context, record, metrics = self._context, self.record, self._context.metrics
-        self.parts = part_ids(self.request_id, record)
+        Raises DecodeError for a record that another version of the gateway has written.
+        """
+        kind = context.kinds.get(record.kind)
+        if kind is None:
+            raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
+        self.request_id = request_id
+        self.record = record
+        self.recorded = recorded
+        """Done when the registry has the record."""
+        self.encode: Callable[[bytes, str], bytes] = event
+        """Encodes an event of a stream from its JSON and its id."""
+        self.has_event_ids = True
+        """Whether the events of the stream have ids."""
+        self.parts = part_ids(request_id, record)
+        self.kind, self.options = kind, kind.read_options(record)
+        self._context = context
+        self._holder = holder
+        self._began_s = time.monotonic()
+        metrics, token_bytes = context.metrics, context.token_bytes.of(record.model)
         self._num_tokens = metrics.counter("http_tokens_total", endpoint=endpoint)
         self._first_token_s = metrics.histogram(
             "http_time_to_first_token_seconds", endpoint=endpoint
@@ -85,25 +93,18 @@ class ActiveRequest:
         self._first_audio_s = metrics.histogram(
             "http_time_to_first_audio_seconds", endpoint=endpoint
         )
-        kind = context.kinds.get(record.kind)
-        if kind is None:
-            raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
-        self.kind, self.options = kind, kind.read_options(record)
-        token_bytes = context.token_bytes.of(record.model)
         self._assembler = kind.assembler(
-            Answering(self.request_id, record.model, record.created_s, self.options, token_bytes)
+            Answering(request_id, record.model, record.created_s, self.options, token_bytes)
         )
 
     async def events(
         self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
-        """Yield an event for every record from `start` on that has something to show.
-
-        Raises Failed.
-        """
+        """Yield the encoded events from number `start` of each log on. Raises RequestFailed."""
         self._assembler.collects_answer = False
         position = [-1] * len(logs)
-        # Each record reserves as many event numbers as one may have events.
+        # Each record reserves the same number of event numbers, so that they do not depend on the
+        # events of earlier records.
         max_events = self._assembler.max_events
         async for part, record in self._merged(logs):
             position[part] = record.index * max_events
@@ -115,7 +116,7 @@ class ActiveRequest:
             for answer_event in events:
                 if position[part] >= first:
                     data = self.encode(to_json(answer_event), self._event_id(position))
-                    yield self._named(answer_event) + data
+                    yield self._event_head(answer_event) + data
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 
@@ -124,8 +125,8 @@ class ActiveRequest:
     ) -> Any:
         """Read the logs to their ends, and return the whole answer.
 
-        Memory for a speech, and for images, is reserved in the `scope` of the HTTP request. Raises
-        Failed, AnswerTooLarge or Overloaded.
+        Memory for a speech and for images is reserved in the `scope` of the HTTP request. Raises
+        RequestFailed, AnswerTooLarge or Overloaded.
         """
         budget, refusal = self._context.answer_budget, self.kind.budget.output
         async for part, record in self._merged(logs):
@@ -140,7 +141,7 @@ class ActiveRequest:
     async def sound(
         self, logs: Sequence[AsyncIterator[AnyRecord]]
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Yield the records of the speech, to the end of the request. Raises Failed."""
+        """Yield the records of the speech, to the end of the request. Raises RequestFailed."""
         self._assembler.collects_answer = False
         async with aclosing(self._merged(logs)) as records:
             async for part, record in records:
@@ -154,15 +155,15 @@ class ActiveRequest:
         return self.kind.order(self.options, merge_logs(logs))
 
     async def _read_file(self, record: AnyRecord) -> str:
-        """Return the file that shows a record, in base64. Raises Unavailable if it is gone."""
+        """Return the file of a record in base64, "" for none. Raises Unavailable if it is gone."""
         media = self._assembler.file_of(record)
         if not media:
             return ""
         data = await client.read_media(self._context.bus, media, self.record.tenant)
         return base64.b64encode(data).decode()
 
-    def _named(self, one: Any) -> bytes:
-        name = self.kind.event_name(one)
+    def _event_head(self, answer_event: Any) -> bytes:
+        name = self.kind.event_name(answer_event)
         return f"event: {name}\n".encode() if name else b""
 
     async def _add_record(
@@ -186,16 +187,16 @@ class ActiveRequest:
                 record = replace(record, outputs=self._client_outputs(record.outputs))
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
-                if is_cancelled and (shown := self._assembler.abort()) is not None:
-                    return shown
+                if is_cancelled and (last_events := self._assembler.abort()) is not None:
+                    return last_events
                 if record.index * self._assembler.max_events < start:
                     return []
-                self.start_cancel()  # Other parts, if there are any, are of no use alone.
+                self.start_cancel()  # Other parts alone are of no use.
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
         return self._assembler.add(part, record, file)
 
     def _client_outputs(self, outputs: Mapping[str, OutputSummary]) -> dict[str, OutputSummary]:
-        """Return the outputs, with errors whose fields have the client's names."""
+        """Return the outputs, with the client's names of fields in their errors."""
         fields = self.kind.fields_of(self.options)
         return {
             name: replace(summary, error=fields.translate(summary.error))
@@ -205,13 +206,13 @@ class ActiveRequest:
         }
 
     def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
-        """Return the error with the field by the name that the request's endpoint has for it."""
+        """Return the error with the client's name of its field."""
         return self.kind.fields_of(self.options, part).translate(failure.error)
 
     def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
-        """Return the logs, each read to its end or to the time at which it must have ended.
+        """Return the logs, each read to its end, or until the request must have ended.
 
-        The log of an output besides the text, if there is one, is the last.
+        The last one is the log of the output besides the text, if there is one.
         """
         bus, rest_s = self._context.bus, max(0.0, self._rest_s)
         logs: list[AsyncIterator[AnyRecord]] = [
@@ -223,19 +224,19 @@ class ActiveRequest:
         return logs
 
     async def last_records(self) -> list[LogRecord | None]:
-        """Return the last record of each part's own log, None for a log that has none."""
+        """Return the last record of each part's token log, None for an empty log."""
         bus = self._context.bus
         return await asyncio.gather(*(last_record(bus, part) for part in self.parts))
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the request must have ended by now, if a coordinator ever claimed it."""
+        """Whether the request must have ended by now, if a coordinator has claimed it."""
         return self._rest_s < -GRACE_S
 
     @property
     def _rest_s(self) -> float:
-        since_s = self._context.bus.now_ms() / 1000 - self.record.created_s
-        return self.record.timeout_s - since_s
+        age_s = self._context.bus.now_ms() / 1000 - self.record.created_s
+        return self.record.timeout_s - age_s
 
     def start_cancel(self) -> None:
         """Cancel the request in the background."""
@@ -247,7 +248,7 @@ class ActiveRequest:
             self._context.background.start(self._leave())
 
     def withdraw(self) -> None:
-        """Let go of a request that is not published, and may be under the same id later."""
+        """Unregister a request that was not published. Its id may be used again."""
         self._context.background.start(self._unregister())
 
     async def _unregister(self) -> None:
@@ -255,7 +256,10 @@ class ActiveRequest:
             await request_registry.unregister(self._context.bus, self.request_id, self._holder)
 
     async def _leave(self) -> None:
-        """A connection may be found broken long after its client has come back over another."""
+        """Cancel the request, unless another gateway answers it.
+
+        A broken connection may be noticed long after its client has continued at another gateway.
+        """
         assert self.recorded is not None
         try:
             await self.recorded
@@ -281,9 +285,9 @@ class ActiveRequest:
 
 
 async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield records as they arrive, each with the number of its log. Raises what a log raises.
+    """Yield records as they arrive, each with the number of its log. Raises the errors of the logs.
 
-    No log is read ahead by more than one record. A caller that stops early leaves no reader behind.
+    No log is read ahead by more than one record. All readers end with the generator.
     """
     waiting: dict[asyncio.Future[T | None], int] = {}
 
@@ -308,7 +312,7 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[i
 
 
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
-    """Return the request that the path names, by its id or by the name that its client gave it.
+    """Return the request of the path, which has its id or the name from its client.
 
     Raises NotFound, also for requests of other tenants.
     """

@@ -1,4 +1,4 @@
-"""Decisions on approval requests: each is recorded once, in the log of the response that asked."""
+"""Decisions on approval requests. Each is recorded once, in the log of the requesting response."""
 
 import contextlib
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ async def decide(
 ) -> list[ApprovedCall]:
     """Record the decisions of a response's input, and return the calls that are approved.
 
-    What is called comes from the record of the request, never from the client. A decision for a
-    response that was never begun is free: its gateway could not store it. Raises ApprovalUsed
-    for a request that another response has decided on, and InvalidRequest for one that the
-    conversation does not have.
+    Tools and arguments come from the stored approval requests, never from the client. A decision
+    of a response that has not begun does not count, because its gateway could not store it. Raises
+    ApprovalUsed for an approval request on which another response has decided, and InvalidRequest
+    for one that is not in the conversation.
     """
     approved: list[ApprovedCall] = []
     for i, item in enumerate(items):
@@ -35,15 +35,15 @@ async def decide(
         if log is None:
             raise InvalidRequest("this conversation has no such approval request", field=field)
         await _record(bus, caller, log, Decided(0, name, item.approve, response_id), field)
-        asked = log.state.approvals[name]
+        approval = log.state.approvals[name]
         if item.approve:
             approved.append(
                 ApprovedCall(
                     name,
-                    asked.item.server_label,
-                    asked.item.name,
-                    asked.item.arguments,
-                    asked.schema_digest,
+                    approval.item.server_label,
+                    approval.item.name,
+                    approval.item.arguments,
+                    approval.schema_digest,
                 )
             )
     return approved
@@ -51,32 +51,32 @@ async def decide(
 
 async def _record(bus: Bus, caller: Caller, log: StepLog, decision: Decided, field: str) -> None:
     while True:
-        known = log.state.decisions.get(decision.approval_id)
-        # The same response may come a second time, because its client has seen no answer.
-        if known is not None and (known.by, known.approve) == (decision.by, decision.approve):
+        earlier = log.state.decisions.get(decision.approval_id)
+        # A client that has got no answer may send the same response again.
+        if earlier is not None and (earlier.by, earlier.approve) == (decision.by, decision.approve):
             return
-        if known is not None and (
-            known.by == decision.by or not await _is_barred(bus, log.tenant, known.by)
+        if earlier is not None and (
+            earlier.by == decision.by or not await _prevent_begin(bus, log.tenant, earlier.by)
         ):
             raise ApprovalUsed(
-                f"this approval request has been decided on by {known.by}", field=field
+                f"the response {earlier.by} has decided on this approval request", field=field
             )
-        # First, so that no decision has an effect that is not recorded.
+        # The audit record comes first, so that no decision takes effect without one.
         target = f"{decision.approval_id} {'approved' if decision.approve else 'denied'}"
         await audit_log.write(
             bus, "gateway", AuditRecord("approval", caller.name, target, caller.tenant)
         )
-        log.overtaken = False  # The decisions that it has now are known.
+        log.overtaken = False  # The checks above have read the present decisions.
         with contextlib.suppress(Fenced):
             await log.append(decision)
             return
 
 
-async def _is_barred(bus: Bus, tenant: str, response_id: str) -> bool:
-    """Make sure that a response which was never begun cannot begin any more.
+async def _prevent_begin(bus: Bus, tenant: str, response_id: str) -> bool:
+    """Return whether a response has not begun. It then cannot begin any more.
 
-    Return False for one that was begun; the agents get it, in case they have not. Raises Overloaded
-    or Unavailable.
+    The task of a response that has begun is published again, in case its gateway has died before
+    it did. Raises Overloaded or Unavailable.
     """
     log = await open_log(bus, tenant, response_id)
     if log.state.num_steps == 0:

@@ -1,4 +1,4 @@
-"""The pools of a model: which of its stages no worker serves."""
+"""Search for stages of a model without workers."""
 
 from typing import NamedTuple
 
@@ -12,15 +12,15 @@ class ModelPools(NamedTuple):
     accepts: bool
     """Whether requests are accepted; they may have to wait for a stage without workers."""
     missing: dict[str, str]
-    """What is told of each stage without workers: `no engine` or `engine is starting`."""
+    """Message on each stage without workers, such as `no engine` or `engine is starting`."""
 
 
 async def read_pools(context: AppContext, model: str) -> ModelPools:
     """Raises Unavailable or TimeoutError."""
-    beats = await context.heartbeats.read()
+    heartbeats = await context.heartbeats.read()
     serving = {
         beat.stage or beat.role
-        for beat in beats
+        for beat in heartbeats
         if model in beat.models and not beat.load.get("refused")
     }
     roles = {stage.name: stage.role for stage in context.pipelines[model].stages}
@@ -44,7 +44,7 @@ async def read_pools(context: AppContext, model: str) -> ModelPools:
 def _may_be_empty(role: str) -> bool:
     """Return whether requests are accepted while no worker of this role runs.
 
-    They wait in its queue, by which its pool may grow again. Coordinators and renderers also
-    answer questions of gateways.
+    They wait in its queue, and a queue that is not empty lets its pool grow. Coordinators and
+    renderers are always needed, because gateways query them directly.
     """
     return role_of(role).one_model

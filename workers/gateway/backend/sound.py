@@ -1,4 +1,4 @@
-"""The sound of a request, as the body of a response that begins with the first samples."""
+"""Response with the sound of a request. It starts with the first samples."""
 
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -27,12 +27,12 @@ class SoundStream(Response):
         context: AppContext,
         active: ActiveRequest,
         logs: Sequence[AsyncIterator[AnyRecord]],
-        form: str,
+        sound_format: str,
         on_disconnect: Callable[[], None],
         part: ByteRange | None = None,
         total: int | None = None,
     ) -> None:
-        """`part` is None for the whole; `total` is the number of its bytes, if that is known."""
+        """`part` is None for the whole sound. `total` is its number of bytes, None if not known."""
         self._shutting_down = context.shutting_down
         self._on_disconnect = on_disconnect
         self._part = part
@@ -45,7 +45,10 @@ class SoundStream(Response):
             "etag": etag_of(request_id),
         }
         super().__init__(
-            None, 200 if part is None else 206, headers, MEDIA_TYPES.get(form, MEDIA_TYPES[PCM])
+            None,
+            200 if part is None else 206,
+            headers,
+            MEDIA_TYPES.get(sound_format, MEDIA_TYPES[PCM]),
         )
         del self.headers["content-length"]
         num_bytes = total if part is None else part.num_bytes
@@ -53,7 +56,7 @@ class SoundStream(Response):
             self.headers["content-length"] = str(num_bytes)
         if part is not None:
             self.headers["content-range"] = part.header
-        pieces = _encoded(active, logs, form)
+        pieces = _encoded(active, logs, sound_format)
         self._pieces = pieces if part is None else _cut(pieces, part)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,12 +80,12 @@ def etag_of(request_id: str) -> str:
 
 
 async def _encoded(
-    active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], form: str
+    active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], sound_format: str
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(active.sound(logs)) as chunks:
         async for chunk in chunks:
             pcm = base64.b64decode(chunk.pcm)
-            is_first = form == WAV and chunk.first_sample == 0
+            is_first = sound_format == WAV and chunk.first_sample == 0
             yield wav_header(chunk.sample_rate) + pcm if is_first else pcm
 
 
@@ -90,10 +93,10 @@ async def _cut(pieces: AsyncGenerator[bytes, None], part: ByteRange) -> AsyncGen
     offset = 0
     async with aclosing(pieces):
         async for piece in pieces:
-            wanted = cut(piece, offset, part)
+            sent_piece = cut(piece, offset, part)
             offset += len(piece)
-            if wanted:
-                yield wanted
+            if sent_piece:
+                yield sent_piece
             if offset > part.last:
                 return
     if offset <= part.first:

@@ -1,7 +1,7 @@
-"""The life of a request at a gateway: recorded, published, its token logs followed and answered.
+"""Life of a request at a gateway: record it, publish it, follow its token logs, and answer it.
 
-The record and the logs are all the state of an answer. A gateway that has both can continue it, so
-another gateway does so when this one dies.
+The record and the logs are all the state of an answer, so another gateway can continue it when this
+one dies.
 """
 
 import asyncio
@@ -53,13 +53,13 @@ async def submit(
     *,
     refuse: ErrorResponder = error_response,
 ) -> Response:
-    """Publish a request and answer it from its logs. A client that names an earlier request gets
-    the answer of that one.
+    """Publish a request and answer it from its logs.
 
-    `refuse` makes the responses for errors.
+    A request with the name of an earlier one gets the answer of the earlier one. `refuse` makes the
+    responses for errors.
     """
     if context.shutting_down.is_set():
-        raise Unavailable("the gateway is being stopped")
+        raise Unavailable("the gateway is shutting down")
     model = plan.requests[0].model
     context.check_model(model)
     request_id, is_named = read_request_id(request, kind, caller.tenant)
@@ -82,7 +82,8 @@ async def submit(
     recorded = asyncio.create_task(
         request_registry.register(context.bus, request_id, to_store, holder)
     )
-    # Its exception is raised before an answer is shown. If none is, it must not be logged as lost.
+    # Its exception is raised before the first record is sent. If there is no record, asyncio must
+    # not report the exception as never retrieved.
     recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
     stored = await recorded if is_named else record
     endpoint = request.scope["endpoint_path"]
@@ -91,9 +92,9 @@ async def submit(
     except DecodeError as error:
         raise Unavailable(error.message, field="X-Request-Id") from error
     if stored.digest != record.digest:
-        active.on_disconnect()  # This client has left it. Another client may still read it.
+        active.on_disconnect()  # This client does not read the request, but another one may.
         raise errors.ReusedId(
-            "this id belongs to another request, whose content was different", field="X-Request-Id"
+            "this id belongs to an earlier request with different content", field="X-Request-Id"
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
     return await _respond(context, request, active, logs, start, refuse, plan)
@@ -102,9 +103,9 @@ async def submit(
 async def _check_text_lens(
     context: AppContext, kind: AnswerKind[Options], plan: SubmitPlan[Options]
 ) -> None:
-    """Raise RequestFailed for a text that no renderer will take, before the broker stores it.
+    """Raise RequestFailed for a text that is too long for the model, before the broker stores it.
 
-    Without a renderer that tells the model's limit, the text is not checked here.
+    If no renderer returns the limit of the model, the text is not checked here.
     """
     with contextlib.suppress(Unavailable):
         max_len = (await context.model_card(plan.requests[0].model)).max_model_len
@@ -116,7 +117,7 @@ async def _check_text_lens(
 async def _record_of(
     context: AppContext, kind: AnswerKind[Options], caller: Caller, plan: SubmitPlan[Options]
 ) -> RequestRecord:
-    """Return a new record. Raises Unavailable if the length of embeddings cannot be known."""
+    """Return a new record. Raises Unavailable if no renderer returns the length of embeddings."""
     first, hidden_size = plan.requests[0], 0
     if first.embedding is not None:
         hidden_size = (await context.model_card(first.model)).hidden_size
@@ -142,7 +143,7 @@ async def _reserve_answer(
 ) -> None:
     """Reserve memory for the whole answer.
 
-    Raises AnswerTooLarge or Overloaded, and Unavailable where the model's limit is needed.
+    Raises AnswerTooLarge or Overloaded, and Unavailable if no renderer returns the model's limit.
     """
     size = read_answer_size(record)
     max_len = (
@@ -155,7 +156,7 @@ async def _reserve_answer(
 
 
 def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan[Options]) -> str:
-    """Return the digest of all that the answer depends on. How it is delivered is left out."""
+    """Return the digest of the content of a request, without the options of its delivery."""
     contents = [_content_of(request) for request in requests]
     hashed = [contents, plan.sampling, plan.options.digest_part()]
     return hashlib.sha256(to_json(hashed)).hexdigest()
@@ -179,9 +180,9 @@ async def _publish(
 ) -> AsyncIterator[LogRecord]:
     """Publish one part and yield its log.
 
-    This lives as long as the answer, so it must not refer to the body as it was received.
+    This generator lives as long as the answer, so it must not refer to the received body.
     """
-    # A text that is given is written without parameters, which are refused even if there are none.
+    # A request with its text given has no sampling parameters. It is refused with empty ones, too.
     records = client.ask(
         context.bus, request, active.parts[part], active.record.tenant, sampling or None
     )
@@ -193,14 +194,16 @@ async def _publish(
 async def _once_recorded(
     active: ActiveRequest, log: AsyncIterator[AnyRecord]
 ) -> AsyncIterator[AnyRecord]:
-    """Yield a log, when the request's record is stored: an answer that could not be resumed must
-    not be shown."""
+    """Yield a log as soon as the request's record is stored.
+
+    Without a record the answer could not be resumed, so no event of it may be sent.
+    """
     assert active.recorded is not None
     async for record in log:
         try:
             await asyncio.shield(active.recorded)  # Usually done long before.
         except PagemillError:
-            # The client is asked to try again, and would have the work done twice.
+            # The client gets a retryable error. If it retries, the work would be done twice.
             active.start_cancel()
             raise
         yield record
@@ -214,24 +217,24 @@ async def _open_logs(
     *,
     is_named: bool,
 ) -> list[AsyncIterator[AnyRecord]]:
-    """Return the logs that make the answer, publishing the parts that have none yet.
+    """Return the logs of the answer, and publish the parts that have no log yet.
 
-    A named request may be known from before. Its parts that have a log are followed. A part without
-    a log may never have been published.
+    A named request may have been sent before. Its parts with a log are only followed, but a part
+    without one may never have been published.
     """
-    lasts: Sequence[LogRecord | None] = [None] * len(active.parts)
+    last_records: Sequence[LogRecord | None] = [None] * len(active.parts)
     if is_named:
-        lasts = await active.last_records()
-    if is_named and None in lasts:
-        # An answer that a client comes back for is not refused. Nor is a refusal stored, so that
-        # the same name may be tried again.
+        last_records = await active.last_records()
+    if is_named and None in last_records:
+        # A client that asks again for a complete answer is not refused. A refusal is not stored, so
+        # that the client may send the same name later.
         try:
             await context.quotas.check(active.record.tenant, LOG_STREAMS)
         except QuotaExceeded:
             active.withdraw()
             raise
     logs = active.follow_logs()
-    for part, (request, last) in enumerate(zip(requests, lasts, strict=True)):
+    for part, (request, last) in enumerate(zip(requests, last_records, strict=True)):
         if last is None:
             logs[part] = _publish(context, active, part, request, plan.sampling)
     return [_once_recorded(active, log) for log in logs]
@@ -246,20 +249,21 @@ async def _respond(
     refuse: ErrorResponder,
     plan: SubmitPlan[Options],
 ) -> Response:
-    headers, left = {"x-request-id": active.request_id}, active.on_disconnect
+    headers, on_disconnect = {"x-request-id": active.request_id}, active.on_disconnect
     match plan.delivery:
         case Delivery.SOUND:
             assert active.options.output is not None
-            return SoundStream(context, active, logs, active.options.output.format, left)
+            sound_format = active.options.output.format
+            return SoundStream(context, active, logs, sound_format, on_disconnect)
         case Delivery.LINES:
             active.has_event_ids, active.encode = False, LineStream.encode
             events = active.events(logs, start)
-            return LineStream(events, left, context.shutting_down, refuse, headers)
+            return LineStream(events, on_disconnect, context.shutting_down, refuse, headers)
         case Delivery.EVENTS:
             active.has_event_ids = numbered = wants_event_ids(request, active.record)
             events = active.events(logs, start)
             return EventStream(
-                events, left, context.shutting_down, refuse, headers, numbered=numbered
+                events, on_disconnect, context.shutting_down, refuse, headers, numbered=numbered
             )
         case Delivery.WHOLE:
             return await _respond_whole(context, request, active, logs, refuse, headers)
@@ -285,6 +289,6 @@ async def _respond_whole(
         refusal.headers.update(headers)
         return refusal
     except (errors.AnswerTooLarge, Overloaded):
-        active.on_disconnect()  # Nobody reads the rest of a speech that has grown too large.
+        active.on_disconnect()  # The rest of an answer that is too large is not read.
         raise
     return Json(answer, headers=dict(headers))

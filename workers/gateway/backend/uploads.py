@@ -1,4 +1,4 @@
-"""Files that are too large for a message: stored as media, and referred to by a `media:` URL."""
+"""Storage of files that are too large for a message. Messages refer to them by `media:` URLs."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ from shared.responses.conversation import modality_of_file
 from shared.state import media_store
 from workers.gateway.app import AppContext
 
-# Lengths of data: URLs. A message has room for 8 MiB, so each of many images may use less of it.
+# Lengths of data: URLs. A message has room for 8 MiB, so the limit is lower for many images.
 MAX_INLINE = 256 * 2**10
 MAX_INLINE_TOGETHER = 2 * 2**20
 MAX_INLINE_OF_MANY = 8 * 2**10
@@ -60,14 +60,14 @@ async def store_large_images(
         if not _is_inline(part) or len(part.url) <= limit:
             return part
         data = await asyncio.to_thread(_decode_data, part.url, f"{field}.{part.url_field}")
-        stored = await context.pin_media(data, tenant)
+        url = await context.pin_media(data, tenant)
         match part:
             case ImagePart():
-                return ImagePart(replace(part.image_url, url=stored))
+                return ImagePart(replace(part.image_url, url=url))
             case VideoPart():
-                return VideoPart(replace(part.video_url, url=stored))
+                return VideoPart(replace(part.video_url, url=url))
             case AudioPart():
-                return AudioPart(replace(part.audio_url, url=stored))
+                return AudioPart(replace(part.audio_url, url=url))
 
     messages = [
         replace(
@@ -87,7 +87,7 @@ async def store_large_images(
 async def store_large_item_media(
     context: AppContext, items: Sequence[Item], tenant: str
 ) -> list[Item]:
-    """Return the items of a response with `media:` URLs in place of what is large.
+    """Return the items of a response with `media:` URLs in place of large `data:` URLs.
 
     Raises InvalidMedia with the field, or Unavailable.
     """
@@ -95,12 +95,12 @@ async def store_large_item_media(
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
     stored: list[Item] = []
     for i, item in enumerate(items):
-        for name, part in _parts_of(item):
-            url, field = _data_of(part), f"input[{i}].{name}"
+        for part_field, part in _parts_of(item):
+            url, field = _data_of(part), f"input[{i}].{part_field}"
             if len(url) <= limit:
                 continue
-            where = "image_url" if isinstance(part, InputImagePart) else "input_audio.data"
-            data = await asyncio.to_thread(_decode_data, url, f"{field}.{where}")
+            name = "image_url" if isinstance(part, InputImagePart) else "input_audio.data"
+            data = await asyncio.to_thread(_decode_data, url, f"{field}.{name}")
             media = await context.pin_media(data, tenant)
             if isinstance(part, InputImagePart):
                 item = _with_part(item, part, replace(part, image_url=media))
@@ -112,7 +112,7 @@ async def store_large_item_media(
 
 
 async def name_files(context: AppContext, items: Sequence[Item], tenant: str) -> list[Item]:
-    """Return the items with the names of their stored files, which say what these are.
+    """Return the items with the names of their stored files. Endings of names give the media types.
 
     Raises MediaNotFound or UnsupportedContent with the field, or Unavailable.
     """
@@ -135,7 +135,7 @@ async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -
     filename = file.head.filename or ""
     if modality_of_file(filename) is None:
         raise UnsupportedContent(
-            f"{filename!r} is no image, video or sound by the ending of its name",
+            f"the name {filename!r} does not have the ending of an image, a video or a sound",
             field=f"{field}.file_id",
         )
     return filename
