@@ -1,4 +1,4 @@
-"""Responses followed to their end: events, from the log of steps and the logs of the turns."""
+"""Events of responses, from the log of their steps and the token logs of their turns."""
 
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -20,95 +20,98 @@ GONE = "the events of this response are not stored any more"
 
 
 async def wait_for_end(context: AppContext, log: StepLog) -> None:
+    """Read the steps of a response until it has ended. Raises NotFound when it is deleted."""
     async for _ in _follow(context, log):
         pass
 
 
 async def _follow(context: AppContext, log: StepLog) -> AsyncIterator[Step]:
-    """Yield all further steps, to the end of the response, which comes at the latest when its time
-    is over. Raises NotFound when it is deleted."""
+    """Yield all further steps until the response ends, at its deadline at the latest.
+
+    Raises NotFound when it is deleted.
+    """
     async with log.watch() as watch:
         while log.state.ended is None:
-            new = await watch.next()
-            for step in new:
+            new_steps = await watch.next()
+            for step in new_steps:
                 yield step
                 if isinstance(step, Ended):
                     return
-            if not new:
+            if not new_steps:
                 await _open_again(context, log)
 
 
 async def _open_again(context: AppContext, log: StepLog) -> StepLog:
-    """Return the log as it is now, ended if it is late: who follows must read the end as well."""
-    now = await open_log(context.bus, log.tenant, log.response_id)
-    if now.state.begun is None:
+    """Read the log again. A response that is late is ended, so that its followers read the end."""
+    current = await open_log(context.bus, log.tenant, log.response_id)
+    if current.state.begun is None:
         raise NotFound("the response is deleted", field="id")
-    await end_if_late(context, now)
-    return now
+    await end_if_late(context, current)
+    return current
 
 
 async def events_of(
-    context: AppContext, tenant: str, response_id: str, begun_here: StepLog | None = None
+    context: AppContext, tenant: str, response_id: str, new_log: StepLog | None = None
 ) -> AsyncGenerator[ResponseEvent, None]:
     """Yield all events of a response, from its beginning to its end.
 
-    The log need not be read for one that was `begun_here`. Raises LogTruncated when the text of a
-    turn is not stored any more as it was written.
+    `new_log` is the log of a response that this gateway has just begun. It need not be read again.
+    Raises LogTruncated when the token log of a turn is no longer stored.
     """
-    log = StepLog(context.bus, tenant, response_id) if begun_here is None else begun_here
+    log = StepLog(context.bus, tenant, response_id) if new_log is None else new_log
     steps: list[Step] = [] if log.state.begun is None else [log.state.begun]
     if log.state.num_steps != len(steps):  # The response was begun before, under the same name.
         log, steps = StepLog(context.bus, tenant, response_id), []
     steps = steps or await log.refresh()
     begun = log.state.begun
     assert begun is not None
-    made = ResponseEvents(response_id, context.token_bytes.of(begun.model))
-    async for step, known in _all_steps(context, log, steps):
+    events = ResponseEvents(response_id, context.token_bytes.of(begun.model))
+    async for step, is_past in _all_steps(context, log, steps):
         if isinstance(step, Answered):
             await load_token_bytes(context, log)
-        num_turns = len(made.state.turns)
-        for event in made.step(step):
+        num_turns = len(events.state.turns)
+        for event in events.step(step):
             yield event
-        for asked in made.state.turns[num_turns:]:
-            async for record in _turn_records(context, log, asked, known=known):
+        for turn in events.state.turns[num_turns:]:
+            async for record in _turn_records(context, log, turn, has_ended=is_past):
                 await context.token_bytes.load(begun.model, token_ids_to_decode(record), tenant)
-                for event in made.token(record):
+                for event in events.token(record):
                     yield event
-        async for shown in _previews(context, log, made, step):
-            yield shown
+        async for preview in _previews(context, log, events, step):
+            yield preview
         if isinstance(step, Ended):
             return
 
 
 async def _previews(
-    context: AppContext, log: StepLog, made: ResponseEvents, step: Step
+    context: AppContext, log: StepLog, events: ResponseEvents, step: Step
 ) -> AsyncIterator[ResponseEvent]:
-    """Yield the previews of an image whose request is published from this step on."""
-    begun = made.state.begun
+    """Yield the previews of the image that is requested at this step, if there is one."""
+    begun = events.state.begun
     if begun is None or begun.painter is None or not isinstance(step, Sending):
         return
-    call, number = made.state.calls[step.turn, step.call], 0
+    call, number = events.state.calls[step.turn, step.call], 0
     if not call.paints or not begun.painter.partial_images:
         return
     async for url in _preview_urls(context, log, call, begun.painter.output):
         file = await client.find_media(context.bus, url, log.tenant)
         if file is None:
             raise LogTruncated(GONE)
-        yield made.preview(call, number, base64.b64encode(file).decode())
+        yield events.preview(call, number, base64.b64encode(file).decode())
         number += 1
 
 
 async def _preview_urls(
     context: AppContext, log: StepLog, call: ServerCall, output: str
 ) -> AsyncIterator[str]:
-    """Yield where the previews of an image are; none for one whose request was not published."""
+    """Yield the URLs of an image's previews; none if the image's request was never published."""
     bus, name = context.bus, painting_id(log.response_id, call.turn, call.number)
 
     async def is_void() -> bool:
-        now = (await _open_again(context, log)).state
-        if now.ended is not None and not _is_recent(context, now.ended):
+        state = (await _open_again(context, log)).state
+        if state.ended is not None and not _is_recent(context, state.ended):
             raise LogTruncated(GONE)
-        return now.ended is not None or not now.calls[call.turn, call.number].is_pending
+        return state.ended is not None or not state.calls[call.turn, call.number].is_pending
 
     if await last_of_output(bus, name, output) is None and await is_void():
         return
@@ -121,7 +124,7 @@ async def _preview_urls(
 async def _all_steps(
     context: AppContext, log: StepLog, steps: list[Step]
 ) -> AsyncIterator[tuple[Step, bool]]:
-    """Yield each step, and whether a later one was known at the beginning."""
+    """Yield each step, and whether a later step existed at the beginning."""
     for step in steps:
         yield step, step is not steps[-1]
     async for step in _follow(context, log):
@@ -129,18 +132,19 @@ async def _all_steps(
 
 
 async def _turn_records(
-    context: AppContext, log: StepLog, asked: Asked, *, known: bool
+    context: AppContext, log: StepLog, turn: Asked, *, has_ended: bool
 ) -> AsyncIterator[TokenChunk]:
-    """Yield the records of a turn. If it has ended, they are `known` to be stored, or gone.
+    """Yield the records of a turn.
 
-    A turn has none if the response has ended before its request was published.
+    A turn that `has_ended` without records has lost them, or the response ended before the request
+    of the turn was published. Raises LogTruncated if they are lost.
     """
-    bus, name = context.bus, turn_id(log.response_id, asked.turn)
-    if known and await last_record(bus, name) is None and not _may_be_void(context, log, asked):
+    bus, name = context.bus, turn_id(log.response_id, turn.turn)
+    if has_ended and await last_record(bus, name) is None and not _may_be_void(context, log, turn):
         raise LogTruncated(GONE)
 
     async def is_void() -> bool:
-        return _has_left_out(await _open_again(context, log), asked)
+        return _ended_without(await _open_again(context, log), turn)
 
     async for record in client.follow(
         bus, name, timeout_s=context.config.delivery.max_timeout_s, is_void=is_void
@@ -152,17 +156,17 @@ async def _turn_records(
                 return
 
 
-def _has_left_out(log: StepLog, asked: Asked) -> bool:
+def _ended_without(log: StepLog, turn: Asked) -> bool:
     """Return whether a response has ended without the answer of this turn."""
-    return log.state.ended is not None and len(log.state.answers) <= asked.turn
+    return log.state.ended is not None and len(log.state.answers) <= turn.turn
 
 
-def _may_be_void(context: AppContext, log: StepLog, asked: Asked) -> bool:
-    """Return whether a turn without records has never had any: they are not stored for ever."""
+def _may_be_void(context: AppContext, log: StepLog, turn: Asked) -> bool:
+    """Return whether a turn without records has never had any. Old records have expired."""
     ended = log.state.ended
-    return ended is not None and _is_recent(context, ended) and _has_left_out(log, asked)
+    return ended is not None and _is_recent(context, ended) and _ended_without(log, turn)
 
 
 def _is_recent(context: AppContext, ended: Ended) -> bool:
-    """Return whether the token logs of a response are still stored that has ended so."""
+    """Return whether the token logs of a response with this end are still stored."""
     return context.now_s < ended.ended_s + context.config.delivery.token_log_age_s

@@ -1,16 +1,18 @@
-"""Responses at a gateway: found, begun in the log of steps, given to agents, cancelled, deleted."""
+"""Operations on responses: find, begin, end, cancel, delete and show them."""
 
 import asyncio
 import contextlib
 import hashlib
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.metering import LogUse
+from shared.config.schema import AgentConfig
 from shared.errors import (
     DeadlineExceeded,
     Fenced,
@@ -35,12 +37,17 @@ from workers.gateway.openai.response_object import response_of
 from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore
 from workers.gateway.schemas.responses import ResponseBody
 
-FirstTurn = tuple[GenerateRequest, dict[str, Any]]
-"""The request of the first turn, and its sampling parameters."""
-# A running response may need more room, so a store that is fuller refuses new ones.
+# Part of the store from which on new responses are refused. The rest is for running responses.
 MAX_FULL = 0.9
 # Steps take more memory than their JSON.
 MEMORY_FACTOR = 3
+
+
+class FirstTurn(NamedTuple):
+    """The request to the model for the first turn of a response."""
+
+    request: GenerateRequest
+    sampling: dict[str, Any]
 
 
 def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
@@ -59,8 +66,8 @@ async def find_response(
 ) -> StepLog:
     """Return the log of a response.
 
-    Raises NotFound, also for one of another tenant, and for one that has ended and is not to be
-    stored, unless these are wanted as well.
+    Raises NotFound, also for a response of another tenant. A response with `store: false` is not
+    found after its end, unless `also_unstored` is set.
     """
     missing = NotFound(f"there is no response {response_id!r}, or it is deleted", field="id")
     if not names.is_request_id(response_id):
@@ -77,10 +84,10 @@ async def find_response(
 async def find_context(
     context: AppContext, request: Request, caller: Caller, previous_id: str | None
 ) -> tuple[ConversationBefore, list[StepLog]]:
-    """Return what a response continues, and the logs of the responses before it.
+    """Return the conversation that a response continues, and the logs of its earlier responses.
 
-    Their memory is reserved like that of the body. Raises UnknownPreviousResponse, InvalidRequest
-    for one that cannot be continued, ContextTooLong or Overloaded.
+    Memory for the logs is reserved with the memory for the body. Raises UnknownPreviousResponse,
+    InvalidRequest for a response that cannot be continued, ContextTooLong or Overloaded.
     """
     field = "previous_response_id"
     if previous_id is None:
@@ -96,22 +103,22 @@ async def find_context(
     ended = last.state.ended
     if ended is None or ended.status not in ("completed", "incomplete"):
         raise InvalidRequest("this response is not complete", field=field)
-    older = last.state.begun.ancestors
-    if len(older) >= MAX_ANCESTORS:
+    ancestors = last.state.begun.ancestors
+    if len(ancestors) >= MAX_ANCESTORS:
         raise InvalidRequest(
-            f"a conversation has at most {MAX_ANCESTORS} responses before one", field=field
+            f"a response may continue at most {MAX_ANCESTORS} earlier responses", field=field
         )
-    left = context.config.agent.max_conversation_mib * 2**20 - last.num_bytes
+    max_bytes = context.config.agent.max_conversation_mib * 2**20 - last.num_bytes
     logs: list[StepLog] = []
     try:
-        async for log in open_conversation(context.bus, caller.tenant, older, left):
+        async for log in open_conversation(context.bus, caller.tenant, ancestors, max_bytes):
             context.bodies.reserve(request, MEMORY_FACTOR * log.num_bytes)
             logs.append(log)
     except NotFound:
         raise missing from None
     logs.append(last)
     items: list[Item] = [item for log in logs for item in log.state.items]
-    return ConversationBefore([*older, previous_id], items), logs
+    return ConversationBefore([*ancestors, previous_id], items), logs
 
 
 async def check_room(context: AppContext, tenant: str) -> None:
@@ -121,19 +128,21 @@ async def check_room(context: AppContext, tenant: str) -> None:
     if await is_store_full(context):
         raise StoreFull("the store of responses is full")
     use = await context.store_use.read(tenant)
-    for anew in (False, True):
-        if anew:
-            use = await context.store_use.read_anew(tenant)
-        if use.num_logs < limits.max_stored and use.num_bytes < limits.max_stored_mib * 2**20:
-            return
-    raise StoreFull(
-        f"{use.num_logs} responses of {use.num_bytes} bytes are stored; the limits are"
-        f" {limits.max_stored} and {limits.max_stored_mib} MiB"
-    )
+    if _reaches(use, limits):
+        use = await context.store_use.read_exact(tenant)
+    if _reaches(use, limits):
+        raise StoreFull(
+            f"{use.num_logs} responses of {use.num_bytes} bytes are stored; the limits are"
+            f" {limits.max_stored} and {limits.max_stored_mib} MiB"
+        )
+
+
+def _reaches(use: LogUse, limits: AgentConfig) -> bool:
+    return use.num_logs >= limits.max_stored or use.num_bytes >= limits.max_stored_mib * 2**20
 
 
 async def is_store_full(context: AppContext) -> bool:
-    """Return whether new responses are refused, whoever sends them. Raises Unavailable."""
+    """Return whether the responses of all tenants are refused. Raises Unavailable."""
     return await context.store_size.read() > MAX_FULL * context.config.agent.store_mib * 2**20
 
 
@@ -145,71 +154,75 @@ async def begin(
     *,
     is_named: bool,
 ) -> StepLog:
-    """Store the first step of a response, and give it to the agents and its `first` turn to the
-    model, all at the same time.
+    """Store the first step of a response, and publish its task for agents and its `first` turn.
 
-    An agent that is faster waits for the step, but not for ever. A client may send what it has
-    named again after a death of this gateway, and the broker takes the second task for the first
-    one; so agents get such a response behind its step. Raises ReusedId when a response of this name
-    has another content, ApprovalUsed, StoreFull, PayloadTooLarge, Overloaded or Unavailable.
+    All three happen at the same time. An agent that gets the task before the step is stored waits a
+    limited time for the step. The task of a named response is published after its step: the client
+    may send the response again when this gateway dies, and the broker drops a second task.
+
+    Raises ReusedId when a response of this name has different content, ApprovalUsed, StoreFull,
+    PayloadTooLarge, Overloaded or Unavailable.
     """
     log = StepLog(context.bus, begun.tenant, response_id)
     if is_named:
         await _append_first(context, log, begun, is_named=True)
         await publish_task(context.bus, begun, response_id)
         return log
-    giving = asyncio.create_task(publish_task(context.bus, begun, response_id))
-    # Nothing waits for this: if it fails, an agent does it again, or says why not.
-    asking = first and context.background.start(_publish_turn(context.bus, log, *first))
+    publishing = asyncio.create_task(publish_task(context.bus, begun, response_id))
+    publishing_turn: asyncio.Task[None] | None = None
+    if first is not None:
+        # This is not awaited. If it fails, an agent publishes the turn again, or reports the error.
+        publishing_turn = context.background.start(_publish_turn(context.bus, log, first))
     try:
         await _append_first(context, log, begun, is_named=False)
     finally:
-        (failed,) = await asyncio.gather(giving, return_exceptions=True)
-        if asking and (failed is not None or log.state.begun is None):
-            await asyncio.wait({asking})
-            # No response waits for this answer.
+        (error,) = await asyncio.gather(publishing, return_exceptions=True)
+        if publishing_turn and (error is not None or log.state.begun is None):
+            await asyncio.wait({publishing_turn})
+            # The response does not exist, so the answer to its turn is not needed.
             with contextlib.suppress(PagemillError):
                 await client.cancel(context.bus, turn_id(response_id, 0))
-    if failed is not None:
-        raise failed
+    if error is not None:
+        raise error
     return log
 
 
 async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_named: bool) -> None:
-    """Store the first step, or find it stored by an earlier request of the same name."""
+    """Store the first step, unless an earlier request of the same name has stored it."""
     try:
         await log.append(begun)
         context.store_use.note_added(begun.tenant, log.num_bytes)
     except Fenced:
         stored = log.state.begun
         if stored is None:
-            raise ApprovalUsed("another response has made this one's decisions") from None
+            raise ApprovalUsed("another response has decided on these approval requests") from None
         times = {"created_s": begun.created_s, "deadline_s": begun.deadline_s}
         if not is_named or replace(stored, **times) != begun:
             raise ReusedId(
-                "this id belongs to another response, whose request was different",
+                "this id belongs to an earlier response with a different request",
                 field="X-Request-Id",
             ) from None
     except Overloaded:
         raise StoreFull("the store of responses is full") from None
 
 
-async def _publish_turn(
-    bus: Bus, log: StepLog, request: GenerateRequest, sampling: dict[str, Any]
-) -> None:
+async def _publish_turn(bus: Bus, log: StepLog, turn: FirstTurn) -> None:
     with contextlib.suppress(PagemillError):
         name = turn_id(log.response_id, 0)
-        await client.publish_request(bus, request, name, log.tenant, sampling or None)
+        await client.publish_request(bus, turn.request, name, log.tenant, turn.sampling or None)
 
 
 async def publish_task(bus: Bus, begun: Begun, response_id: str) -> None:
-    """Give a response to the agents, who may have it already. Raises Overloaded or Unavailable."""
+    """Publish the task of a response for the agents. A second task of one response has no effect.
+
+    Raises Overloaded or Unavailable.
+    """
     task = to_json(ResponseTask(response_id, begun.tenant))
     await bus.publish(subjects.response(begun.model), task, response_id)
 
 
 async def end_if_late(context: AppContext, log: StepLog) -> None:
-    """End a response as failed whose time is over, or that nobody begins while its client waits.
+    """End a response as failed after its deadline, or if no agent begins it while its client waits.
 
     Raises Unavailable.
     """
@@ -220,22 +233,22 @@ async def end_if_late(context: AppContext, log: StepLog) -> None:
     if begun.deadline_s is not None and now_s > begun.deadline_s:
         message = "the response has not ended in time"
     is_awaited = log.state.num_steps == 1 and not begun.background
-    # A turn that was asked for at once ends first, and its agent may say so.
+    # A first turn that was published by the gateway ends earlier, and an agent may record its end.
     patience_s = context.config.delivery.default_timeout_s + (GRACE_S if begun.asks else 0.0)
     if is_awaited and now_s > begun.created_s + patience_s:
-        message = "no agent has gone on with the response in time"
+        message = "no agent has continued the response in time"
     if message is None:
         return
     error = error_info(DeadlineExceeded(message))
-    # Another one has gone on with it, or the store has no room to say so.
+    # Another worker has appended a step, or the store has no room for this one.
     with contextlib.suppress(Fenced, Overloaded):
         await log.append(Ended(0, "failed", now_s, error=error))
 
 
 async def cancel_response(context: AppContext, log: StepLog) -> None:
-    """End a response as cancelled, unless it has ended, and the turn that is being written."""
+    """End a response as cancelled, unless it has ended. Cancel its open turn and its images."""
     while log.state.ended is None:
-        log.overtaken = False  # Whatever another has written, the end goes behind it.
+        log.overtaken = False  # The end may follow any step of another worker.
         ended = Ended(0, "cancelled", context.now_s)
         try:
             await log.append(ended)
@@ -253,8 +266,8 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
 async def delete_response(context: AppContext, log: StepLog) -> None:
     """Remove a response and the token logs of its turns; one that has not ended is cancelled."""
     await cancel_response(context, log)
-    for asked in log.state.turns:
-        name = subjects.tokens(turn_id(log.response_id, asked.turn))
+    for turn in log.state.turns:
+        name = subjects.tokens(turn_id(log.response_id, turn.turn))
         await context.bus.purge(subjects.TOKENS_STREAM, name)
     for call in log.state.calls.values():
         if call.paints:
@@ -266,7 +279,7 @@ async def delete_response(context: AppContext, log: StepLog) -> None:
 
 
 async def load_token_bytes(context: AppContext, log: StepLog) -> None:
-    """Load the bytes of the tokens whose log probabilities a response shows."""
+    """Load the bytes of all tokens in the log probabilities of a response."""
     begun = log.state.begun
     if begun is None or not begun.logprobs:
         return

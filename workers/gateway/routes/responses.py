@@ -185,8 +185,8 @@ def _first_turn(begun: Begun, logs: Sequence[StepLog], response_id: str) -> Firs
         return None
     state = state_of(response_id, [begun])
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    made, sampling, _ = turn_request(state, state.turns[0], entries + entries_of(state))
-    return made, sampling
+    request, sampling, _ = turn_request(state, state.turns[0], entries + entries_of(state))
+    return FirstTurn(request, sampling)
 
 
 async def _encoded(
