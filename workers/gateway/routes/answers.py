@@ -131,7 +131,7 @@ async def rerank(call: Call, body: RerankRequest) -> SubmitPlan[ScoreOptions]:
 
 
 async def _with_prompt_tokens(call: Call, plan: SubmitPlan[Usage]) -> SubmitPlan[Usage]:
-    """Add the number of prompt tokens where every chunk reports usage. A log has it at its end."""
+    """Add the number of prompt tokens if every chunk reports usage. A log has it at its end."""
     if not plan.options.continuous_usage:
         return plan
     token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
@@ -156,8 +156,8 @@ async def _with_echo(
     context, tenant = call.context, call.caller.tenant
     requests: list[GenerateRequest] = []
     echoes: list[Echo] = []
-    for given in plan.requests:
-        request, token_ids, text = given, given.prompt_token_ids, given.prompt
+    for request in plan.requests:
+        token_ids, text = request.prompt_token_ids, request.prompt
         if token_ids is None and is_scored:
             token_ids = (await _tokenize(call, request)).token_ids
             request = replace(
@@ -166,7 +166,7 @@ async def _with_echo(
         if text is None:
             assert token_ids is not None
             question = DetokenizeRequest(token_ids)
-            reply = client.detokenize(context.bus, given.model, question, tenant=tenant)
+            reply = client.detokenize(context.bus, request.model, question, tenant=tenant)
             text = (await reply).prompt
         requests.append(request)
         if is_scored and token_ids is not None:

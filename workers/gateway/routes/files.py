@@ -1,4 +1,4 @@
-"""`/v1/files`: media that requests name, stored while they arrive."""
+"""`/v1/files`: media that requests refer to, stored while they arrive."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,10 @@ ID_PREFIX = "file-"
 
 
 class FileForm(Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of the form beside `file`."""
+    """The fields of the form, except for `file`."""
 
     purpose: Annotated[str, Meta(max_length=64)] = "user_data"
-    """What the file is for, such as `vision` or `user_data`; no effect."""
+    """Purpose of the file, such as `vision` or `user_data`; it has no effect."""
 
 
 class FileObject(Struct, frozen=True, kw_only=True):
@@ -39,8 +39,8 @@ class FileObject(Struct, frozen=True, kw_only=True):
     created_at: int
     """Unix seconds."""
     expires_at: int
-    """Unix seconds until which the file is stored at least; a request that names it starts that
-    time again."""
+    """Unix seconds until which the file is stored at least. Each request that names the file starts
+    the time again."""
     filename: str
     purpose: str
     object: Literal["file"] = "file"
@@ -61,7 +61,7 @@ MAX_FILENAME_LEN = 255
 @ROUTES.endpoint(
     "POST",
     "/v1/files",
-    "Store an image, a video or a sound that requests can name",
+    "Store an image, a video or a sound for requests",
     answer=FileObject,
     body=FileForm,
     file=FILE,
@@ -87,7 +87,7 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
 @ROUTES.endpoint(
     "GET",
     "/v1/files/{file_id}",
-    "What is known of a stored file",
+    "Describe a stored file",
     answer=FileObject,
     refuses=(NotFound, Unavailable),
 )
@@ -122,7 +122,7 @@ async def _in_time(context: AppContext) -> AsyncIterator[None]:
 async def _receive(
     context: AppContext, request: Request, form: FormStream
 ) -> AsyncIterator[FormEvent]:
-    """Yield the parts of the body as they arrive, each piece of which must come in time."""
+    """Yield the parts of the body as they arrive. Raises RequestTimeout if a piece is late."""
     timeout_s = context.limits.body_timeout_s
     pieces = aiter(request.stream())
     while not form.is_complete:
@@ -130,7 +130,7 @@ async def _receive(
             async with asyncio.timeout(timeout_s):
                 piece = await anext(pieces, None)
         except TimeoutError:
-            raise RequestTimeout(f"nothing of the body came within {timeout_s:g} s") from None
+            raise RequestTimeout(f"no data of the body arrived within {timeout_s:g} s") from None
         except ClientDisconnect:
             piece = None
         if piece is None:
@@ -153,7 +153,7 @@ async def _store(
         match event:
             case FileHead(field, name):
                 if field != FILE or filename is not None:
-                    reason = "is given twice" if field == FILE else "is no file"
+                    reason = "is given twice" if field == FILE else "must not be a file"
                     raise InvalidRequest(f"{field} {reason}", field=field)
                 filename = name
             case FormValue(field, value):
@@ -185,7 +185,7 @@ async def _find(context: AppContext, request: Request, caller: Caller) -> Stored
 
 def _describe(context: AppContext, file: StoredFile) -> FileObject:
     stored_s = int(file.stored_ms / 1000)
-    # A request that names the file may be accepted until its time would outlast the file.
+    # A request that names the file is refused if it could run longer than the file is stored.
     age_s = MEDIA_REUSE_S + context.config.delivery.max_timeout_s
     return FileObject(
         id=ID_PREFIX + file.name,

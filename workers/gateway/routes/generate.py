@@ -86,21 +86,21 @@ async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShap
 @ROUTES.endpoint(
     "POST",
     "/inference/v1/abort_requests",
-    "Cancel requests by their request_id; ids of no request are ignored",
+    "Cancel requests by their request_id; unknown ids are ignored",
     body=AbortBody,
     refuses=(Unavailable,),
 )
 async def abort(context: AppContext, request: Request, caller: Caller) -> Response:
-    """As the protocol has it, requests that are unknown or have ended are no error."""
-    asked = decode(await read_body(context, request), AbortBody)
-    await asyncio.gather(*(_abort_one(context, name, caller.tenant) for name in asked.request_ids))
+    """Cancel requests. In vLLM's protocol, ids that are unknown or have ended are no error."""
+    body = decode(await read_body(context, request), AbortBody)
+    await asyncio.gather(*(_abort_one(context, name, caller.tenant) for name in body.request_ids))
     return Response(status_code=200)
 
 
 async def _process_images(
     call: Call, parsed: ParsedRequest, parts: list[dict[str, Any]], model: str
 ) -> ParsedRequest:
-    """Return the request with the images of its content parts as a renderer has processed them."""
+    """Return the request with the images of its content parts, processed by a renderer."""
     message = Message("user", list(images_of(parts)))
     fields = GENERATE.client_fields.renamed({"messages": "content_parts"})
     with fields.translated(checks=True):
@@ -121,7 +121,7 @@ async def _store(context: AppContext, item: WireItem, tenant: str) -> Feature:
 async def _record_alias(
     context: AppContext, name: str, request_id: str, model: str, tenant: str
 ) -> None:
-    """Record which request a name in a body refers to. It may have named another one before."""
+    """Record the id of the request that a body has named. The last request of a name counts."""
     alias = RequestRecord(GENERATE.name, model, tenant, context.now_s, False, {_ALIAS: request_id})
     subject = subjects.job(_alias_of(name, tenant))
     await context.bus.publish_without_id(subject, to_json(alias), tenant_header(tenant))
@@ -142,7 +142,7 @@ def _alias_of(name: str, tenant: str) -> str:
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:
-    """Raises a RequestError for tokens that the model does not have, or more than it can take."""
+    """Raises a RequestError for tokens that the model does not have, or for too many tokens."""
     token_ids, max_len = parsed.body.token_ids, card.max_model_len
     outside = next((t for t in token_ids if t >= card.vocab_size), None)
     if outside is not None:

@@ -26,7 +26,7 @@ class Health(Struct, frozen=True):
 class Ready(Struct, frozen=True, omit_defaults=True):
     status: Literal["ok", "not ready", "draining", "no broker", "broker does not store"]
     models: dict[str, str] = {}
-    """`ok`, or the stages that no worker serves, such as `no engine` or `engine is starting`, by
+    """`ok`, or the stages without workers, such as `no engine` or `engine is starting`, by
     model."""
     responses: Literal["ok", "store is full"] = "ok"
     """Whether further responses can be stored."""
@@ -36,7 +36,7 @@ class Version(Struct, frozen=True):
     version: str
 
 
-@ROUTES.endpoint("GET", "/health", "Whether the process lives", answer=Health, public=True)
+@ROUTES.endpoint("GET", "/health", "Whether the process runs", answer=Health, public=True)
 async def health(_: AppContext, __: Request, ___: Caller) -> Response:
     return Json(Health())
 
@@ -51,24 +51,24 @@ async def health(_: AppContext, __: Request, ___: Caller) -> Response:
 )
 async def ready(context: AppContext, _: Request, __: Caller) -> Response:
     try:
-        states = {model: await read_pools(context, model) for model in context.config.models}
-        beats = await context.heartbeats.read()
+        pools = {model: await read_pools(context, model) for model in context.config.models}
+        heartbeats = await context.heartbeats.read()
         is_full = await is_store_full(context)
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
     state: Any = "ok"
     if context.draining:
         state = "draining"
-    elif any(beat.load.get(REFUSING_STREAMS) for beat in beats):
+    elif any(beat.load.get(REFUSING_STREAMS) for beat in heartbeats):
         state = "broker does not store"
-    elif not any(pools.accepts for pools in states.values()):
+    elif not any(stages.accepts for stages in pools.values()):
         state = "not ready"
-    told = {name: " and ".join(s.missing.values()) or "ok" for name, s in states.items()}
-    status = Ready(state, told, "store is full" if is_full else "ok")
-    return Json(status, 200 if state == "ok" else 503)
+    models = {name: " and ".join(s.missing.values()) or "ok" for name, s in pools.items()}
+    body = Ready(state, models, "store is full" if is_full else "ok")
+    return Json(body, 200 if state == "ok" else 503)
 
 
-@ROUTES.endpoint("GET", "/version", "The version that runs", answer=Version)
+@ROUTES.endpoint("GET", "/version", "The version of this gateway", answer=Version)
 async def version(_: AppContext, __: Request, ___: Caller) -> Response:
     return Json(Version(VERSION))
 

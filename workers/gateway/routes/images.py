@@ -1,4 +1,4 @@
-"""`/v1/images/generations`, and the files of its images."""
+"""`/v1/images/generations`, and the files of generated images."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -55,7 +55,7 @@ async def send_file(context: AppContext, request: Request, caller: Caller) -> Re
     data = b""
     if media_store.parse_media_url(media) is not None:
         data = await client.find_media(context.bus, media, caller.tenant) or b""
-    # Other files of the tenant are not for browsers.
+    # Other files of the tenant must not be opened in a browser.
     if not data.startswith(PNG_SIGNATURE):
         raise NotFound("there is no image of this name")
     return Response(data, headers=HEADERS, media_type="image/png")

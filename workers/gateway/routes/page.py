@@ -1,4 +1,4 @@
-"""The web page at `/`: files of this package, sent unchanged.
+"""The web page at `/`. Its files are part of this package, and are sent unchanged.
 
 The page is a client like any other. It loads nothing from elsewhere, and its content security
 policy forbids what it does not need: inline scripts and styles, frames, forms that navigate, and
@@ -44,19 +44,19 @@ def routes(context: AppContext) -> list[Route]:
     if not context.limits.page:
         return []
     folder = files("workers.gateway").joinpath("web")
-    found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
-    about = {
+    assets = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
+    constants = {
         "STAGES": _stages(context.config),
         "LIMITS": _limits(context.config),
         "PAINTERS": _painters(context.config),
     }
-    lines = (f"export const {name} = {json.dumps(value)};\n" for name, value in about.items())
+    lines = (f"export const {name} = {json.dumps(value)};\n" for name, value in constants.items())
     pipeline = ("pipeline.js", "".join(lines).encode())
-    return [_route(context, name, content) for name, content in [*found, pipeline]]
+    return [_route(context, name, content) for name, content in [*assets, pipeline]]
 
 
 def _stages(config: Config) -> list[tuple[str, str, str]]:
-    """Name, title and purpose of the coordinator and of every stage of a model's pipeline."""
+    """Return name, title and purpose of the coordinator and of all stages of the pipelines."""
     specs = chain.from_iterable(pipeline.stages for pipeline in pipelines_of(config).values())
     stages = {"coordinator": "coordinator"} | {stage.name: stage.role for stage in specs}
     roles = {name: role_of(role) for name, role in stages.items()}
@@ -67,7 +67,7 @@ def _stages(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _painters(config: Config) -> list[str]:
-    """The models whose answer is an image."""
+    """Return the models that answer with an image alone."""
     return [
         name
         for name, pipeline in pipelines_of(config).items()
@@ -76,7 +76,7 @@ def _painters(config: Config) -> list[str]:
 
 
 def _limits(config: Config) -> dict[str, int]:
-    """Limits that the page tells before it sends anything."""
+    """Return the limits that the page checks before it sends a request."""
     return {
         "maxImageBytes": config.renderer.max_image_bytes,
         "maxImagePixels": config.renderer.max_image_pixels,

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/render` and `/v1/completions/render`: a request as other engines take it.
+"""`/v1/chat/completions/render` and `/v1/completions/render`: requests to engines of any server.
 
 Renderers do the work, and no engine is needed. The response can be sent to `/inference/v1/generate`
 of any server of the model, this one included.
@@ -43,7 +43,7 @@ class RenderChat(openai_request.ChatRequest, frozen=True, forbid_unknown_fields=
     request_id: str | None = None
     mm_payload: Payload | None = None
     return_mm_kwargs: bool | None = None
-    """An older name: false means the payload `none`."""
+    """An older field: false means the payload `none`."""
     return_token_offsets: Literal[False] | None = None
 
 
@@ -60,45 +60,45 @@ class RenderCompletion(
 
 RenderBody = RenderChat | RenderCompletion
 
-# vLLM's renderers know this option too.
+# vLLM's renderers also have this option.
 UNSUPPORTED = openai_request.UNSUPPORTED | {"return_token_offsets"}
 
 
 @ROUTES.endpoint(
     "POST",
     "/v1/chat/completions/render",
-    "The request to an engine that a conversation becomes",
+    "Convert a conversation to a request to an engine",
     answer=RenderedRequest,
     body=RenderChat,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), RenderChat, UNSUPPORTED)
-    model = resolve_model(context, asked.model)
-    card = await context.model_card(model) if asked.tools else None
-    # Other engines read other grammars.
-    plan = plan_chat(asked, card, strict=False)
-    wire_id = f"chatcmpl-{_base_id(request, asked)}"
-    return Json(await _render(context, plan.requests[0], wire_id, asked, plan, caller))
+    body = decode(await read_body(context, request), RenderChat, UNSUPPORTED)
+    model = resolve_model(context, body.model)
+    card = await context.model_card(model) if body.tools else None
+    # Other servers do not read the grammars that Pagemill writes for calls.
+    plan = plan_chat(body, card, strict=False)
+    wire_id = f"chatcmpl-{_base_id(request, body)}"
+    return Json(await _render(context, plan.requests[0], wire_id, body, plan, caller))
 
 
 @ROUTES.endpoint(
     "POST",
     "/v1/completions/render",
-    "The request to an engine that each prompt becomes",
+    "Convert each prompt to a request to an engine",
     answer=list[RenderedRequest],
     body=RenderCompletion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), RenderCompletion, UNSUPPORTED)
-    resolve_model(context, asked.model)
-    if asked.echo:
+    body = decode(await read_body(context, request), RenderCompletion, UNSUPPORTED)
+    resolve_model(context, body.model)
+    if body.echo:
         raise UnsupportedParameter("echo: a rendered request has no answer yet", field="echo")
-    plan = plan_completion(asked)
-    wire_id, is_single = f"cmpl-{_base_id(request, asked)}", len(plan.requests) == 1
+    plan = plan_completion(body)
+    wire_id, is_single = f"cmpl-{_base_id(request, body)}", len(plan.requests) == 1
     wire_ids = [wire_id if is_single else f"{wire_id}-{i}" for i in range(len(plan.requests))]
     rendered = await asyncio.gather(
         *(
-            _render(context, part, part_id, asked, plan, caller)
+            _render(context, part, part_id, body, plan, caller)
             for part, part_id in zip(plan.requests, wire_ids, strict=True)
         )
     )
@@ -109,15 +109,15 @@ async def _render(
     context: AppContext,
     request: GenerateRequest,
     wire_id: str,
-    asked: RenderBody,
+    body: RenderBody,
     plan: SubmitPlan[Options],
     caller: Caller,
 ) -> RenderedRequest:
-    model, payload = request.model, asked.mm_payload
+    model, payload = request.model, body.mm_payload
     if payload is None:
-        payload = "none" if asked.return_mm_kwargs is False else "tensors"
+        payload = "none" if body.return_mm_kwargs is False else "tensors"
     defaults = context.config.models[model].sampling_defaults
-    kind = COMPLETION if isinstance(asked, RenderCompletion) else CHAT
+    kind = COMPLETION if isinstance(body, RenderCompletion) else CHAT
     with kind.client_fields.renamed(plan.options.fields).translated(checks=True):
         sampling = resolve_sampling(defaults, plan.sampling)
         card, rendered = await asyncio.gather(
@@ -125,9 +125,9 @@ async def _render(
         )
         num_prompt = len(rendered.prompt_token_ids)
         max_tokens = resolve_max_tokens(sampling.max_tokens, num_prompt, card.max_model_len)
-    stream, options = bool(asked.stream), None
-    if stream and asked.stream_options is not None:
-        options = msgspec.convert(asked.stream_options, GenerateStreamOptions, from_attributes=True)
+    stream, options = bool(body.stream), None
+    if stream and body.stream_options is not None:
+        options = msgspec.convert(body.stream_options, GenerateStreamOptions, from_attributes=True)
     return RenderedRequest(
         request_id=wire_id,
         token_ids=rendered.prompt_token_ids,
@@ -136,10 +136,10 @@ async def _render(
         model=model,
         stream=stream,
         stream_options=options,
-        cache_salt=asked.cache_salt,
-        priority=asked.priority or 0,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
     )
 
 
-def _base_id(request: Request, asked: RenderBody) -> str:
-    return request.headers.get("x-request-id") or asked.request_id or secrets.token_hex(8)
+def _base_id(request: Request, body: RenderBody) -> str:
+    return request.headers.get("x-request-id") or body.request_id or secrets.token_hex(8)

@@ -36,14 +36,14 @@ State = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
 class TimelineEntry(Struct, frozen=True):
-    """One stage of a request. Times are Unix milliseconds of one clock, the broker's."""
+    """One stage of a request. Times are Unix milliseconds of the broker's clock."""
 
     stage: str
     worker: str
     attempt: int
     began_ms: float
     ended_ms: float | None
-    """null while the request is in this stage, and if it ended elsewhere meanwhile."""
+    """null if the request has not left this stage."""
 
 
 class RequestBody(Struct, frozen=True):
@@ -55,14 +55,14 @@ class RequestBody(Struct, frozen=True):
     model: str
     durable: bool
     records: int
-    """Records in its token log so far. Those of several prompts are added up."""
+    """Number of records in the request's token logs so far. Each prompt has a log."""
     attempt: int | None
     path: list[TimelineEntry]
-    """The stages that it has been in so far."""
+    """The stages of the request so far."""
     now_ms: float
-    """The time now, by the clock of the times in `path`."""
+    """The present time, by the clock of the times in `path`."""
     waits_for: str | None = None
-    """What the request's stage lacks, such as `no engine`, `engine is starting` or `pool at
+    """Reason why a queued request waits, such as `no engine`, `engine is starting` or `pool at
     zero`."""
     object: str = "request"
     result: Any = UNSET
@@ -111,7 +111,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     start = read_start(request, active.options.num_logs)
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
-    # A client that only looks on does not end the request.
+    # The request belongs to another client, so a disconnect of this one does not cancel it.
     return EventStream(
         events, lambda: None, context.shutting_down, error_response, headers, numbered=True
     )
@@ -138,26 +138,26 @@ async def _read_last_records(active: ActiveRequest) -> list[LogRecord | None]:
     Raises NotFound for a request that must have ended and has no log: the log has been removed, or
     the gateway died before it published the request.
     """
-    lasts = await active.last_records()
-    if active.is_overdue and not any(lasts):
+    last_records = await active.last_records()
+    if active.is_overdue and not any(last_records):
         raise NotFound("there is no such request, or it has been removed", field="id")
-    return lasts
+    return last_records
 
 
 async def _describe(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
-    lasts = await _read_last_records(active)
-    ended = [last for last in lasts if last is not None and is_final(last)]
-    # The part that the others wait for.
+    last_records = await _read_last_records(active)
+    ends = [last for last in last_records if last is not None and is_final(last)]
+    # The first part that has not ended.
     open_part = next(
-        (part for part, last in zip(active.parts, lasts, strict=True) if last not in ended),
+        (part for part, last in zip(active.parts, last_records, strict=True) if last not in ends),
         active.parts[-1],
     )
     status = await request_status.find(context.bus, open_part)
-    failure = next((last for last in ended if isinstance(last, Failure)), None)
-    state = _state(lasts, ended, failure, status)
+    failure = next((end for end in ends if isinstance(end, Failure)), None)
+    state = _state(last_records, ends, failure, status)
     result: Any = UNSET
     if state == "finished":
-        num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
+        num_tokens = sum(end.usage.completion_tokens for end in ends if isinstance(end, Finish))
         size = read_answer_size(active.record)
         num_bytes = size.num_bytes(num_tokens)
         refusal = replace(size.refusal(num_bytes, active.kind.budget), field="id")
@@ -170,7 +170,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
         created=active.record.created_s,
         model=active.record.model,
         durable=active.record.durable,
-        records=sum(last.index + 1 for last in lasts if last is not None),
+        records=sum(last.index + 1 for last in last_records if last is not None),
         attempt=status.attempt,
         path=timeline_of(status),
         now_ms=context.bus.now_ms(),
@@ -180,7 +180,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
         result=result,
         error=UNSET
         if failure is None
-        else errors.body_of(active.client_error(failure, lasts.index(failure))).error,
+        else errors.body_of(active.client_error(failure, last_records.index(failure))).error,
     )
 
 
@@ -194,30 +194,30 @@ async def _missing_pool(context: AppContext, model: str, stage: str | None) -> s
 
 
 def _state(
-    lasts: list[LogRecord | None],
-    ended: list[LogRecord],
+    last_records: list[LogRecord | None],
+    ends: list[LogRecord],
     failure: Failure | None,
     status: request_status.RequestStatus,
 ) -> State:
     if failure is not None:
         return "cancelled" if failure.error.code == "cancelled" else "failed"
-    if len(ended) == len(lasts):
+    if len(ends) == len(last_records):
         return "finished"
-    return "running" if any(lasts) or status.state == "running" else "queued"
+    return "running" if any(last_records) or status.state == "running" else "queued"
 
 
 def timeline_of(status: request_status.RequestStatus) -> list[TimelineEntry]:
-    """Return the stages that a request has left and the one it is in, ordered by time."""
+    """Return the stages that a request has left and its present stage, ordered by time."""
     entries = [
         TimelineEntry(span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms)
         for span in status.path
     ]
     until_ms = max((span.sent_ms for span in status.path), default=0.0)
-    # The latest attempt of each stage that has claimed the request since.
-    since = {a.stage: a for a in status.attempts if a.began_ms >= until_ms}
+    # The latest attempt at each stage after the stages in the path.
+    attempts = {a.stage: a for a in status.attempts if a.began_ms >= until_ms}
     if status.state == "queued" and status.stage is not None:
-        since.pop(status.stage, None)
+        attempts.pop(status.stage, None)
     entries += [
-        TimelineEntry(a.stage, a.worker, a.number, a.began_ms, None) for a in since.values()
+        TimelineEntry(a.stage, a.worker, a.number, a.began_ms, None) for a in attempts.values()
     ]
     return sorted(entries, key=lambda entry: entry.began_ms)

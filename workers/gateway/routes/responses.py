@@ -1,4 +1,4 @@
-"""`/v1/responses`: responses that are carried out by agents, and stored."""
+"""`/v1/responses`: responses, which agents carry out and the broker stores."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
@@ -77,24 +77,24 @@ PAGE = (
     Parameter("limit", "query", f"1 to {MAX_PAGE}, by default 20", Annotated[int, Meta(ge=1)]),
     Parameter("order", "query", "`desc`, the default, or `asc`"),
     Parameter("after", "query", "Id of the last item of the page before"),
-    Parameter("include[]", "query", f"`{IMAGES}`: show where images are, or what they are"),
+    Parameter("include[]", "query", f"`{IMAGES}`: include the URLs or the data of images"),
 )
-# Longer conversations are made into messages by agents, a few at a time.
+# Agents publish the first turn of a longer conversation. They load only a few at a time.
 MAX_BYTES_BEFORE = 256 * 2**10
 ROUTES = RouteTable("Responses")
 
 
 class ResponseStream(EventStream):
-    """The events of a response. Each has its type and its number, and no event says the end."""
+    """The events of a response. Each has its type and its number, and there is no event [DONE]."""
 
     end = b""
 
 
-def encode_event(shown: ResponseEvent) -> bytes:
+def encode_event(event: ResponseEvent) -> bytes:
     return b"event: %b\nid: %d\ndata: %b\n\n" % (
-        shown.type.encode(),
-        shown.sequence_number,
-        to_json(shown),
+        event.type.encode(),
+        event.sequence_number,
+        to_json(event),
     )
 
 
@@ -121,12 +121,12 @@ def encode_event(shown: ResponseEvent) -> bytes:
 async def create(context: AppContext, request: Request, caller: Caller) -> Response:
     response_id, is_named = responses.new_response_id(request, caller.tenant)
     request.scope["request_id"] = response_id, is_named
-    asked = await context.bodies.decode(request, ResponseRequest, RESPONSE_UNSUPPORTED)
-    context.check_model(asked.model)
-    log = await _begin(context, request, caller, asked, (response_id, is_named))
+    body = await context.bodies.decode(request, ResponseRequest, RESPONSE_UNSUPPORTED)
+    context.check_model(body.model)
+    log = await _begin(context, request, caller, body, (response_id, is_named))
     context.bodies.release(request)
-    is_streamed, is_in_background = asked.stream, asked.background
-    del asked  # The response may take long to end.
+    is_streamed, is_in_background = body.stream, body.background
+    del body  # Its memory is released, because the response may take long.
     headers = {"x-request-id": response_id}
     if is_streamed:
         return ResponseStream(
@@ -153,34 +153,32 @@ async def _begin(
     context: AppContext,
     request: Request,
     caller: Caller,
-    asked: ResponseRequest,
-    name: tuple[str, bool],
+    body: ResponseRequest,
+    identity: tuple[str, bool],
 ) -> StepLog:
-    """Begin a response, and keep nothing of what it is made of."""
-    (response_id, is_named), tenant = name, caller.tenant
-    items = await name_files(context, input_of(asked.input, response_id), tenant)
-    before, logs = await responses.find_context(
-        context, request, caller, asked.previous_response_id
-    )
+    """Begin a response. Only its log remains in memory after that."""
+    (response_id, is_named), tenant = identity, caller.tenant
+    items = await name_files(context, input_of(body.input, response_id), tenant)
+    before, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     check_outputs([*before.items, *items])
-    painter, card = painter_of(asked, items, context.pipelines), None
-    if needs_card(asked, [*before.items, *items]) and writes_text(asked.model, context.pipelines):
-        card = await context.model_card(asked.model)
+    painter, card = painter_of(body, items, context.pipelines), None
+    if needs_card(body, [*before.items, *items]) and writes_text(body.model, context.pipelines):
+        card = await context.model_card(body.model)
     now_s, config = context.now_s, context.config.agent
-    begun = begun_of(asked, tenant, now_s, items, before, card, config, painter)
+    begun = begun_of(body, tenant, now_s, items, before, card, config, painter)
     begun = replace(begun, input=await store_large_item_media(context, items, tenant))
     await responses.check_room(context, tenant)
-    decided = await approvals.decide(context.bus, caller, items, logs, response_id)
-    begun = replace(begun, approved=decided)
+    approved_calls = await approvals.decide(context.bus, caller, items, logs, response_id)
+    begun = replace(begun, approved=approved_calls)
     begun = replace(begun, asks=asks_at_once(begun))
-    # What a client has named may have begun before, with another request.
+    # A response with a name may have begun before, with a different request.
     first = None if is_named else _first_turn(begun, logs, response_id)
     return await responses.begin(context, begun, response_id, first, is_named=is_named)
 
 
 def _first_turn(begun: Begun, logs: Sequence[StepLog], response_id: str) -> FirstTurn | None:
-    """Return what the model is asked first; None if an agent is to ask, or something else comes
-    first."""
+    """Return the request for the first turn; None if an agent must publish it, or if the response
+    does not begin with a turn."""
     if not begun.asks or sum(log.num_bytes for log in logs) > MAX_BYTES_BEFORE:
         return None
     state = state_of(response_id, [begun])
@@ -192,39 +190,37 @@ def _first_turn(begun: Begun, logs: Sequence[StepLog], response_id: str) -> Firs
 async def _encoded(
     context: AppContext, log: StepLog, after: int, *, is_new: bool = False
 ) -> AsyncIterator[bytes]:
-    """Yield the events behind number `after`. An error behind the first one is an event, too."""
-    number, begun_here = -1, log if is_new else None
+    """Yield the events after number `after`. An error after the first event is sent as an event."""
+    number, new_log = -1, log if is_new else None
     try:
-        async for shown in response_stream.events_of(
-            context, log.tenant, log.response_id, begun_here
-        ):
-            number = shown.sequence_number
+        async for event in response_stream.events_of(context, log.tenant, log.response_id, new_log):
+            number = event.sequence_number
             if number > after:
-                yield encode_event(shown)
+                yield encode_event(event)
     except PagemillError as error:
         if number < 0:
             raise
-        told = errors.body_of(errors.info_of(error)).error
-        data = {"type": "error", "sequence_number": number + 1, "code": told.code}
-        body = to_json(data | {"message": told.message, "param": told.param})
-        yield b"event: error\ndata: %b\n\n" % body
+        body = errors.body_of(errors.info_of(error)).error
+        data = {"type": "error", "sequence_number": number + 1, "code": body.code}
+        data |= {"message": body.message, "param": body.param}
+        yield b"event: error\ndata: %b\n\n" % to_json(data)
 
 
 def _leave(context: AppContext, log: StepLog) -> None:
-    """Cancel a response that does not run in the background: its client has gone."""
+    """Cancel a response after its client has disconnected, unless it runs in the background."""
     begun = log.state.begun
     if begun is not None and not begun.background:
         context.background.start(responses.cancel_response(context, log))
 
 
 def _check_failure(log: StepLog) -> None:
-    """Raises RequestFailed for a response that has failed before it had any output."""
-    ended = log.state.ended
-    if ended is not None and ended.error is not None and not any(map(_is_made, log.state.output)):
-        raise errors.RequestFailed(RESPONSE_FIELDS.translate(ended.error), "")
+    """Raises RequestFailed for a response that failed before it had any output."""
+    error = None if log.state.ended is None else log.state.ended.error
+    if error is not None and not any(map(_has_content, log.state.output)):
+        raise errors.RequestFailed(RESPONSE_FIELDS.translate(error), "")
 
 
-def _is_made(item: OutputItem) -> bool:
+def _has_content(item: OutputItem) -> bool:
     is_unpainted = isinstance(item, ImageCallItem) and item.result is None
     return not (isinstance(item, ListToolsItem) or is_unpainted)
 
@@ -240,7 +236,7 @@ def _is_made(item: OutputItem) -> bool:
 )
 async def retrieve(context: AppContext, request: Request, caller: Caller) -> Response:
     is_streamed = request.query_params.get("stream") in ("true", "1")
-    # A stream that has broken goes on, whether the response is stored or not.
+    # A broken stream may be resumed even if the response is not stored.
     response_id = request.path_params["id"]
     log = await responses.find_response(context, caller, response_id, also_unstored=is_streamed)
     if not is_streamed:
@@ -248,7 +244,7 @@ async def retrieve(context: AppContext, request: Request, caller: Caller) -> Res
     after = _number(request, "starting_after", request.headers.get("last-event-id"))
     return ResponseStream(
         _encoded(context, log, after),
-        lambda: None,  # A client that only looks on does not end the response.
+        lambda: None,  # The response belongs to another client.
         context.shutting_down,
         error_response,
         {"x-request-id": log.response_id},
@@ -256,13 +252,13 @@ async def retrieve(context: AppContext, request: Request, caller: Caller) -> Res
     )
 
 
-def _number(request: Request, name: str, otherwise: str | None) -> int:
-    given = request.query_params.get(name, otherwise)
-    if given is None:
+def _number(request: Request, name: str, default: str | None) -> int:
+    value = request.query_params.get(name, default)
+    if value is None:
         return -1
-    if not given.isdecimal() or len(given) > 15:
-        raise InvalidRequest(f"{name} must be a number", field=name)
-    return int(given)
+    if not value.isdecimal() or len(value) > 15:
+        raise InvalidRequest(f"{name} must be a number of at most 15 digits", field=name)
+    return int(value)
 
 
 @ROUTES.endpoint(
@@ -282,7 +278,7 @@ async def delete(context: AppContext, request: Request, caller: Caller) -> Respo
 @ROUTES.endpoint(
     "POST",
     f"{PATH}/cancel",
-    "Cancel a response, whoever reads it",
+    "Cancel a response, also while clients read it",
     answer=ResponseBody,
     refuses=(NotFound, Unavailable),
 )
@@ -335,17 +331,17 @@ async def list_input_items(context: AppContext, request: Request, caller: Caller
     counted=True,
 )
 async def count_tokens(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await context.bodies.decode(request, ResponseFields, RESPONSE_UNSUPPORTED)
-    check_writes_text(asked.model, context.pipelines)
-    card = await context.model_card(asked.model)
-    _, logs = await responses.find_context(context, request, caller, asked.previous_response_id)
+    body = await context.bodies.decode(request, ResponseFields, RESPONSE_UNSUPPORTED)
+    check_writes_text(body.model, context.pipelines)
+    card = await context.model_card(body.model)
+    _, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    items = await name_files(context, input_of(asked.input, ""), caller.tenant)
+    items = await name_files(context, input_of(body.input, ""), caller.tenant)
     entries += [Entry(item) for item in items]
-    messages = messages_of(asked.instructions, entries, takes_tools=card.takes_tools)
-    shows_tools = card.takes_tools and asked.tool_choice != "none"
-    tools = [*functions_of(asked), *([PAINT_TOOL] if has_painter(asked) else [])]
+    messages = messages_of(body.instructions, entries, takes_tools=card.takes_tools)
+    shows_tools = card.takes_tools and body.tool_choice != "none"
+    tools = [*functions_of(body), *([PAINT_TOOL] if has_painter(body) else [])]
     question = TokenizeRequest(messages, tools=tools if shows_tools else [])
     with RESPONSE_FIELDS.translated():
-        reply = await client.tokenize(context.bus, asked.model, question, tenant=caller.tenant)
+        reply = await client.tokenize(context.bus, body.model, question, tenant=caller.tenant)
         return Json(InputTokens(reply.count))

@@ -37,7 +37,7 @@ ROUTES = RouteTable("Speech")
 @ROUTES.answer(
     SPEECH,
     "/v1/audio/speech",
-    summary="Speak a text; the body comes as the sound is made",
+    summary="Speak a text; the sound is sent while it is generated",
     body=SpeechRequest,
     unsupported=UNSUPPORTED,
     answer=MEDIA_TYPES["wav"],
@@ -59,7 +59,7 @@ async def speak(call: Call, body: SpeechRequest) -> SubmitPlan[SpeechOptions]:
     refuses=(InvalidRequest, NotFound, errors.RangeNotSatisfiable, *ANSWER_ERRORS),
     parameters=(
         Parameter("Range", "header", "One range, such as `bytes=4800-`"),
-        Parameter("If-Range", "header", "The ETag of the sound; with another one it comes whole"),
+        Parameter("If-Range", "header", "The ETag of the sound. Any other ETag returns the whole"),
     ),
     statuses=(200, 206),
     counted=True,
@@ -72,17 +72,19 @@ async def replay(context: AppContext, request: Request, caller: Caller) -> Respo
     (last,) = await active.last_records()
     if isinstance(last, Failure):
         raise errors.RequestFailed(active.client_error(last), "")
-    form, total = speech.format, None
+    total = None
     if isinstance(last, Finish):
         summary = last.outputs[speech.output]
-        # The number of samples of a speech that was cut is not known.
+        # The number of samples of a speech that ended with an error is not known.
         if summary.error is None:
-            total = sound_len(form, int(summary.units["samples"]))
+            total = sound_len(speech.format, int(summary.units["samples"]))
     etag = etag_of(active.request_id)
     header = request.headers.get("range", "")
     part = read_range(header, total) if request.headers.get("if-range", etag) == etag else None
-    # A client that only looks on does not end the request.
-    return SoundStream(context, active, active.follow_logs(), form, lambda: None, part, total)
+    # The request belongs to another client, so a disconnect of this one does not cancel it.
+    return SoundStream(
+        context, active, active.follow_logs(), speech.format, lambda: None, part, total
+    )
 
 
 @ROUTES.endpoint("GET", "/v1/audio/voices", "The voices of all models", answer=VoiceList)

@@ -67,12 +67,12 @@ class DetokenizeAnswer(Struct, frozen=True):
     body=TokenizeBody,
 )
 async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
-    model = resolve_model(context, asked.model)
-    question = question_of(asked)
+    body = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
+    model = resolve_model(context, body.model)
+    question = renderer_request_of(body)
     with CHAT.client_fields.translated():
         tokenized = await client.tokenize(context.bus, model, question, tenant=caller.tenant)
-    strings = tokenized.token_strs if asked.return_token_strs else None
+    strings = tokenized.token_strs if body.return_token_strs else None
     return Json(
         TokenizeAnswer(tokenized.count, tokenized.max_model_len, tokenized.token_ids, strings)
     )
@@ -82,43 +82,43 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     "POST", "/detokenize", "The text of tokens", answer=DetokenizeAnswer, body=DetokenizeBody
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), DetokenizeBody)
-    model = resolve_model(context, asked.model)
-    if not asked.tokens:
+    body = decode(await read_body(context, request), DetokenizeBody)
+    model = resolve_model(context, body.model)
+    if not body.tokens:
         return Json(DetokenizeAnswer(""))
-    question = DetokenizeRequest(asked.tokens, skip_special_tokens=False)
+    question = DetokenizeRequest(body.tokens, skip_special_tokens=False)
     reply = await client.detokenize(context.bus, model, question, tenant=caller.tenant)
     return Json(DetokenizeAnswer(reply.prompt))
 
 
-def question_of(asked: TokenizeBody) -> TokenizeRequest:
-    """Return the question for a renderer. Raises a RequestError."""
-    _check(asked)
-    if asked.messages is None:
-        return TokenizeRequest(prompt=asked.prompt, add_special_tokens=asked.add_special_tokens)
-    kwargs = dict(asked.chat_template_kwargs or {})
-    continues = bool(asked.continue_final_message)
+def renderer_request_of(body: TokenizeBody) -> TokenizeRequest:
+    """Return the request for a renderer. Raises a RequestError."""
+    _check(body)
+    if body.messages is None:
+        return TokenizeRequest(prompt=body.prompt, add_special_tokens=body.add_special_tokens)
+    kwargs = dict(body.chat_template_kwargs or {})
+    continues = bool(body.continue_final_message)
     if continues:
         kwargs["continue_final_message"] = True
-    generates = asked.add_generation_prompt
+    generates = body.add_generation_prompt
     return TokenizeRequest(
-        messages=messages_of(asked.messages, asked.mm_processor_kwargs),
-        tools=asked.tools or [],
+        messages=messages_of(body.messages, body.mm_processor_kwargs),
+        tools=body.tools or [],
         template_kwargs=kwargs,
         add_generation_prompt=not continues if generates is None else generates,
-        add_special_tokens=asked.add_special_tokens,
+        add_special_tokens=body.add_special_tokens,
     )
 
 
-def _check(asked: TokenizeBody) -> None:
-    if (asked.prompt is None) == (asked.messages is None):
+def _check(body: TokenizeBody) -> None:
+    if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", field="body")
-    if asked.continue_final_message and asked.add_generation_prompt:
+    if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
             field="body.continue_final_message",
         )
     message_fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
     for name in (*message_fields, "tools"):
-        if asked.messages is None and getattr(asked, name):
+        if body.messages is None and getattr(body, name):
             raise InvalidRequest(f"{name} can only be given with messages", field=f"body.{name}")

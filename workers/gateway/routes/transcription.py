@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from starlette.responses import PlainTextResponse, Response
@@ -47,7 +47,7 @@ async def _read_form(call: Call) -> Recording:
     if (recording := files.get(FILE)) is None:
         raise InvalidRequest("file is missing", field=FILE)
     if other := next(iter(files.keys() - {FILE}), None):
-        raise InvalidRequest(f"{other} is no file", field=other)
+        raise InvalidRequest(f"{other} must not be a file", field=other)
     try:
         form = msgspec.convert(_fields_of(values), TranscriptionForm, strict=False)
     except msgspec.ValidationError as error:
@@ -57,7 +57,7 @@ async def _read_form(call: Call) -> Recording:
 
 
 def _as_text(body: Recording, response: Response) -> Response:
-    """Return the response, as text alone if the client has chosen that."""
+    """Return the response, as plain text if the client has chosen this format."""
     if body.form.response_format != TEXT or response.status_code != 200:
         return response
     text = msgspec.json.decode(response.body, type=Transcription).text
@@ -69,7 +69,7 @@ def _as_text(body: Recording, response: Response) -> Response:
 @ROUTES.answer(
     TRANSCRIPTION,
     "/v1/audio/transcriptions",
-    summary="Write down what is spoken in a recording",
+    summary="Transcribe a recording",
     body=TranscriptionForm,
     file=FILE,
     read=_read_form,
@@ -85,12 +85,12 @@ async def transcribe(call: Call, body: Recording) -> SubmitPlan[TranscriptionOpt
     return plan_transcription(body.form, await _split(call, body.form.model, body.data))
 
 
-def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return one value for each field. Raises InvalidRequest for a field that is given twice."""
-    for name, given in values.items():
-        if len(given) > 1 and not name.endswith("[]"):
+def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return one value for each field. Raises InvalidRequest for a field that occurs twice."""
+    for name, texts in values.items():
+        if len(texts) > 1 and not name.endswith("[]"):
             raise InvalidRequest(f"{name} is given twice", field=name)
-    return {name.removesuffix("[]"): given[0] for name, given in values.items()}
+    return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
 async def _split(call: Call, model: str, recording: bytes) -> list[str]:

@@ -1,5 +1,4 @@
-"""Functions that the endpoints of vLLM's token protocol share: bodies, questions to renderers,
-refusals."""
+"""Functions of all endpoints of vLLM's token protocol: bodies, requests to renderers, refusals."""
 
 from typing import Any, Literal
 
