@@ -72,7 +72,7 @@ class StoreUseCache:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        # Each entry counts as one byte.
+        # Each entry counts as one byte, so that the limit is a number of tenants.
         self._uses = ByteLRU[str, _TenantUse](MAX_TENANTS)
 
     async def read(self, tenant: str) -> LogUse:
@@ -151,7 +151,7 @@ def _sum(use: LogUse, num_logs: int, num_bytes: int) -> LogUse:
 class TokenBytesCache:
     """Bytes of tokens by token id, filled by asking renderers.
 
-    It has no limit, because the vocabulary of a model has one.
+    It needs no limit, because the vocabularies of the models limit its size.
     """
 
     def __init__(self, bus: Bus) -> None:

@@ -157,7 +157,7 @@ class RouteTable:
         finish: Callable[[Any, Response], Response] = unchanged,
         **details: Any,
     ) -> Callable[[Planner[Options]], Planner[Options]]:
-        """Declare an endpoint that submits the plan of the decorated function, and answers it.
+        """Declare an endpoint that answers requests. The decorated function plans them.
 
         `read` reads the body, by default JSON without the `unsupported` fields. `finish` changes
         the response. `details` are fields of ApiOperation.

@@ -46,7 +46,7 @@ from workers.gateway.http.sse import event
 
 T = TypeVar("T")
 
-# Peak memory of one base64 character of an image, with its JSON.
+# Peak memory, in bytes, for one base64 character of an image and its JSON.
 ENCODED_BYTES = 3
 
 _log = structlog.get_logger()
@@ -64,8 +64,8 @@ class ActiveRequest:
         holder: str = "",
         recorded: asyncio.Task[RequestRecord] | None = None,
     ) -> None:
-        """`endpoint` is the path for metrics. A request whose client may end it by disconnecting
-        has a `holder`, the name for `request_registry.register`.
+        """`endpoint` is the path for metrics. `holder` is this gateway's name at the registry of
+        requests; "" for a client whose disconnect must not end the request.
 
         Raises DecodeError for a record that another version of the gateway has written.
         """
@@ -191,7 +191,7 @@ class ActiveRequest:
                     return last_events
                 if record.index * self._assembler.max_events < start:
                     return []
-                self.start_cancel()  # Other parts alone are of no use.
+                self.start_cancel()  # The other parts are useless without this one.
                 raise errors.RequestFailed(self.client_error(record, part), event_id)
         return self._assembler.add(part, record, file)
 
@@ -312,7 +312,7 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[i
 
 
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
-    """Return the request of the path, which has its id or the name from its client.
+    """Return the request that the path refers to, by its id or by its client's name for it.
 
     Raises NotFound, also for requests of other tenants.
     """

@@ -66,17 +66,17 @@ async def _record(bus: Bus, caller: Caller, log: StepLog, decision: Decided, fie
         await audit_log.write(
             bus, "gateway", AuditRecord("approval", caller.name, target, caller.tenant)
         )
-        log.overtaken = False  # The checks above have read the present decisions.
+        log.overtaken = False  # The present decisions were checked above.
         with contextlib.suppress(Fenced):
             await log.append(decision)
             return
 
 
 async def _prevent_begin(bus: Bus, tenant: str, response_id: str) -> bool:
-    """Return whether a response has not begun. It then cannot begin any more.
+    """Prevent a response from beginning, unless it has begun. Return whether it is prevented.
 
-    The task of a response that has begun is published again, in case its gateway has died before
-    it did. Raises Overloaded or Unavailable.
+    The task of a response that has begun is published again, in case its gateway died before that.
+    Raises Overloaded or Unavailable.
     """
     log = await open_log(bus, tenant, response_id)
     if log.state.num_steps == 0:

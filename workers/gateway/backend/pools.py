@@ -1,4 +1,4 @@
-"""Search for stages of a model without workers."""
+"""Stages of a model that have no workers."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from workers.roles import role_of
 
 
 class ModelPools(NamedTuple):
-    """The stages of a model that its requests need."""
+    """State of the stages that a model's requests need."""
 
     accepts: bool
     """Whether requests are accepted; they may have to wait for a stage without workers."""

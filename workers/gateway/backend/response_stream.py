@@ -136,8 +136,8 @@ async def _turn_records(
 ) -> AsyncIterator[TokenChunk]:
     """Yield the records of a turn.
 
-    A turn that `has_ended` without records has lost them, or the response ended before the request
-    of the turn was published. Raises LogTruncated if they are lost.
+    If a turn that `has_ended` has no records, they have expired, or the response ended before the
+    request of the turn was published. Raises LogTruncated for expired records.
     """
     bus, name = context.bus, turn_id(log.response_id, turn.turn)
     if has_ended and await last_record(bus, name) is None and not _may_be_void(context, log, turn):
@@ -162,7 +162,10 @@ def _ended_without(log: StepLog, turn: Asked) -> bool:
 
 
 def _may_be_void(context: AppContext, log: StepLog, turn: Asked) -> bool:
-    """Return whether a turn without records has never had any. Old records have expired."""
+    """Return whether a turn without records never had any.
+
+    Its response has ended without it, too recently for records to have expired.
+    """
     ended = log.state.ended
     return ended is not None and _is_recent(context, ended) and _ended_without(log, turn)
 

@@ -37,7 +37,7 @@ from workers.gateway.openai.response_object import response_of
 from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore
 from workers.gateway.schemas.responses import ResponseBody
 
-# Part of the store from which on new responses are refused. The rest is for running responses.
+# Fraction of the store above which new responses are refused. The rest is for running responses.
 MAX_FULL = 0.9
 # Steps take more memory than their JSON.
 MEMORY_FACTOR = 3
@@ -142,7 +142,7 @@ def _reaches(use: LogUse, limits: AgentConfig) -> bool:
 
 
 async def is_store_full(context: AppContext) -> bool:
-    """Return whether the responses of all tenants are refused. Raises Unavailable."""
+    """Return whether the store has no room for new responses of any tenant. Raises Unavailable."""
     return await context.store_size.read() > MAX_FULL * context.config.agent.store_mib * 2**20
 
 
@@ -158,7 +158,7 @@ async def begin(
 
     All three happen at the same time. An agent that gets the task before the step is stored waits a
     limited time for the step. The task of a named response is published after its step: the client
-    may send the response again when this gateway dies, and the broker drops a second task.
+    may send the response again when this gateway dies, and the broker would drop the second task.
 
     Raises ReusedId when a response of this name has different content, ApprovalUsed, StoreFull,
     PayloadTooLarge, Overloaded or Unavailable.
@@ -233,7 +233,7 @@ async def end_if_late(context: AppContext, log: StepLog) -> None:
     if begun.deadline_s is not None and now_s > begun.deadline_s:
         message = "the response has not ended in time"
     is_awaited = log.state.num_steps == 1 and not begun.background
-    # A first turn that was published by the gateway ends earlier, and an agent may record its end.
+    # A first turn that a gateway published has the same deadline. An agent then records its end.
     patience_s = context.config.delivery.default_timeout_s + (GRACE_S if begun.asks else 0.0)
     if is_awaited and now_s > begun.created_s + patience_s:
         message = "no agent has continued the response in time"

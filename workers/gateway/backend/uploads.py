@@ -112,7 +112,7 @@ async def store_large_item_media(
 
 
 async def name_files(context: AppContext, items: Sequence[Item], tenant: str) -> list[Item]:
-    """Return the items with the names of their stored files. Endings of names give the media types.
+    """Return the items with the names of their stored files. Their endings determine the types.
 
     Raises MediaNotFound or UnsupportedContent with the field, or Unavailable.
     """
@@ -181,7 +181,7 @@ def _decode_data(url: str, field: str) -> bytes:
     """Return the content of a data: URL. Raises InvalidMedia with the field."""
     head, comma, data = url.partition(",")
     if f"{head}{comma}".lower().encode() == SEQUENCE_HEAD:
-        # The URL of a sequence of JPEG files is its file.
+        # For a sequence of JPEG files, the URL itself is the file.
         return SEQUENCE_HEAD + data.encode()
     try:
         if head.endswith(";base64"):

@@ -62,9 +62,9 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def logprobs(self) -> int | None:
-        """Number of alternatives to each token that the answer shows with their log probabilities.
+        """Whether the answer shows log probabilities.
 
-        True or False for an answer that shows all of them, or none; None also means none.
+        A number means yes, and is the number of alternatives to each token. None means no.
         """
         return None
 

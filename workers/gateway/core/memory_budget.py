@@ -1,6 +1,6 @@
 """Memory budget for answers that are not streamed: log probabilities, embeddings, speech, images.
 
-A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
+A stream drops log probabilities as soon as they are sent. A whole answer has all of them at its
 end, and there may be gigabytes, so their memory is reserved before the request is published.
 Embeddings are never streamed. The length of a speech and the size of an image file are not known
 before, so their memory is reserved as they arrive. Pure.

@@ -23,7 +23,7 @@ Param = str | tuple[str | None, str | None, str]
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """The beginning of a file. The bytes events after it are its content."""
+    """The beginning of a file. The events of type bytes after it are its content."""
 
     field: str
     filename: str

@@ -24,15 +24,15 @@ async def in_part_order(options: Any, records: Records) -> Records:
 
     All parts are read as they arrive. A failure is not held back, because it ends the answer.
     """
-    held: dict[int, deque[AnyRecord]] = defaultdict(deque)
+    waiting: dict[int, deque[AnyRecord]] = defaultdict(deque)
     turn = 0
     async for part, record in records:
         if isinstance(record, Failure):
             yield part, record
             continue
-        held[part].append(record)
-        while held[turn]:
-            oldest = held[turn].popleft()
+        waiting[part].append(record)
+        while waiting[turn]:
+            oldest = waiting[turn].popleft()
             yield turn, oldest
             turn += isinstance(oldest, Finish)
 

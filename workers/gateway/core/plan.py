@@ -169,7 +169,7 @@ def plan_of(
     sampling: dict[str, Any],
     options: Options,
 ) -> SubmitPlan[Options]:
-    """Return the plan of a request that may be streamed as events, and may be durable."""
+    """Return the plan of a request. Its fields `stream` and `durable` decide the delivery."""
     return SubmitPlan(
         requests,
         sampling,

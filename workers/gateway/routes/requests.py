@@ -111,7 +111,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     start = read_start(request, active.options.num_logs)
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
-    # The request belongs to another client, so a disconnect of this one does not cancel it.
+    # A client that only reads a request does not cancel it by disconnecting.
     return EventStream(
         events, lambda: None, context.shutting_down, error_response, headers, numbered=True
     )

@@ -244,7 +244,7 @@ async def retrieve(context: AppContext, request: Request, caller: Caller) -> Res
     after = _number(request, "starting_after", request.headers.get("last-event-id"))
     return ResponseStream(
         _encoded(context, log, after),
-        lambda: None,  # The response belongs to another client.
+        lambda: None,  # A client that only reads does not cancel.
         context.shutting_down,
         error_response,
         {"x-request-id": log.response_id},

@@ -81,7 +81,7 @@ async def replay(context: AppContext, request: Request, caller: Caller) -> Respo
     etag = etag_of(active.request_id)
     header = request.headers.get("range", "")
     part = read_range(header, total) if request.headers.get("if-range", etag) == etag else None
-    # The request belongs to another client, so a disconnect of this one does not cancel it.
+    # A client that only reads a request does not cancel it by disconnecting.
     return SoundStream(
         context, active, active.follow_logs(), speech.format, lambda: None, part, total
     )

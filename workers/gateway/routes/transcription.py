@@ -57,7 +57,7 @@ async def _read_form(call: Call) -> Recording:
 
 
 def _as_text(body: Recording, response: Response) -> Response:
-    """Return the response, as plain text if the client has chosen this format."""
+    """Return the response, as plain text if the client has chosen the format `text`."""
     if body.form.response_format != TEXT or response.status_code != 200:
         return response
     text = msgspec.json.decode(response.body, type=Transcription).text
