@@ -62,7 +62,7 @@ class ActiveRequest:
         record: RequestRecord,
         endpoint: str,
         holder: str = "",
-        recorded: asyncio.Task[RequestRecord] | None = None,
+        registration: asyncio.Task[RequestRecord] | None = None,
     ) -> None:
         """`endpoint` is the path for metrics. `holder` is this gateway's name at the registry of
         requests; "" for a client whose disconnect must not end the request.
@@ -74,7 +74,7 @@ class ActiveRequest:
             raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
         self.request_id = request_id
         self.record = record
-        self.recorded = recorded
+        self.registration = registration
         """Done when the registry has the record."""
         self.encode: Callable[[bytes, str], bytes] = event
         """Encodes an event of a stream from its JSON and its id."""
@@ -260,9 +260,9 @@ class ActiveRequest:
 
         A broken connection may be noticed long after its client has continued at another gateway.
         """
-        assert self.recorded is not None
+        assert self.registration is not None
         try:
-            await self.recorded
+            await self.registration
             was_last = await request_registry.unregister(
                 self._context.bus, self.request_id, self._holder
             )

@@ -79,19 +79,19 @@ async def submit(
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"
     to_store = record if is_named or plan.durable else _without(record, plan.unrecorded)
-    recorded = asyncio.create_task(
+    registration = asyncio.create_task(
         request_registry.register(context.bus, request_id, to_store, holder)
     )
     # Its exception is raised before the first record is sent. If there is no record, asyncio must
     # not report the exception as never retrieved.
-    recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
-    stored = await recorded if is_named else record
+    registration.add_done_callback(lambda done: done.cancelled() or done.exception())
+    stored_record = await registration if is_named else record
     endpoint = request.scope["endpoint_path"]
     try:
-        active = ActiveRequest(context, request_id, stored, endpoint, holder, recorded)
+        active = ActiveRequest(context, request_id, stored_record, endpoint, holder, registration)
     except DecodeError as error:
         raise Unavailable(error.message, field="X-Request-Id") from error
-    if stored.digest != record.digest:
+    if stored_record.digest != record.digest:
         active.on_disconnect()  # This client does not read the request, but another one may.
         raise errors.ReusedId(
             "this id belongs to an earlier request with different content", field="X-Request-Id"
@@ -158,8 +158,8 @@ async def _reserve_answer(
 def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan[Options]) -> str:
     """Return the digest of the content of a request, without the options of its delivery."""
     contents = [_content_of(request) for request in requests]
-    hashed = [contents, plan.sampling, plan.options.digest_part()]
-    return hashlib.sha256(to_json(hashed)).hexdigest()
+    content = [contents, plan.sampling, plan.options.digest_part()]
+    return hashlib.sha256(to_json(content)).hexdigest()
 
 
 def _content_of(request: GenerateRequest) -> dict[str, Any]:
@@ -198,10 +198,10 @@ async def _once_recorded(
 
     Without a record the answer could not be resumed, so no event of it may be sent.
     """
-    assert active.recorded is not None
+    assert active.registration is not None
     async for record in log:
         try:
-            await asyncio.shield(active.recorded)  # Usually done long before.
+            await asyncio.shield(active.registration)  # Usually done long before.
         except PagemillError:
             # The client gets a retryable error. If it retries, the work would be done twice.
             active.start_cancel()

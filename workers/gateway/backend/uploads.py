@@ -93,7 +93,7 @@ async def store_large_item_media(
     """
     lengths = [len(url) for item in items for _, part in _parts_of(item) if (url := _data_of(part))]
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
-    stored: list[Item] = []
+    new_items: list[Item] = []
     for i, item in enumerate(items):
         for part_field, part in _parts_of(item):
             url, field = _data_of(part), f"input[{i}].{part_field}"
@@ -107,8 +107,8 @@ async def store_large_item_media(
             elif isinstance(part, InputAudioPart):
                 sound = replace(part.input_audio, data=media)
                 item = _with_part(item, part, InputAudioPart(sound))
-        stored.append(item)
-    return stored
+        new_items.append(item)
+    return new_items
 
 
 async def name_files(context: AppContext, items: Sequence[Item], tenant: str) -> list[Item]:
@@ -116,15 +116,15 @@ async def name_files(context: AppContext, items: Sequence[Item], tenant: str) ->
 
     Raises MediaNotFound or UnsupportedContent with the field, or Unavailable.
     """
-    named: list[Item] = []
+    named_items: list[Item] = []
     for i, item in enumerate(items):
         for name, part in _parts_of(item):
             if isinstance(part, InputFilePart):
                 field = f"input[{i}].{name}"
                 filename = await _name_of(context, part.file_id or "", tenant, field)
                 item = _with_part(item, part, replace(part, filename=filename))
-        named.append(item)
-    return named
+        named_items.append(item)
+    return named_items
 
 
 async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -> str:

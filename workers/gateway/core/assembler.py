@@ -90,8 +90,8 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
         Only the format of an output is part of it. The other options of an output are configured,
         or are in the request on the bus.
         """
-        stored: dict[str, Any] = msgspec.to_builtins(self)
-        part = {name: value for name, value in stored.items() if name not in _DELIVERY}
+        options: dict[str, Any] = msgspec.to_builtins(self)
+        part = {name: value for name, value in options.items() if name not in _DELIVERY}
         for name in part:
             if isinstance(getattr(self, name), OutputOptions):
                 part[name] = {"format": part[name]["format"]}

@@ -109,9 +109,9 @@ def _num_entries(num_alternatives: int | None) -> int:
 
 def stored_options(options: AnswerOptions, size: AnswerSize) -> dict[str, Any]:
     """Return the options for a RequestRecord, with the size for `read_answer_size`."""
-    stored: dict[str, Any] = msgspec.to_builtins(options)
+    fields: dict[str, Any] = msgspec.to_builtins(options)
     is_large = size.per_token or size.of_prompt or size.of_embeddings
-    return stored | {_OPTION: msgspec.to_builtins(size)} if is_large else stored
+    return fields | {_OPTION: msgspec.to_builtins(size)} if is_large else fields
 
 
 def read_answer_size(record: RequestRecord) -> AnswerSize:

@@ -112,10 +112,10 @@ async def _process_images(
 
 
 async def _store(context: AppContext, item: WireItem, tenant: str) -> Feature:
-    stored = None
+    url = None
     if item.data is not None:
-        stored = await context.pin_media(item.data, tenant)
-    return Feature(item.modality, item.mm_hash, item.place.offset, item.place.length, stored)
+        url = await context.pin_media(item.data, tenant)
+    return Feature(item.modality, item.mm_hash, item.place.offset, item.place.length, url)
 
 
 async def _record_alias(
