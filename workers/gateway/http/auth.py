@@ -80,14 +80,14 @@ class _KeyUsage:
     def acquire(self, now_s: float) -> None:
         limit = self.key.max_concurrent
         if limit is not None and self.in_flight >= limit:
-            raise RateLimited(f"this key may have {limit} requests at one time", BUSY_S)
+            raise RateLimited(f"this key may have at most {limit} requests at one time", BUSY_S)
         rate = self.key.max_requests_per_minute
         if rate is not None:
             earned = (now_s - self._filled_s) * rate / 60
             self._tokens, self._filled_s = min(float(rate), self._tokens + earned), now_s
             if self._tokens < 1:
                 wait_s = (1 - self._tokens) * 60 / rate
-                raise RateLimited(f"this key may send {rate} requests a minute", wait_s)
+                raise RateLimited(f"this key may send at most {rate} requests a minute", wait_s)
             self._tokens -= 1
         self.in_flight += 1
 

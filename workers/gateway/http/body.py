@@ -52,7 +52,7 @@ class BodyReader:
         """
         check_not_compressed(request)
         limit, timeout_s = self._limits.max_body_mib * 2**20, self._limits.body_timeout_s
-        too_large = BodyTooLarge(f"a body may have {self._limits.max_body_mib} MiB")
+        too_large = BodyTooLarge(f"a body may have at most {self._limits.max_body_mib} MiB")
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > limit:
             raise too_large
@@ -133,7 +133,7 @@ def check_form(request: Request) -> str:
 def check_num_values(body: bytes) -> None:
     """Raise BodyTooLarge for JSON that would take too long to decode."""
     if sum(count_bytes(body, b",[{")) > MAX_VALUES:
-        raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
+        raise BodyTooLarge(f"a body may have at most {MAX_VALUES} values")
 
 
 def declares_json(request: Request) -> bool:

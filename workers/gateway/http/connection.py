@@ -80,8 +80,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.config.max_header_kib * 2**10:
-            self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
+        max_kib = self._limits.config.max_header_kib
+        if self._in_head and self._head_bytes > max_kib * 2**10:
+            self._refuse(errors.HeadersTooLarge(f"the headers may have at most {max_kib} KiB"))
         elif self._is_idle and self._timer is None:
             # This data has stopped the timer between requests, and is not yet a request.
             self._start_head_timer()
@@ -121,7 +122,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
         if self._num_chunks == MAX_CHUNKS:
-            self._refuse(errors.BodyTooLarge("the body has too many chunks"))
+            self._refuse(errors.BodyTooLarge(f"a body may have at most {MAX_CHUNKS} chunks"))
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest("this is not a valid HTTP request"))

@@ -104,8 +104,10 @@ class EdgeMiddleware:
         headers: Headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope["raw_path"]) + len(scope["query_string"])
-        if size > self._limits.max_header_kib * 2**10 or len(headers) > MAX_HEADERS:
-            return self._error_response(HeadersTooLarge("the request's headers are too large"))
+        max_kib = self._limits.max_header_kib
+        if size > max_kib * 2**10 or len(headers) > MAX_HEADERS:
+            message = f"a request may have at most {MAX_HEADERS} headers of {max_kib} KiB together"
+            return self._error_response(HeadersTooLarge(message))
         if sum(name == b"host" for name, _ in headers) > 1:
             return self._error_response(
                 InvalidRequest("the header Host is given twice", field="Host")

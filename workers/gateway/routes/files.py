@@ -162,7 +162,7 @@ async def _store(
                 values[field] = value
             case bytes():
                 if upload.num_bytes + len(event) > limit:
-                    raise BodyTooLarge(f"a file may have {limit} bytes")
+                    raise BodyTooLarge(f"a file may have at most {limit} bytes")
                 await context.media_quotas.check(tenant, len(event))
                 await upload.write(event)
     if filename is None:
