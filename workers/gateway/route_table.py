@@ -35,6 +35,8 @@ Handler = Callable[[AppContext, Request, Caller], Awaitable[Response]]
 
 
 class Parameter(Struct, frozen=True):
+    """A parameter of a request besides its body."""
+
     name: str
     place: str
     """`path`, `query` or `header`."""

@@ -29,7 +29,7 @@ from workers.gateway.routes import page
 
 BACKLOG = 1024
 # Time to send the final error to the clients that still wait when the drain is over.
-LAST_WORDS_S = 1.0
+FINAL_ERROR_S = 1.0
 KEEP_ALIVE_S = 30
 # File descriptors for everything but accepted connections. Connections over the limit need some.
 OTHER_FILES = 192
@@ -40,16 +40,16 @@ async def main(context: Context) -> None:
     app = AppContext(context.bus, context.config, context.metrics, context.worker, KINDS)
     context.reloader.takers.append(app.reload)
     with _listening(config) as listener:
-        num_connections = _affordable(config.max_connections)
+        num_connections = _max_connections(config.max_connections)
         if num_connections < config.max_connections:
             context.log.warning("fewer_connections", max_connections=num_connections)
-        entrance = ConnectionLimits(
+        limits = ConnectionLimits(
             config,
             num_connections,
             refused=context.metrics.counter("http_connections_refused_total"),
             slow=context.metrics.counter("http_slow_clients_total"),
         )
-        server = _server(app, entrance)
+        server = _server(app, limits)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener, context.bus)
         context.log.info("listening", url=context.url)
@@ -63,7 +63,7 @@ async def main(context: Context) -> None:
         drain_s = context.config.delivery.drain_s
         await context.shutdown.drained({serving}, drain_s)
         app.shutting_down.set()
-        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+        await asyncio.wait({serving}, timeout=FINAL_ERROR_S)
         server.force_exit = True
         await serving
         await app.close()
@@ -75,10 +75,10 @@ def all_routes(app: AppContext) -> list[Route]:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, entrance: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
         self.servers = []
-        self._entrance = entrance
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the listeners as uvicorn does, but with TLS handshakes that are counted and have a
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
                 connections = self.server_state.connections
                 server = cast(
                     asyncio.Server,
-                    TlsServer(self._entrance, listener, tls, connection, connections.__len__),
+                    TlsServer(self._limits, listener, tls, connection, connections.__len__),
                 )
             self.servers.append(server)
         self.started = True
@@ -108,11 +108,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: AppContext, entrance: ConnectionLimits) -> _Server:
+def _server(app: AppContext, limits: ConnectionLimits) -> _Server:
     config = uvicorn.Config(
         build_application(app, all_routes(app)),
         # uvicorn expects a class here, and does nothing with it but call it.
-        http=cast(type[asyncio.Protocol], partial(LimitedHttpProtocol, entrance)),
+        http=cast(type[asyncio.Protocol], partial(LimitedHttpProtocol, limits)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -123,10 +123,10 @@ def _server(app: AppContext, entrance: ConnectionLimits) -> _Server:
     )
     config.load()
     config.ssl = _tls(app.limits)
-    return _Server(config, entrance)
+    return _Server(config, limits)
 
 
-def _affordable(num_connections: int) -> int:
+def _max_connections(num_connections: int) -> int:
     """Return how many connections the process has file descriptors for, at most `num_connections`.
 
     Raises the soft limit of the process as far as the hard limit allows.

@@ -33,8 +33,12 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 class Delivery(Enum):
+    """Form of the response with an answer."""
+
     WHOLE = auto()
+    """One JSON body at the end."""
     EVENTS = auto()
+    """Server-sent events."""
     LINES = auto()
     """A line of JSON for each event, without ids."""
     SOUND = auto()
