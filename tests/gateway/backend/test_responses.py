@@ -162,7 +162,8 @@ async def test_an_approval_for_a_response_that_could_not_begin_is_free(bus: Bus)
 async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> None:
     app, begun = app_of(bus), replace(BEGUN, asks=True)
     barred, name = await stored(bus, ended("cancelled")), new_name()
-    first = GenerateRequest("m", messages=[Message("user", "Hi")]), dict[str, Any]()
+    request = GenerateRequest("m", messages=[Message("user", "Hi")])
+    first = responses.FirstTurn(request, {})
     with pytest.raises(ApprovalUsed):
         await responses.begin(app, begun, barred.response_id, first, is_named=False)
     log = await responses.begin(app, begun, name, first, is_named=False)

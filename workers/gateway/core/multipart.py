@@ -39,8 +39,10 @@ FormEvent = FileHead | FormValue | bytes
 
 
 class FormStream:
-    """Parser of a body that arrives in pieces. Of a file, it holds back only bytes that may be the
-    beginning of a boundary."""
+    """Parser of a body that arrives in pieces.
+
+    It holds back no more of a file than the bytes that may be the beginning of a boundary.
+    """
 
     def __init__(self, content_type: str) -> None:
         """Raises InvalidRequest."""
