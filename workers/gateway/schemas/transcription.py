@@ -9,11 +9,12 @@ UNSUPPORTED = frozenset(
     | {"known_speaker_references", "translate"}
 )
 UNSUPPORTED_FORMATS = {
-    "verbose_json": "the model tells no times",
-    "srt": "the model tells no times",
-    "vtt": "the model tells no times",
-    "diarized_json": "the model does not tell speakers apart",
+    "verbose_json": "the model does not produce timestamps",
+    "srt": "the model does not produce timestamps",
+    "vtt": "the model does not produce timestamps",
+    "diarized_json": "the model does not distinguish speakers",
 }
+"""Formats of other servers, with the reason why they are not supported."""
 
 
 class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
