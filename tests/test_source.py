@@ -37,7 +37,7 @@ MAX_HARD = {
     "shared/stage": 48,
     "workers/agent": 11,
     "workers/engine": 2,
-    "workers/gateway": 99,
+    "workers/gateway": 53,
 }
 
 # They make code of data.
