@@ -37,7 +37,6 @@ MAX_HARD = {
     "shared/stage": 48,
     "workers/agent": 11,
     "workers/engine": 2,
-    "workers/gateway": 32,
 }
 
 # They make code of data.

@@ -238,7 +238,7 @@ async def test_a_recording_is_written_down(api: AsyncOpenAI, listener: Listener)
     text = await transcribe(model="hearing", file=("a.wav", data), response_format="text")
     assert text == f"{told}\n"
     for name in ("srt", "vtt", "verbose_json"):
-        with pytest.raises(APIStatusError, match="the model tells no times") as caught:
+        with pytest.raises(APIStatusError, match="the model does not produce timestamps") as caught:
             await transcribe(model="hearing", file=("a.wav", data), response_format=name)
         assert caught.value.status_code == 400
     with pytest.raises(APIStatusError, match="not a readable sound") as caught:

@@ -89,11 +89,11 @@ def test_the_instruction_names_the_language() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"response_format": "verbose_json"}, "no times"),
-        ({"response_format": "srt"}, "no times"),
-        ({"response_format": "vtt"}, "no times"),
+        ({"response_format": "verbose_json"}, "timestamps"),
+        ({"response_format": "srt"}, "timestamps"),
+        ({"response_format": "vtt"}, "timestamps"),
         ({"response_format": "xml"}, "json, text"),
-        ({"response_format": "text", "stream": True}, "events, not text"),
+        ({"response_format": "text", "stream": True}, "which has events"),
         ({"language": "xx"}, "'xx' is not available"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Common part of the assemblers of OpenAI's API. Pure."""
+"""Base class of the assemblers of completions and chat completions. Pure."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from workers.gateway.schemas.openai_response import FinishReason, MaybeUsage, us
 
 
 @dataclass(slots=True, kw_only=True)
-class ChoiceSoFar:
-    """One choice so far."""
+class ChoiceState:
+    """State of one choice."""
 
-    begun: bool = False
+    has_begun: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 Options = TypeVar("Options", bound=UsageOptions)
-Choice = TypeVar("Choice", bound=ChoiceSoFar)
+Choice = TypeVar("Choice", bound=ChoiceState)
 
 
 class OpenAIAssembler(Assembler[Options], Generic[Options, Choice]):
-    """Assembler whose chunks and whole answers have the same head, and lists of choices."""
+    """Base class of assemblers that return lists of choices, in chunks and in whole answers."""
 
     chunk_type: ClassVar[type[Any]]
     answer_type: ClassVar[type[Any]]
@@ -50,22 +50,23 @@ class OpenAIAssembler(Assembler[Options], Generic[Options, Choice]):
 
     def _add_tokens(self, part: int, record: TokenChunk) -> list[Any]:
         self.num_tokens += sum(len(delta.token_ids) for delta in record.choices)
-        advanced = [self._advance(part, delta) for delta in record.choices]
-        shown = [choice for choice in advanced if choice is not None]
-        return [self._chunk(shown)] if shown else []
+        choices = [
+            choice for delta in record.choices if (choice := self._advance(part, delta)) is not None
+        ]
+        return [self._chunk(choices)] if choices else []
 
-    def _chunk(self, shown: list[Any]) -> Any:
+    def _chunk(self, choices: list[Any]) -> Any:
         usage: MaybeUsage = UNSET
         if self.options.continuous_usage:
             usage = usage_of([Usage(self.options.prompt_tokens or 0, self.num_tokens)])
         elif self.options.include_usage:
             usage = None
-        return self._message(self.chunk_type, shown, usage)
+        return self._message(self.chunk_type, choices, usage)
 
     def _finish(self, record: Finish) -> list[Any]:
         self.usages.append(record.usage)
-        wanted = self.options.include_usage or self.options.continuous_usage
-        if not wanted or len(self.usages) < self.options.parts:
+        has_usage = self.options.include_usage or self.options.continuous_usage
+        if not has_usage or len(self.usages) < self.options.parts:
             return []
         return [self._message(self.chunk_type, [], usage_of(self.usages, self.audio_tokens))]
 
@@ -81,7 +82,7 @@ class OpenAIAssembler(Assembler[Options], Generic[Options, Choice]):
 
     @abstractmethod
     def _advance(self, part: int, delta: ChoiceDelta) -> Any | None:
-        """Add to a choice. Return what a chunk shows of it, or None for nothing."""
+        """Add a delta to its choice. Return the choice of a chunk, or None if it would be empty."""
 
     @abstractmethod
     def _whole(self, index: int, choice: Choice) -> Any:

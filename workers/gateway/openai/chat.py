@@ -1,8 +1,7 @@
 """Chat completions: the plan of a request. Pure."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -65,7 +64,7 @@ class AudioOptions(OutputOptions, frozen=True, kw_only=True):
     stored_s: int
     """Time for which the speech is stored."""
     timed: bool = False
-    """As in the OutputSpec."""
+    """Whether samples have the position of the text that they speak, see OutputSpec."""
 
 
 class ChatOptions(UsageOptions, frozen=True, kw_only=True):
@@ -90,8 +89,8 @@ class ToolPlan(Struct, frozen=True):
     names: list[str] = []
     """Functions that may be called."""
     one_call: bool = False
-    structure: dict[str, Any] | None = None
-    """StructuredOutputs mapping that constrains the answer."""
+    structure: Mapping[str, object] | None = None
+    """Constraint on the answer, as a StructuredOutputs mapping."""
 
 
 def plan_chat(
@@ -99,9 +98,10 @@ def plan_chat(
 ) -> SubmitPlan[ChatOptions]:
     """Return the plan of a request. `card` is needed for a request with tools.
 
-    Without `strict`, for a request that another server is to answer, the attribute of that name is
-    ignored for functions that the model may choose not to call, and required calls are a list in
-    JSON: other servers read other grammars. Raises a RequestError with the field.
+    `strict` is False if another server may answer the request. Servers differ in the grammars that
+    they read, so optional calls are then not constrained, and required calls are a JSON list.
+
+    Raises a RequestError with the field.
     """
     tools = tool_plan(request, card, own_form=strict)
     structure = tools.structure
@@ -112,14 +112,17 @@ def plan_chat(
     limit = request.max_completion_tokens
     if limit is not None:
         if sampling.get("max_tokens", limit) != limit:
-            raise InvalidRequest("max_tokens has another value", field="max_completion_tokens")
+            raise InvalidRequest(
+                "max_completion_tokens: max_tokens has a different value; send one of them",
+                field="max_completion_tokens",
+            )
         sampling["max_tokens"] = limit
         fields["sampling_params.max_tokens"] = "max_completion_tokens"
     if structure is not None:
         sampling["structured_outputs"] = structure
         fields[STRUCTURE_FIELD] = "tools"
     if tools.form not in (None, "named", "required"):
-        # The tags by which calls are found may be special tokens.
+        # The tags around calls may be special tokens.
         sampling["skip_special_tokens"] = False
     options = ChatOptions(**usage_options(request), logprobs=bool(request.logprobs), fields=fields)
     if tools.form is not None:
@@ -145,9 +148,9 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
 def messages_of(
     messages: Sequence[ChatMessage], options: ProcessorKwargs | None = None
 ) -> list[Message]:
-    """Return the messages for the bus. Raises InvalidRequest for one without content."""
+    """Return the messages for the bus. Raises InvalidRequest for a message without content."""
     use_audio = options is not None and bool(options.use_audio_in_video)
-    return [_message_of(given, f"messages[{i}]", use_audio) for i, given in enumerate(messages)]
+    return [_message_of(message, f"messages[{i}]", use_audio) for i, message in enumerate(messages)]
 
 
 def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
@@ -167,19 +170,21 @@ def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
 
 
 def _sound_fields(messages: Sequence[ChatMessage]) -> dict[str, str]:
-    """Return the client's names of sounds that are given as base64, by the names on the bus.
+    """Return the client's field of each sound in base64, by its field on the bus.
 
-    They are stored with the request, so there is a limit on them. A model takes fewer sounds.
+    The names are stored with the request, so their number is limited. Models accept fewer sounds.
     """
-    found = (
+    fields = (
         f"messages[{i}].content[{j}]"
         for i, message in enumerate(messages)
         if isinstance(message.content, list)
         for j, part in enumerate(message.content)
         if isinstance(part, ChatInputAudioPart)
     )
-    named = itertools.islice(found, MAX_NAMED_SOUNDS)
-    return {f"{part}.audio_url": f"{part}.input_audio.data" for part in named}
+    return {
+        f"{field}.audio_url": f"{field}.input_audio.data"
+        for field in itertools.islice(fields, MAX_NAMED_SOUNDS)
+    }
 
 
 def _part_of(part: ChatPart, use_audio: bool) -> ContentPart:
@@ -204,9 +209,9 @@ def _logprobs_of(request: ChatRequest) -> dict[str, int]:
 
 
 def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -> ToolPlan:
-    """Return the plan for tool calls. Raises a RequestError if the calls could not be found.
+    """Return the plan for tool calls. Raises a RequestError if calls could not be recognized.
 
-    With `own_form`, required calls have the model's own form if a grammar can hold it.
+    With `own_form`, required calls have the model's own form if a grammar can enforce it.
     """
     tools, choice = request.tools or [], request.tool_choice
     if not tools and choice not in (None, "none"):
@@ -216,13 +221,11 @@ def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -
     one_call = request.parallel_tool_calls is False
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedTool):
-        wanted = choice.function.name
-        if wanted not in names:
-            raise InvalidRequest(f"there is no tool {wanted!r}", field="tool_choice.function.name")
-        chosen = tools[names.index(wanted)]
-        return ToolPlan(
-            "named", [wanted], True, {"json_schema": arguments_schema(chosen) | COMPACT}
-        )
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(f"there is no tool {name!r}", field="tool_choice.function.name")
+        schema = arguments_schema(tools[names.index(name)]) | COMPACT
+        return ToolPlan("named", [name], True, {"json_schema": schema})
     if choice == "required" and own_form and card is not None and card.call_signs is not None:
         grammar = required_grammar(tools, card.call_signs, one_call=one_call)
         return ToolPlan(card.tool_parser, names, one_call, {"grammar": grammar})
@@ -236,15 +239,15 @@ def tool_plan(request: ChatRequest, card: ModelCard | None, *, own_form: bool) -
         )
     if card is None or not card.takes_tools or card.tool_parser is None:
         raise UnsupportedParameter(
-            f"tools: {request.model} was not trained to call tools; with tool_choice 'required' or"
-            " a named tool its answer is constrained to the form of a call",
+            f"tools: {request.model} was not trained to call tools: set tool_choice to 'required'"
+            " or to a function, which constrains the answer to the form of a call",
             field="tools",
         )
     return ToolPlan(card.tool_parser, names, one_call)
 
 
-def strict_structure(request: ChatRequest, card: ModelCard) -> dict[str, Any] | None:
-    """Return the constraint on an answer if a function that it may call is strict, else None.
+def strict_structure(request: ChatRequest, card: ModelCard) -> Mapping[str, object] | None:
+    """Return the constraint on an answer that may call a strict function, else None.
 
     Raises a RequestError if the calls cannot be constrained.
     """

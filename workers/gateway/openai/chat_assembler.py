@@ -23,7 +23,7 @@ from workers.gateway.core.logprobs import openai_logprobs
 from workers.gateway.core.order import Records, in_speech_order
 from workers.gateway.core.sound_formats import WAV, wav_header
 from workers.gateway.http import errors
-from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.assembler import ChoiceState, OpenAIAssembler
 from workers.gateway.openai.chat import ChatOptions
 from workers.gateway.openai.tool_calls import ChoiceText
 from workers.gateway.schemas.openai_response import (
@@ -41,15 +41,15 @@ from workers.gateway.schemas.openai_response import (
     TokenLogprob,
 )
 
-# Peak memory of one sample of a whole speech; tracemalloc has shown 10 bytes.
+# Peak memory for one sample of a speech that is not streamed. Measured with tracemalloc: 10 bytes.
 SAMPLE_BYTES = 12
 
-# With the spaces before each, so that all of them together are the text.
+# A word includes the spaces before it, so that all words together are the text.
 _WORDS = re.compile(r"\s*\S+|\s+$")
 
 
 @dataclass(slots=True)
-class _Choice(ChoiceSoFar):
+class _Choice(ChoiceState):
     text: ChoiceText
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -61,23 +61,23 @@ class _Speech:
     id: str
     expires_at: int
     pieces: list[tuple[int, str]] = field(default_factory=list)
-    """Number of tokens with which a piece of text ends, and the text; those not transcribed yet."""
+    """Pieces of text that the transcript lacks, each with the number of tokens up to its end."""
     pcm: bytearray = field(default_factory=bytearray)
     sample_rate: int = 24_000
     error: SpeechError | UnsetType = UNSET
 
     def transcribe(self, num_tokens: int | None) -> str:
-        """Return the next text of the transcript, up to a number of tokens or to the end."""
-        done = [p for p in self.pieces if num_tokens is None or p[0] <= num_tokens]
-        del self.pieces[: len(done)]
-        return "".join(text for _, text in done)
+        """Return the next text of the transcript, up to this number of tokens, or all with None."""
+        spoken = [p for p in self.pieces if num_tokens is None or p[0] <= num_tokens]
+        del self.pieces[: len(spoken)]
+        return "".join(text for _, text in spoken)
 
 
 class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     """Assembler of chat completions, with tool calls or a speech.
 
-    The transcript is the answer's text. In a stream it comes with the samples that speak it if the
-    sound is timed, and else with the text.
+    The transcript of a speech is the answer's text. In a stream with timed sound, it comes with the
+    samples that speak it, and otherwise with the text.
     """
 
     chunk_type, answer_type = ChatChunk, ChatCompletion
@@ -96,8 +96,8 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         choice, options = self.choices.get(delta.index), self.options
         if choice is None:
             name, form = f"{self.request.request_id}:{delta.index}", options.form or None
-            calls_one = bool(options.one_call)
-            text = ChoiceText(name, form, options.names or [], one_call=calls_one)
+            one_call = bool(options.one_call)
+            text = ChoiceText(name, form, options.names or [], one_call=one_call)
             choice = self.choices[delta.index] = _Choice(text)
         is_last = delta.finish_reason is not None
         content, calls = choice.text.feed(delta.text, is_last=is_last)
@@ -111,16 +111,16 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         if is_last:
             choice.finish_reason = choice.text.finish_reason(delta.finish_reason)
             choice.stop_reason = delta.stop_reason
-        # The reason of an answer that is spoken comes when the speech has ended.
+        # A spoken answer has its finish reason at the end of the speech.
         shows_reason = is_last and self._speech is None
-        if choice.begun and not (content or calls or logprobs or shows_reason):
+        if choice.has_begun and not (content or calls or logprobs or shows_reason):
             return None
-        first, choice.begun = not choice.begun, True
+        is_first, choice.has_begun = not choice.has_begun, True
         return ChatChunkChoice(
             delta.index,
             Delta(
-                role="assistant" if first else UNSET,
-                content=content if content or (first and not calls) else UNSET,
+                role="assistant" if is_first else UNSET,
+                content=content if content or (is_first and not calls) else UNSET,
                 tool_calls=calls or UNSET,
                 audio=self._transcript_of(delta, content),
             ),
@@ -167,10 +167,10 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
             choice.finish_reason = "length"
         cut = next((summary.error for summary in outputs.values() if summary.error), None)
         if cut is not None:
-            told = errors.body_of(cut).error
-            speech.error = SpeechError(told.code, told.message, told.param)
-        shown = AudioDelta(speech.id, expires_at=speech.expires_at, error=speech.error)
-        return self._audio_chunk(shown, choice.finish_reason, or_unset(choice.stop_reason))
+            body = errors.body_of(cut).error
+            speech.error = SpeechError(body.code, body.message, body.param)
+        end = AudioDelta(speech.id, expires_at=speech.expires_at, error=speech.error)
+        return self._audio_chunk(end, choice.finish_reason, or_unset(choice.stop_reason))
 
     def _audio_chunk(
         self,
@@ -178,8 +178,8 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         finish_reason: FinishReason | None = None,
         stop_reason: str | int | UnsetType = UNSET,
     ) -> Any:
-        shown = ChatChunkChoice(0, Delta(audio=audio), None, finish_reason, stop_reason)
-        return self._chunk([shown])
+        choice = ChatChunkChoice(0, Delta(audio=audio), None, finish_reason, stop_reason)
+        return self._chunk([choice])
 
     def _audio_of(self, content: str | None) -> AnswerAudio | UnsetType:
         speech, audio = self._speech, self.options.output
@@ -201,9 +201,9 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
 
 
 def _pieces_of(delta: ChoiceDelta, content: str) -> list[tuple[int, str]]:
-    """Return the words of a record's text, each with the number of tokens that it ends with.
+    """Return the words of a record's text, each with the number of tokens up to its end.
 
-    Words of a record with several tokens are taken to have equally many.
+    The tokens of a record are divided equally among its words.
     """
     words, num_tokens = _WORDS.findall(content), len(delta.token_ids)
     ends = (-(-num_tokens * number // len(words)) for number in range(1, len(words) + 1))

@@ -1,6 +1,6 @@
 """Completions: the plan of a request, and the assembler of its answer. Pure.
 
-Each prompt is a request of its own on the bus. The choices of the i-th prompt begin at i * n.
+Each prompt is a separate request on the bus. The choices of the i-th prompt begin at index i * n.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from workers.gateway.core.plan import (
     sampling_of,
     usage_options,
 )
-from workers.gateway.openai.assembler import ChoiceSoFar, OpenAIAssembler
+from workers.gateway.openai.assembler import ChoiceState, OpenAIAssembler
 from workers.gateway.schemas.openai_request import CompletionRequest
 from workers.gateway.schemas.openai_response import (
     Completion,
@@ -35,12 +35,12 @@ from workers.gateway.schemas.openai_response import (
     TokenLogprob,
 )
 
-# The default of OpenAI's API. A chat answer ends by itself; a prompt may continue for ever.
+# The default of OpenAI's API. Unlike the answer of a chat, the text after a prompt may never end.
 DEFAULT_MAX_TOKENS = 16
 
 
 class Echo(Struct, frozen=True):
-    """A prompt with which the answer begins."""
+    """A prompt at the beginning of the answer."""
 
     text: str
     token_ids: list[int] = []
@@ -52,7 +52,7 @@ class CompletionOptions(UsageOptions, frozen=True, kw_only=True):
     n: int = 1
     logprobs: bool = False
     echo_only: bool = False
-    """The answer is the prompts alone."""
+    """Whether the answer has the prompts alone."""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
     echo: list[Echo] | UnsetType = UNSET
     prompt_tokens: int | UnsetType = UNSET
@@ -94,12 +94,12 @@ def _generate(request: CompletionRequest, prompt: str | list[int]) -> GenerateRe
 
 
 @dataclass(slots=True)
-class _Choice(ChoiceSoFar):
+class _Choice(ChoiceState):
     text: str = ""
     offset: int = 0
     """Offset of the next token, in characters."""
     context: list[bytes] = field(default_factory=list)
-    """Tokens before the next one, because a character may need several."""
+    """Bytes of the last tokens. Several tokens may make one character."""
     logprobs: CompletionLogprobs = field(default_factory=lambda: CompletionLogprobs([], [], [], []))
 
     def add_token(
@@ -150,7 +150,7 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
         index = part * self.options.n + delta.index
         choice = self.choices.setdefault(index, _Choice())
         text, logprobs = delta.text, CompletionLogprobs([], [], [], [])
-        if not choice.begun and self.options.echo:
+        if not choice.has_begun and self.options.echo:
             text = self.options.echo[part].text + text
             self._echo(part, choice, logprobs)
         if self.options.logprobs and delta.logprobs:
@@ -161,9 +161,9 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
             choice.logprobs.extend(logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        if choice.begun and not (text or logprobs.tokens or delta.finish_reason):
+        if choice.has_begun and not (text or logprobs.tokens or delta.finish_reason):
             return None
-        choice.begun = True
+        choice.has_begun = True
         return CompletionChoice(
             index,
             text,

@@ -1,4 +1,4 @@
-"""`/generate` of vLLM's demo server: the plan of a request, and its assembler. Pure."""
+"""`/generate` of vLLM's demo server: plan of a request, and assembler of its answer. Pure."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan[DemoOptions]:
 
 
 class DemoAssembler(Assembler[DemoOptions]):
-    """Assembler of the whole texts so far, each after its prompt."""
+    """Assembler of answers that repeat the prompt and all text so far in each event."""
 
     def __init__(self, request: Answering[DemoOptions]) -> None:
         super().__init__(request)

@@ -1,6 +1,6 @@
 """Embeddings: the plan of a request, and the assembler of its answer. Pure.
 
-Each input is a request of its own on the bus.
+Each input is a separate request on the bus.
 """
 
 import array
@@ -50,7 +50,7 @@ def plan_embedding(request: EmbeddingRequest) -> SubmitPlan[EmbeddingOptions]:
 
 
 class EmbeddingCollector(Assembler[Options]):
-    """Base of assemblers that need the embeddings of all parts."""
+    """Base class of assemblers that need the embeddings of all parts."""
 
     def __init__(self, request: Answering[Options]) -> None:
         super().__init__(request)
@@ -70,9 +70,9 @@ class EmbeddingCollector(Assembler[Options]):
 
     def check_all(self) -> None:
         """Raises WorkerFailure if a log has ended without an embedding."""
-        num_found, num_inputs = len(self.embeddings), self.options.parts
-        if num_found != num_inputs:
-            raise WorkerFailure(f"{num_found} of {num_inputs} inputs have an embedding")
+        num_embeddings, num_inputs = len(self.embeddings), self.options.parts
+        if num_embeddings != num_inputs:
+            raise WorkerFailure(f"{num_embeddings} of {num_inputs} inputs have an embedding")
 
 
 class EmbeddingAssembler(EmbeddingCollector[EmbeddingOptions]):
@@ -90,7 +90,7 @@ class EmbeddingAssembler(EmbeddingCollector[EmbeddingOptions]):
 
 
 def floats_of(data: str) -> list[float]:
-    """Return the values of base64 of 32-bit floats, least significant byte first."""
+    """Decode base64 of 32-bit floats, least significant byte first."""
     values = array.array("f", base64.b64decode(data))
     if sys.byteorder == "big":
         values.byteswap()
@@ -98,7 +98,7 @@ def floats_of(data: str) -> list[float]:
 
 
 def embeddings_budget(advice: str) -> Budget:
-    """Return the budget of answers that are made of embeddings, which are never streamed."""
+    """Return the memory budget of answers with embeddings, which are never streamed."""
     return Budget(prompts=Refusal("embeddings", "prompt", advice))
 
 

@@ -33,7 +33,7 @@ class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
 
     size: str
     base_url: str
-    """What stands before the name of a file in its URL."""
+    """URL prefix of the files, with a slash at the end."""
 
 
 class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -45,62 +45,62 @@ class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
 
 
 def plan_images(
-    asked: ImagesRequest, painter: StageSpec | None, base_url: str
+    request: ImagesRequest, painter: StageSpec | None, base_url: str
 ) -> SubmitPlan[ImageOptions]:
     """Return the plan of a request for images. Raises InvalidRequest with the field."""
     if painter is None or painter.output is None:
-        raise InvalidRequest(f"{asked.model} paints no images", field="model")
-    _check(asked, painter)
-    size = None if asked.size == AUTO else asked.size
+        raise InvalidRequest(f"{request.model} paints no images", field="model")
+    _check(request, painter)
+    size = None if request.size == AUTO else request.size
     params = ImageParams(
         size,
-        # A stream has one image, whatever number is configured.
-        1 if asked.stream else asked.n,
-        asked.num_inference_steps,
-        asked.guidance_scale,
-        asked.negative_prompt,
-        asked.seed,
-        asked.partial_images,
+        # A stream has one image, even if the model's default is another number.
+        1 if request.stream else request.n,
+        request.num_inference_steps,
+        request.guidance_scale,
+        request.negative_prompt,
+        request.seed,
+        request.partial_images,
     )
     output = painter.output.name
-    wanted = GenerateRequest(
-        asked.model,
-        prompt=asked.prompt,
+    generate_request = GenerateRequest(
+        request.model,
+        prompt=request.prompt,
         image=params,
         outputs=[output],
-        timeout_s=asked.timeout_s,
+        timeout_s=request.timeout_s,
     )
     options = PaintedOptions(
         output=output,
-        format=asked.response_format,
+        format=request.response_format,
         size=size or str(painter.sampling_defaults.get("size", painter.sizes[0])),
         base_url=base_url,
     )
     return SubmitPlan(
-        [wanted],
+        [generate_request],
         {},
         ImageOptions(images=options),
-        delivery=Delivery.EVENTS if asked.stream else Delivery.WHOLE,
-        durable=bool(asked.durable),
+        delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
+        durable=bool(request.durable),
     )
 
 
-def _check(asked: ImagesRequest, painter: StageSpec) -> None:
-    """Raise InvalidRequest for what the model, or this endpoint, does not paint."""
-    if asked.size not in (None, AUTO):
-        check_choice("size", str(asked.size), painter.sizes)
-    check_choice("output_format", asked.output_format, [PNG])
-    check_choice("response_format", asked.response_format, [B64_JSON, URL])
-    if asked.stream:
-        check_choice("response_format", asked.response_format, [B64_JSON])
-        if (asked.n or 1) > 1:
-            raise InvalidRequest(f"n: a stream has one image, not {asked.n}", field="n")
-    elif asked.partial_images:
+def _check(request: ImagesRequest, painter: StageSpec) -> None:
+    """Raises InvalidRequest for values that the model or this endpoint does not support."""
+    if request.size not in (None, AUTO):
+        check_choice("size", str(request.size), painter.sizes)
+    check_choice("output_format", request.output_format, [PNG])
+    check_choice("response_format", request.response_format, [B64_JSON, URL])
+    if request.stream:
+        check_choice("response_format", request.response_format, [B64_JSON])
+        if (request.n or 1) > 1:
+            raise InvalidRequest(f"n: a stream has one image, not {request.n}", field="n")
+    elif request.partial_images:
         raise InvalidRequest("partial_images: previews require stream", field="partial_images")
 
 
 class ImageAssembler(Assembler[ImageOptions]):
-    """Assembler of images, and of the events of one while it sharpens."""
+    """Assembler of images, or of the events of one image, with previews."""
 
     def __init__(self, request: Answering[ImageOptions]) -> None:
         super().__init__(request)
@@ -120,7 +120,7 @@ class ImageAssembler(Assembler[ImageOptions]):
                 return ""
 
     def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
-        """The event of an image comes with the end of the output, which has its usage."""
+        """Add a record. The end of the output has the usage, and so makes the event of an image."""
         match record:
             case ImageRecord():
                 self.entries[record.number] = (

@@ -1,8 +1,8 @@
 """Events of a response, from its steps and the token logs of its turns. Pure.
 
-Steps have one order, and the records of a turn belong between the steps Asked and Answered. Each
-makes a number of events that depends on nothing else, so sequence numbers are the same in every
-gateway, at every time.
+The steps have one order, and the records of a turn belong between its steps Asked and Answered. The
+events depend on this order alone, so their sequence numbers are the same in every gateway, at every
+time.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from shared.protocol.items import (
-    CallItem,
     FunctionCallItem,
     ImageCallItem,
     ListToolsItem,
@@ -32,7 +31,7 @@ from shared.responses.turns import turn_format
 from shared.tool_calls.scanner import Call
 from shared.tool_calls.turn_text import TurnText
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.openai.response_object import response_of, shown_logprobs
+from workers.gateway.openai.response_object import message_logprobs, response_of
 from workers.gateway.schemas.openai_response import TokenLogprob
 from workers.gateway.schemas.responses import ResponseEvent
 
@@ -47,7 +46,7 @@ _ENDINGS = {
 
 @dataclass
 class _OpenTurn:
-    """A turn that is being written."""
+    """A turn whose answer the model is writing."""
 
     turn: int
     text: TurnText
@@ -56,10 +55,10 @@ class _OpenTurn:
     """Output index of its first item."""
     message_index: int | None = None
     call_indexes: dict[int, int | None] = field(default_factory=dict)
-    """Output index by the number of a call; None for a call that will ask for approval."""
+    """Output index by the number of a call; None for a call that needs approval."""
     num_items: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Those of text that is held back."""
+    """Log probabilities of text that is not in an event yet."""
 
     def next_index(self) -> int:
         self.num_items += 1
@@ -74,35 +73,40 @@ class ResponseEvents:
         self._token_bytes = token_bytes
         self._next_number = 0
         self._open: _OpenTurn | None = None
-        self._num_given = 0
+        self._num_initial = 0
+        """Number of calls with which the response begins."""
 
     def step(self, step: Step) -> list[ResponseEvent]:
-        return list(self._of_step(step))
+        return list(self._apply(step))
 
     def token(self, record: TokenChunk) -> list[ResponseEvent]:
-        return list(self._of_token(record))
+        return list(self._add_tokens(record))
 
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         self._next_number += 1
         return ResponseEvent(f"response.{kind}", self._next_number - 1, **fields)
 
+    def _item_event(self, kind: str, index: int, id_: str | None, **fields: Any) -> ResponseEvent:
+        """Return an event of the item at an output index."""
+        return self._event(kind, output_index=index, item_id=id_, **fields)
+
     def _response(self, kind: str) -> ResponseEvent:
         return self._event(kind, response=response_of(self.state, self._token_bytes))
 
     def _without_output(self, kind: str) -> ResponseEvent:
-        """Return an event before the items, which are added by events of their own."""
-        shown = replace(response_of(self.state, self._token_bytes), output=[])
-        return self._event(kind, response=shown)
+        """Return an event with the response, but not its items: separate events add them."""
+        body = replace(response_of(self.state, self._token_bytes), output=[])
+        return self._event(kind, response=body)
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _of_step(self, step: Step) -> Iterator[ResponseEvent]:
+    def _apply(self, step: Step) -> Iterator[ResponseEvent]:
         was_queued = self.state.num_steps == 1 and self._is_background
         self.state.apply(step)
         if was_queued and not isinstance(step, Ended):
             yield self._without_output("in_progress")
         if was_queued:
-            yield from self._begin_given()
+            yield from self._begin_initial_calls()
         match step:
             case Begun():
                 yield from self._begun(step)
@@ -123,15 +127,15 @@ class ResponseEvents:
     def _begun(self, step: Begun) -> Iterator[ResponseEvent]:
         yield self._without_output("created")
         yield self._without_output("queued" if step.background else "in_progress")
-        self._num_given = len(self.state.output)
+        self._num_initial = len(self.state.output)
         if not step.background:
-            yield from self._begin_given()
+            yield from self._begin_initial_calls()
         if step.asks:
             self._begin_turn(self.state.turns[0])
 
-    def _begin_given(self) -> Iterator[ResponseEvent]:
-        """Yield the events of the calls that have come with the request."""
-        for index, item in enumerate(self.state.output[: self._num_given]):
+    def _begin_initial_calls(self) -> Iterator[ResponseEvent]:
+        """Yield the first events of the calls with which the response begins."""
+        for index, item in enumerate(self.state.output[: self._num_initial]):
             if isinstance(item, ImageCallItem):
                 yield from self._begin_image(index, item)
             else:
@@ -148,45 +152,45 @@ class ResponseEvents:
         return self._event("output_item.done", output_index=index, item=item)
 
     def _begin_call(self, index: int, item: OutputItem) -> Iterator[ResponseEvent]:
-        """Yield the events of a call whose arguments were not streamed."""
+        """Yield the first events of a call that was not streamed."""
         assert isinstance(item, McpCallItem)
-        place = {"output_index": index, "item_id": item.id}
+        arguments = item.arguments
         yield self._added(index, replace(item, arguments="", status="in_progress"))
-        yield self._event("mcp_call.in_progress", **place)
-        yield self._event("mcp_call_arguments.delta", delta=item.arguments, **place)
-        yield self._event("mcp_call_arguments.done", arguments=item.arguments, **place)
+        yield self._item_event("mcp_call.in_progress", index, item.id)
+        yield self._item_event("mcp_call_arguments.delta", index, item.id, delta=arguments)
+        yield self._item_event("mcp_call_arguments.done", index, item.id, arguments=arguments)
 
     def _begin_image(self, index: int, item: ImageCallItem) -> Iterator[ResponseEvent]:
         new = replace(item, status="in_progress", revised_prompt=None)
         yield self._added(index, new)
-        yield self._event("image_generation_call.in_progress", **_place(index, item))
+        yield self._item_event("image_generation_call.in_progress", index, item.id)
 
     def preview(self, call: ServerCall, number: int, file: str) -> ResponseEvent:
         """Return the event of a preview, in base64, of an image that is being painted."""
         item = self.state.output[call.position]
         assert isinstance(item, ImageCallItem)
-        return self._event(
+        return self._item_event(
             "image_generation_call.partial_image",
+            call.position,
+            item.id,
             partial_image_b64=file,
             partial_image_index=number,
-            **_place(call.position, item),
         )
 
     def _listed(self, index: int) -> Iterator[ResponseEvent]:
         item = self.state.output[index]
         assert isinstance(item, ListToolsItem)
-        place = {"output_index": index, "item_id": item.id}
         yield self._added(index, replace(item, tools=[], error=None))
-        yield self._event("mcp_list_tools.in_progress", **place)
+        yield self._item_event("mcp_list_tools.in_progress", index, item.id)
         ending = "completed" if item.error is None else "failed"
-        yield self._event(f"mcp_list_tools.{ending}", **place)
+        yield self._item_event(f"mcp_list_tools.{ending}", index, item.id)
         yield self._done(index, item)
 
     def _sending(self, step: Sending) -> Iterator[ResponseEvent]:
         call = self.state.calls[step.turn, step.call]
         item = self.state.output[call.position]
         if isinstance(item, ImageCallItem):
-            yield self._event("image_generation_call.generating", **_place(call.position, item))
+            yield self._item_event("image_generation_call.generating", call.position, item.id)
 
     def _result(self, step: Result) -> Iterator[ResponseEvent]:
         call = self.state.calls[step.turn, step.call]
@@ -195,9 +199,9 @@ class ResponseEvents:
         is_done = step.outcome == "result"
         if isinstance(item, McpCallItem):
             ending = "completed" if is_done else "failed"
-            yield self._event(f"mcp_call.{ending}", **_place(call.position, item))
+            yield self._item_event(f"mcp_call.{ending}", call.position, item.id)
         elif is_done:  # OpenAI has no event for an image that was not painted.
-            yield self._event("image_generation_call.completed", **_place(call.position, item))
+            yield self._item_event("image_generation_call.completed", call.position, item.id)
         yield self._done(call.position, item)
         if step.ask:
             index = len(self.state.output) - 1
@@ -206,50 +210,42 @@ class ResponseEvents:
 
     # -- turns ------------------------------------------------------------------------------------
 
-    def _begin_turn(self, asked: Asked) -> None:
+    def _begin_turn(self, step: Asked) -> None:
         table = self.state.tools()
-        text = turn_format(self.state, asked, table).new_text()
-        self._open = _OpenTurn(asked.turn, text, table, len(self.state.output))
+        text = turn_format(self.state, step, table).new_text()
+        self._open = _OpenTurn(step.turn, text, table, len(self.state.output))
 
-    def _of_token(self, record: TokenChunk) -> Iterator[ResponseEvent]:
+    def _add_tokens(self, record: TokenChunk) -> Iterator[ResponseEvent]:
         turn = self._open
         assert turn is not None
         for delta in record.choices:
-            turn.logprobs += shown_logprobs(delta.token_ids, delta.logprobs, self._token_bytes)
+            turn.logprobs += message_logprobs(delta.token_ids, delta.logprobs, self._token_bytes)
             for piece in turn.text.feed(delta.text, is_last=delta.finish_reason is not None):
                 if isinstance(piece, Call):
                     yield from self._call_piece(turn, piece)
                 else:
                     yield from self._text_piece(turn, piece.text)
 
-    def _message_id(self, turn: int) -> str:
-        return item_id("message", self.state.response_id, str(turn))
-
     def _text_piece(self, turn: _OpenTurn, text: str) -> Iterator[ResponseEvent]:
-        made = self._message_id(turn.turn)
+        message_id = item_id("message", self.state.response_id, str(turn.turn))
         if turn.message_index is None:
             turn.message_index = turn.next_index()
-            yield from self._begin_message(turn.message_index, made)
+            yield from self._begin_message(turn.message_index, message_id)
         if text:
-            yield self._event(
+            yield self._item_event(
                 "output_text.delta",
-                output_index=turn.message_index,
-                item_id=made,
+                turn.message_index,
+                message_id,
                 content_index=0,
                 delta=text,
                 logprobs=turn.logprobs,
             )
             turn.logprobs = []
 
-    def _begin_message(self, index: int, made: str) -> Iterator[ResponseEvent]:
-        yield self._added(index, MessageItem("assistant", [], made, "in_progress"))
-        yield self._event(
-            "content_part.added",
-            output_index=index,
-            item_id=made,
-            content_index=0,
-            part=OutputTextPart(""),
-        )
+    def _begin_message(self, index: int, message_id: str) -> Iterator[ResponseEvent]:
+        yield self._added(index, MessageItem("assistant", [], message_id, "in_progress"))
+        part = OutputTextPart("")
+        yield self._item_event("content_part.added", index, message_id, content_index=0, part=part)
 
     def _call_piece(self, turn: _OpenTurn, piece: Call) -> Iterator[ResponseEvent]:
         if piece.name is not None:
@@ -257,12 +253,9 @@ class ResponseEvents:
         index = turn.call_indexes[piece.index]
         tool = turn.table.tools[turn.text.calls[piece.index].name]
         if index is not None and piece.arguments and not tool.paints:
-            kind, made = self._kind_and_id(turn, piece.index)
-            yield self._event(
-                f"{kind}_arguments.delta",
-                output_index=index,
-                item_id=made,
-                delta=piece.arguments,
+            kind, call_item_id = self._kind_and_id(turn, piece.index)
+            yield self._item_event(
+                f"{kind}_arguments.delta", index, call_item_id, delta=piece.arguments
             )
 
     def _kind_and_id(self, turn: _OpenTurn, number: int) -> tuple[str, str]:
@@ -278,7 +271,7 @@ class ResponseEvents:
             turn.call_indexes[number] = None
             return
         turn.call_indexes[number] = index
-        _, made = self._kind_and_id(turn, number)
+        _, call_item_id = self._kind_and_id(turn, number)
         if tool.paints:
             assert begun.painter is not None
             size = begun.painter.size
@@ -286,11 +279,13 @@ class ResponseEvents:
             yield from self._begin_image(index, image)
         elif tool.label is None or tool.listed is None:
             call_id = new_call_id(begun.parser, self.state.response_id, turn.turn, number)
-            yield self._added(index, FunctionCallItem(call_id, name, "", made, "in_progress"))
+            yield self._added(
+                index, FunctionCallItem(call_id, name, "", call_item_id, "in_progress")
+            )
         else:
-            item = McpCallItem(made, tool.label, tool.listed.name, "", "in_progress")
+            item = McpCallItem(call_item_id, tool.label, tool.listed.name, "", "in_progress")
             yield self._added(index, item)
-            yield self._event("mcp_call.in_progress", output_index=index, item_id=made)
+            yield self._item_event("mcp_call.in_progress", index, call_item_id)
 
     def _answered(self, step: Answered) -> Iterator[ResponseEvent]:
         turn = self._open
@@ -298,26 +293,24 @@ class ResponseEvents:
         output = self.state.output[turn.first_index :]
         for index, item in enumerate(output, turn.first_index):
             match item:
-                case MessageItem(id=made):
+                case MessageItem():
                     if turn.message_index is None:  # An answer without any text.
-                        yield from self._begin_message(index, made or "")
+                        yield from self._begin_message(index, item.id or "")
                     yield from self._end_message(index, step)
-                case FunctionCallItem(id=made, arguments=arguments):
-                    place = {"output_index": index, "item_id": made}
-                    yield self._event(
-                        "function_call_arguments.done", name=item.name, arguments=arguments, **place
-                    )
+                case FunctionCallItem(name=name, arguments=arguments):
+                    kind = "function_call_arguments.done"
+                    yield self._item_event(kind, index, item.id, name=name, arguments=arguments)
                     yield self._done(index, item)
-                case McpCallItem(id=made, arguments=arguments):
+                case McpCallItem(arguments=arguments):
                     if index in turn.call_indexes.values():
-                        place = {"output_index": index, "item_id": made}
-                        yield self._event("mcp_call_arguments.done", arguments=arguments, **place)
-                    else:  # It was to ask for approval, and is cut.
+                        kind = "mcp_call_arguments.done"
+                        yield self._item_event(kind, index, item.id, arguments=arguments)
+                    else:  # The call needs approval, and its arguments were cut.
                         yield from self._begin_call(index, item)
                     if item.status == "incomplete":
                         yield self._done(index, item)
                 case ImageCallItem(status=status):
-                    if status == "failed":  # It was cut.
+                    if status == "failed":  # The arguments were cut.
                         yield self._done(index, item)
                 case _:
                     yield self._added(index, item)
@@ -329,13 +322,13 @@ class ResponseEvents:
         assert isinstance(item, MessageItem)
         part = item.content[0]
         assert isinstance(part, OutputTextPart)
-        place = {"output_index": index, "item_id": item.id, "content_index": 0}
-        yield self._event(
-            "output_text.done", text=step.content, logprobs=part.logprobs or [], **place
+        yield self._item_event(
+            "output_text.done",
+            index,
+            item.id,
+            content_index=0,
+            text=step.content,
+            logprobs=part.logprobs or [],
         )
-        yield self._event("content_part.done", part=part, **place)
+        yield self._item_event("content_part.done", index, item.id, content_index=0, part=part)
         yield self._done(index, item)
-
-
-def _place(index: int, item: CallItem) -> dict[str, Any]:
-    return {"output_index": index, "item_id": item.id}

@@ -1,4 +1,4 @@
-"""Images of responses: the tool `image_generation`, and models that do nothing but paint. Pure."""
+"""Images of responses: the tool `image_generation`, and models that only paint. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.images import AUTO
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest
 
-# Fields that have an effect on text alone, with the values that have none.
-_OF_TEXT: dict[str, tuple[Any, ...]] = {
+# Fields that only affect text, with the values that have no effect.
+_TEXT_FIELDS: dict[str, tuple[Any, ...]] = {
     "instructions": (None, ""),
     "previous_response_id": (None,),
     "text": (None,),
@@ -34,16 +34,16 @@ def writes_text(model: str, pipelines: Mapping[str, Pipeline]) -> bool:
 
 
 def check_writes_text(model: str, pipelines: Mapping[str, Pipeline]) -> None:
-    """Raises InvalidRequest for a model that does nothing but paint."""
+    """Raises InvalidRequest for a model that only paints."""
     if not writes_text(model, pipelines):
-        message = f"{model} writes no text: a response of it needs the tool {PAINT}"
+        message = f"{model} writes no text, so its responses need the tool {PAINT}"
         raise InvalidRequest(message, field="model")
 
 
 def painter_of(
     request: ResponseRequest, items: Sequence[Item], pipelines: Mapping[str, Pipeline]
 ) -> PaintTool | None:
-    """Return how images are painted. Raises a RequestError for what is not.
+    """Return the tool that paints images, or None. Raises a RequestError if it cannot be used.
 
     A model that writes no text paints the text of the input.
     """
@@ -55,8 +55,8 @@ def painter_of(
     (i, tool), *more = tools
     if more:
         raise InvalidRequest(f"there are two tools {PAINT!r}", field=f"tools[{more[0][0]}].type")
-    found = _paint_tool(tool, f"tools[{i}]", request, pipelines)
-    return found if has_text else replace(found, prompt=_prompt_of(request, items))
+    paint_tool = _paint_tool(tool, f"tools[{i}]", request, pipelines)
+    return paint_tool if has_text else replace(paint_tool, prompt=_prompt_of(request, items))
 
 
 def _paint_tool(
@@ -67,7 +67,7 @@ def _paint_tool(
     painter = None if pipeline is None else pipeline.painter
     if painter is None or painter.output is None:
         raise UnsupportedParameter(
-            f"{model} paints no images: the tool's field model may name a model that does",
+            f"{model} paints no images: name a model that does in the tool's field model",
             field=f"{field}.type" if tool.model is None else f"{field}.model",
         )
     size = str(painter.sampling_defaults.get("size", painter.sizes[0]))
@@ -78,15 +78,15 @@ def _paint_tool(
 
 
 def _prompt_of(request: ResponseRequest, items: Sequence[Item]) -> str:
-    """Return what a model paints that reads one text, and no conversation."""
-    for name, unset in _OF_TEXT.items():
+    """Return the prompt of a model that paints a text and reads no conversation."""
+    for name, unset in _TEXT_FIELDS.items():
         if getattr(request, name) not in unset:
             raise UnsupportedParameter(
                 f"{name} has no effect on {request.model}, which writes no text", field=name
             )
     if request.tool_choice == "none" or len(request.tools or []) > 1:
         raise UnsupportedParameter(
-            f"{request.model} writes no text, so it paints and calls nothing else",
+            f"{request.model} writes no text: it always paints, and calls no other tools",
             field="tools" if len(request.tools or []) > 1 else "tool_choice",
         )
     match items:
@@ -98,9 +98,9 @@ def _prompt_of(request: ResponseRequest, items: Sequence[Item]) -> str:
             prompt = "".join(part.text for part in parts if isinstance(part, InputTextPart))
         case _:
             raise UnsupportedParameter(
-                f"{request.model} paints the text of one message, and reads no conversation",
+                f"{request.model} paints the text of one user message, and reads no conversation",
                 field="input",
             )
     if not prompt.strip():
-        raise InvalidRequest("there is no text to paint", field="input")
+        raise InvalidRequest("the input has no text to paint", field="input")
     return prompt

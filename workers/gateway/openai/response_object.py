@@ -30,7 +30,7 @@ from workers.gateway.schemas.responses import (
     ResponseUsage,
 )
 
-# Codes that the official clients' types know.
+# Codes in the types of OpenAI's clients, by Pagemill's codes.
 _CODES = {
     "overloaded": "rate_limit_exceeded",
     "token_rate_exceeded": "rate_limit_exceeded",
@@ -42,7 +42,7 @@ _CODES = {
 
 
 def response_of(state: ResponseState, token_bytes: TokenBytes) -> ResponseBody:
-    """Return the response. `token_bytes` are needed for log probabilities alone."""
+    """Return the response. `token_bytes` are only needed for log probabilities."""
     begun, ended = state.begun, state.ended
     assert begun is not None
     return ResponseBody(
@@ -71,10 +71,10 @@ def status_of(state: ResponseState) -> ResponseStatus:
 
 
 def error_of(error: ErrorInfo) -> ResponseError:
-    """Return an error with a code that OpenAI's clients know, and our own in the message."""
-    shown = errors.body_of(error).error
+    """Return an error with a code of OpenAI's API, and with Pagemill's code in the message."""
+    body = errors.body_of(error).error
     default = "invalid_prompt" if error.fault == "client" else "server_error"
-    return ResponseError(_CODES.get(shown.code, default), f"{shown.message} ({shown.code})")
+    return ResponseError(_CODES.get(body.code, default), f"{body.message} ({body.code})")
 
 
 def _usage_of(state: ResponseState) -> ResponseUsage:
@@ -103,18 +103,18 @@ def _with_logprobs(state: ResponseState, token_bytes: TokenBytes) -> Iterable[Ou
 def _message_with_logprobs(
     item: MessageItem, answer: Answered, token_bytes: TokenBytes
 ) -> MessageItem:
-    shown = shown_logprobs(answer.token_ids, answer.logprobs, token_bytes)
-    return replace(item, content=[OutputTextPart(answer.content, logprobs=list(shown))])
+    logprobs = message_logprobs(answer.token_ids, answer.logprobs, token_bytes)
+    return replace(item, content=[OutputTextPart(answer.content, logprobs=list(logprobs))])
 
 
-def shown_logprobs(
+def message_logprobs(
     token_ids: list[int], logprobs: list[TokenLogprobs] | None, token_bytes: TokenBytes
 ) -> list[TokenLogprob]:
     return list(openai_logprobs(token_ids, logprobs, token_bytes)) if logprobs else []
 
 
 def without_images(item: Item) -> Item:
-    """Return an item of an input without the images that its parts have."""
+    """Return an input item without the images in its parts."""
     match item:
         case MessageItem(content=list(parts)):
             return replace(item, content=[_without_image(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Tools of a request for a response: functions, MCP servers, and which may be called. Pure."""
+"""Tools of a response: functions, MCP servers, and the tools that may be called. Pure."""
 
 from fnmatch import fnmatchcase
 
@@ -24,19 +24,19 @@ from workers.gateway.schemas.responses import (
 
 
 def functions_of(request: ResponseFields) -> list[Tool]:
-    """Return the functions of the client. Raises InvalidRequest for a name that is used twice."""
-    found: list[Tool] = []
+    """Return the client's functions. Raises InvalidRequest if two have the same name."""
+    functions: list[Tool] = []
     for i, tool in enumerate(request.tools or []):
         if isinstance(tool, FunctionTool) and tool.name == PAINT and has_painter(request):
             raise InvalidRequest(f"there are two tools {PAINT!r}", field=f"tools[{i}].name")
         if isinstance(tool, FunctionTool):
-            if any(tool.name == other.function.name for other in found):
+            if any(tool.name == other.function.name for other in functions):
                 raise InvalidRequest(f"there are two tools {tool.name!r}", field=f"tools[{i}].name")
             definition = FunctionDefinition(
                 tool.name, tool.description, tool.parameters, tool.strict
             )
-            found.append(Tool(definition))
-    return found
+            functions.append(Tool(definition))
+    return functions
 
 
 def has_painter(request: ResponseFields) -> bool:
@@ -44,47 +44,47 @@ def has_painter(request: ResponseFields) -> bool:
 
 
 def servers_of(request: ResponseFields, config: AgentConfig) -> list[ServerUse]:
-    """Return the MCP servers. Raises a RequestError for one that may not be used."""
-    found: list[ServerUse] = []
+    """Return the MCP servers. Raises a RequestError for a server that may not be used."""
+    servers: list[ServerUse] = []
     for i, tool in enumerate(request.tools or []):
         if isinstance(tool, McpTool):
             field = f"tools[{i}]"
-            if any(tool.server_label == other.label for other in found):
+            if any(tool.server_label == other.label for other in servers):
                 raise InvalidRequest(
                     f"there are two servers {tool.server_label!r}", field=f"{field}.server_label"
                 )
-            found.append(_server_of(tool, config, field))
-    if len(found) > config.max_servers:
+            servers.append(_server_of(tool, config, field))
+    if len(servers) > config.max_servers:
         raise InvalidRequest(f"at most {config.max_servers} servers", field="tools")
-    return found
+    return servers
 
 
 def _server_of(tool: McpTool, config: AgentConfig, field: str) -> ServerUse:
     for name in ("headers", "authorization"):
         if getattr(tool, name):
             raise UnsupportedParameter(
-                f"{name} would have to be stored with the response, in clear: name a server of the"
-                " configuration, whose tokens stay with the agent",
+                f"{name} is not supported, because it would be stored with the response,"
+                " unencrypted: configure the server and its token in agent.servers",
                 field=f"{field}.{name}",
             )
-    known = config.servers.get(tool.server_label)
-    if known is None:
+    server = config.servers.get(tool.server_label)
+    if server is None:
         _check_url(tool, config, field)
-    elif tool.server_url not in (None, known.url):
+    elif tool.server_url not in (None, server.url):
         raise InvalidRequest(
             f"the server {tool.server_label!r} of the configuration has another URL",
             field=f"{field}.server_url",
         )
     approval: Approval = tool.require_approval or "always"
-    if known is not None and known.require_approval == "always":
+    if server is not None and server.require_approval == "always":
         approval = "always"
-    elif known is not None and known.require_approval is not None:
-        approval = tool.require_approval or known.require_approval
+    elif server is not None and server.require_approval is not None:
+        approval = tool.require_approval or server.require_approval
     return ServerUse(
         tool.server_label,
-        tool.server_url if known is None else None,
+        tool.server_url if server is None else None,
         _filter_of(tool.allowed_tools),
-        None if known is None else known.allowed_tools,
+        None if server is None else server.allowed_tools,
         approval,
         tool.server_description,
     )
@@ -94,36 +94,38 @@ def _check_url(tool: McpTool, config: AgentConfig, field: str) -> None:
     field = f"{field}.server_url"
     if tool.server_url is None:
         raise InvalidRequest(
-            f"there is no server {tool.server_label!r} in the configuration (agent.servers), and"
-            " no server_url",
+            f"there is no server {tool.server_label!r} in the configuration (agent.servers), so"
+            " server_url is required",
             field=field,
         )
     target = parse_target(tool.server_url)
     if target is None:
-        raise InvalidRequest("this is not a plain http or https URL", field=field)
+        raise InvalidRequest("server_url is not a plain http or https URL", field=field)
     if not any(fnmatchcase(target.host, host) for host in config.mcp_hosts):
-        raise InvalidRequest("this host is not one of agent.mcp_hosts", field=field)
+        raise InvalidRequest("the host of server_url is not one of agent.mcp_hosts", field=field)
     if target.scheme == "http" and not config.mcp_networks:
-        raise InvalidRequest("a server of agent.mcp_networks alone may do without TLS", field=field)
+        raise InvalidRequest(
+            "server_url must be https: only servers in agent.mcp_networks may use http", field=field
+        )
 
 
-def _filter_of(given: list[str] | ToolFilter | None) -> ToolFilter | None:
-    if isinstance(given, list):
-        return None if given == ["*"] else ToolFilter(given)
-    return given
+def _filter_of(allowed: list[str] | ToolFilter | None) -> ToolFilter | None:
+    if isinstance(allowed, list):
+        return None if allowed == ["*"] else ToolFilter(allowed)
+    return allowed
 
 
 def choice_of(request: ResponseFields) -> Choice:
-    """Return which tools may be called. Raises InvalidRequest for a tool that is not there."""
+    """Return the tools that may be called. Raises InvalidRequest for an unknown tool."""
     choice = request.tool_choice
     if choice not in (None, "none", "auto") and not request.tools:
         raise InvalidRequest("tool_choice requires tools", field="tool_choice")
     match choice:
         case FunctionChoice() | McpChoice() | ImageChoice():
             return Choice("required", [_ref_of(choice, request, "tool_choice")])
-        case AllowedChoice(mode=mode, tools=allowed):
+        case AllowedChoice(mode=mode, tools=tools):
             refs = [
-                _ref_of(one, request, f"tool_choice.tools[{i}]") for i, one in enumerate(allowed)
+                _ref_of(tool, request, f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)
             ]
             return Choice(mode, refs)
         case _:
@@ -153,7 +155,7 @@ def check_calls(
     *,
     has_format: bool,
 ) -> None:
-    """Raises UnsupportedParameter if the calls could not be found, or not be constrained."""
+    """Raises UnsupportedParameter if calls could not be recognized, or not be constrained."""
     if has_format:
         raise UnsupportedParameter(
             "text.format is not supported for a response that may call tools", field="text.format"
@@ -162,8 +164,8 @@ def check_calls(
         return
     if card is None or not card.takes_tools or card.tool_parser is None:
         raise UnsupportedParameter(
-            f"tools: {request.model} was not trained to call tools; with tool_choice 'required' or"
-            " a named tool its answer is constrained to the form of a call",
+            f"tools: {request.model} was not trained to call tools: set tool_choice to 'required'"
+            " or to a function, which constrains the answer to the form of a call",
             field="tools",
         )
     strict = next(

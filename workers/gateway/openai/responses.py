@@ -1,7 +1,7 @@
-"""Responses API: the beginning of a response, from its request. Pure."""
+"""Responses API: the first step of a response, from its request. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,11 +33,11 @@ from workers.gateway.schemas.responses import (
     FunctionChoice,
     FunctionTool,
     ImageChoice,
-    ImageTool,
     McpChoice,
     McpTool,
     ResponseFields,
     ResponseRequest,
+    ResponseTool,
     SchemaFormat,
 )
 
@@ -52,9 +52,9 @@ RESPONSE_FIELDS = ClientFields(
 MAX_ITEMS = 1024
 MAX_ANCESTORS = 256
 LOGPROBS = "message.output_text.logprobs"
-# Types of items and parts that other servers accept, refused as unsupported.
+# Types of items that other servers accept. They are refused as unsupported.
 _UNSUPPORTED_ITEMS = (
-    # No model's reasoning is told from its answer here.
+    # Pagemill does not separate a model's reasoning from its answer.
     "reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call",
     "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output",
     "custom_tool_call", "custom_tool_call_output", "compaction",
@@ -62,34 +62,34 @@ _UNSUPPORTED_ITEMS = (
 )  # fmt: skip
 
 
-def input_of(given: Any, response_id: str) -> list[Item]:
+def input_of(value: Any, response_id: str) -> list[Item]:
     """Return the input items, each with an id. Raises a RequestError with the field."""
-    if given is None:
+    if value is None:
         raise InvalidRequest("input is missing", field="input")
-    if isinstance(given, str):
-        items: list[Item] = [MessageItem("user", given)]
-    elif isinstance(given, list) and 0 < len(given) <= MAX_ITEMS:
-        items = [_item_of(one, f"input[{i}]") for i, one in enumerate(given)]
+    if isinstance(value, str):
+        items: list[Item] = [MessageItem("user", value)]
+    elif isinstance(value, list) and 0 < len(value) <= MAX_ITEMS:
+        items = [_item_of(item, f"input[{i}]") for i, item in enumerate(value)]
     else:
         raise InvalidRequest(f"input must be text, or 1 to {MAX_ITEMS} items", field="input")
     return [_with_id(item, response_id, i) for i, item in enumerate(items)]
 
 
-def _item_of(given: Any, field: str) -> Item:
-    if not isinstance(given, dict):
+def _item_of(value: Any, field: str) -> Item:
+    if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: Expected `object`", field=field)
-    kind = given.get("type")
+    kind = value.get("type")
     if kind in _UNSUPPORTED_ITEMS:
         raise UnsupportedParameter(f"{field}: {kind} is not supported here", field=f"{field}.type")
     try:
-        item: Item = msgspec.convert({"type": "message"} | given, Item)
+        item: Item = msgspec.convert({"type": "message"} | value, Item)
     except msgspec.ValidationError as error:
-        found = validation_error(error, frozenset())
-        path = field if found.field is None else f"{field}.{found.field}"
-        raise type(found)(f"{field}: {found.message}", field=path) from error
+        refusal = validation_error(error, frozenset())
+        path = field if refusal.field is None else f"{field}.{refusal.field}"
+        raise type(refusal)(f"{field}: {refusal.message}", field=path) from error
     match item:
         case ImageCallItem():
-            # The model is told of the image, and not shown it.
+            # The prompt mentions the image, but does not contain it.
             return replace(item, result=None)
         case MessageItem(content=list(parts)):
             for i, part in enumerate(parts):
@@ -103,14 +103,14 @@ def _item_of(given: Any, field: str) -> Item:
 
 
 def _check_part(part: MessagePart, field: str) -> None:
-    """Raise a RequestError for a part that does not say where its file is."""
+    """Raises a RequestError for a part without the location of its file."""
     if isinstance(part, InputImagePart) and (part.image_url is None) == (part.file_id is None):
         raise InvalidRequest("an input_image needs an image_url or a file_id", field=field)
     if isinstance(part, InputFilePart):
         for name in ("file_data", "file_url"):
             if getattr(part, name) is not None:
                 raise UnsupportedParameter(
-                    f"{name} is not supported here: store the file by /v1/files and give its"
+                    f"{name} is not supported here: store the file with /v1/files and send its"
                     " file_id, or use input_image or input_audio",
                     field=f"{field}.{name}",
                 )
@@ -126,7 +126,7 @@ def _with_id(item: Item, response_id: str, index: int) -> Item:
 
 
 class ConversationBefore(Struct, frozen=True):
-    """What a response continues."""
+    """Conversation that a response continues."""
 
     ancestors: list[str] = []
     items: list[Item] = []
@@ -134,8 +134,7 @@ class ConversationBefore(Struct, frozen=True):
 
 
 def needs_card(request: ResponseFields, items: Sequence[Item]) -> bool:
-    """Return whether the card is needed of a model that writes text: the conversation has tools, or
-    calls of some."""
+    """Return whether the card of a model that writes text is needed, for tools or earlier calls."""
     return bool(request.tools) or any(
         isinstance(item, FunctionCallItem | McpCallItem | ImageCallItem) for item in items
     )
@@ -153,7 +152,7 @@ def begun_of(
 ) -> Begun:
     """Return the first step of a response.
 
-    `card` is needed where `needs_card` says so. Raises a RequestError with the field.
+    `card` is required if `needs_card` returns True. Raises a RequestError with the field.
     """
     if request.background and request.store is False:
         raise InvalidRequest("background requires store", field="background")
@@ -202,15 +201,15 @@ def begun_of(
 
 
 def asks_at_once(begun: Begun) -> bool:
-    """Return whether the first thing that a response does is to ask the model.
+    """Return whether a response begins with a turn of the model.
 
-    One in the background is queued until an agent goes on with it.
+    A response in the background is queued until an agent continues it.
     """
     paints = begun.painter is not None and begun.painter.prompt is not None
     return not (begun.servers or begun.approved or begun.background or begun.truncate or paints)
 
 
-def _structure_of(request: ResponseFields) -> dict[str, Any] | None:
+def _structure_of(request: ResponseFields) -> Mapping[str, object] | None:
     match None if request.text is None else request.text.format:
         case JsonObjectFormat():
             return {"json_object": True}
@@ -220,45 +219,44 @@ def _structure_of(request: ResponseFields) -> dict[str, Any] | None:
             return None
 
 
-def _sampling_of(request: ResponseRequest) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
-        value = getattr(request, name)
-        if value is not None:
-            given[name] = value
+def _sampling_of(request: ResponseRequest) -> dict[str, object]:
+    values = {"temperature": request.temperature, "top_p": request.top_p}
+    sampling: dict[str, object] = {
+        name: value for name, value in values.items() if value is not None
+    }
     wants_logprobs = LOGPROBS in (request.include or [])
     if request.top_logprobs and not wants_logprobs:
         raise InvalidRequest(f"top_logprobs require include: {LOGPROBS}", field="top_logprobs")
     if wants_logprobs:
-        given["logprobs"] = request.top_logprobs or 0
-    return given
+        sampling["logprobs"] = request.top_logprobs or 0
+    return sampling
 
 
-def _echo_of(request: ResponseRequest) -> dict[str, Any]:
+def _echo_of(request: ResponseRequest) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
     text_format = None if request.text is None else request.text.format
-    given = {
+    optional = {
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "truncation": request.truncation,
         "metadata": request.metadata,
         "top_logprobs": request.top_logprobs,
     }
-    echo: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    echo: dict[str, object] = {name: value for name, value in optional.items() if value is not None}
     for name in _REPEATED:
         echo[name] = getattr(request, name)
     echo["reasoning"] = {"effort": None, "summary": None}
     echo["text"] = {"format": {"type": "text"} if text_format is None else text_format}
-    echo["tools"] = [_shown_tool(tool) for tool in request.tools or []]
-    built: dict[str, Any] = msgspec.to_builtins(echo)
-    return built
+    echo["tools"] = [_tool_echo(tool) for tool in request.tools or []]
+    json_echo: dict[str, object] = msgspec.to_builtins(echo)
+    return json_echo
 
 
-def _shown_tool(tool: FunctionTool | McpTool | ImageTool) -> dict[str, Any]:
-    """Return a tool as the response shows it, without what the request has left out."""
-    shown: dict[str, Any] = msgspec.to_builtins(tool)
+def _tool_echo(tool: ResponseTool) -> dict[str, object]:
+    """Return a tool as the response repeats it, without the fields that the request omits."""
     required = {FunctionTool: ("parameters", "strict"), McpTool: ("headers",)}.get(type(tool), ())
-    return {name: it for name, it in shown.items() if it is not None or name in required}
+    fields = msgspec.to_builtins(tool).items()
+    return {name: value for name, value in fields if value is not None or name in required}
 
 
 _REPEATED = (

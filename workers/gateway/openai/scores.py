@@ -1,7 +1,7 @@
 """Scores and rerankings: the plans of requests, and the assemblers of their answers. Pure.
 
-A score is the cosine similarity of two embeddings. Each different text is a request of its own on
-the bus, as in a batch of `/v1/embeddings`, however many pairs it is in.
+A score is the cosine similarity of two embeddings. Each distinct text is a separate request on the
+bus, like an input of `/v1/embeddings`, even if it is in several pairs.
 """
 
 import base64
@@ -39,10 +39,10 @@ PAIRS = (
     ("queries", "items"),
     ("data_1", "data_2"),
 )
-"""Names under which the two fields of a score may come."""
+"""Pairs of names for the two fields of a score."""
 
 MAX_RETURNED_BYTES = 256 * 1024
-"""Limit on returned documents in JSON: the record of a request that is answered again has them."""
+"""Limit on the JSON of returned documents, because the stored record of a request may have them."""
 
 
 class ScoreOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ def plan_score(request: ScoreRequest) -> SubmitPlan[ScoreOptions]:
 
 def plan_rerank(request: RerankRequest) -> SubmitPlan[ScoreOptions]:
     """Return the plan of a request. Raises InvalidRequest with the field."""
-    documents = [one if isinstance(one, str) else one.text for one in request.documents]
+    documents = [text if isinstance(text, str) else text.text for text in request.documents]
     returned: list[str] | UnsetType = UNSET
     if request.return_documents is not False:
         num_bytes = len(to_json(documents))
@@ -87,22 +87,22 @@ def plan_rerank(request: RerankRequest) -> SubmitPlan[ScoreOptions]:
 
 
 def _fields_of(request: ScoreRequest) -> tuple[str, str]:
-    names = dict.fromkeys(name for pair in PAIRS for name in pair)
-    given = [name for name in names if getattr(request, name) is not None]
+    all_names = dict.fromkeys(name for pair in PAIRS for name in pair)
+    names = [name for name in all_names if getattr(request, name) is not None]
     for pair in PAIRS:
-        if given == list(pair):
+        if names == list(pair):
             return pair
-    if len(given) > 1:
+    if len(names) > 1:
         raise InvalidRequest(
-            f"give two fields, such as text_1 and text_2, not {', '.join(given)}", field=given[-1]
+            f"give two fields, such as text_1 and text_2, not {', '.join(names)}", field=names[-1]
         )
-    pair = next((pair for pair in PAIRS if set(given) & set(pair)), PAIRS[0])
-    missing = next(name for name in pair if name not in given)
+    pair = next((pair for pair in PAIRS if set(names) & set(pair)), PAIRS[0])
+    missing = next(name for name in pair if name not in names)
     raise InvalidRequest(f"{missing} is missing", field=missing)
 
 
-def _texts_of(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
+def _texts_of(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def _plan(
@@ -111,7 +111,7 @@ def _plan(
     first: Sequence[str],
     second: Sequence[str],
 ) -> SubmitPlan[ScoreOptions]:
-    """Return the plan, with one part for each different text."""
+    """Return the plan, with one part for each distinct text."""
     part_of: dict[str, int] = {}
     part_fields = []
     for field, texts in zip(fields, (first, second), strict=True):
@@ -140,7 +140,7 @@ def _plan(
 
 
 class _PairAssembler(EmbeddingCollector[ScoreOptions]):
-    """Base of assemblers that compare embeddings."""
+    """Base class of assemblers that compare embeddings."""
 
     def scores(self) -> list[float]:
         """Return the similarity of each pair.
@@ -184,21 +184,21 @@ class RerankAssembler(_PairAssembler):
             for index, score in enumerate(self.scores())
         ]
         results.sort(key=lambda result: result.relevance_score, reverse=True)
-        kept = results[: self.options.top_n or None]
-        return RerankList(self.request.request_id, self.request.model, kept, self.usage)
+        top_results = results[: self.options.top_n or None]
+        return RerankList(self.request.request_id, self.request.model, top_results, self.usage)
 
 
 def _vector_of(data: str) -> NDArray[np.float64]:
     return np.frombuffer(base64.b64decode(data), "<f4").astype(np.float64)
 
 
-def _dot(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    # Not `@`: a BLAS may sum in another order on another machine, and use threads.
-    return float((one * other).sum())
+def _dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    # Not `@`, because a BLAS may use threads, and another order of additions on another machine.
+    return float((first * second).sum())
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:
-    """Return the cosine of two vectors by their products; 0 for a vector without a direction."""
+    """Return the cosine from a dot product and two squared lengths; 0 if a length is 0."""
     length = math.sqrt(square * other_square)
     return max(-1.0, min(1.0, product / length)) if length else 0.0
 

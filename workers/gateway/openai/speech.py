@@ -46,7 +46,7 @@ def plan_speech(
         check_choice("voice", request.voice, part.voices)
     check_choice("response_format", request.response_format, MEDIA_TYPES)
     check_choice("stream_format", request.stream_format or AUDIO, [AUDIO, SSE])
-    wanted = GenerateRequest(
+    generate_request = GenerateRequest(
         request.model,
         given_text=request.input,
         voice=request.voice,
@@ -55,7 +55,7 @@ def plan_speech(
     )
     audio = AudioOptions(output=output.name, format=request.response_format, stored_s=int(stored_s))
     return SubmitPlan(
-        [wanted],
+        [generate_request],
         {},
         SpeechOptions(speech=audio),
         delivery=Delivery.EVENTS if request.stream_format == SSE else Delivery.SOUND,

@@ -20,12 +20,11 @@ def with_speech(
 
     Raises a RequestError with the field.
     """
-    given: Sequence[str] | None = request.modalities
-    modalities = given or [TEXT]
+    modalities: Sequence[str] = request.modalities or (TEXT,)
     if IMAGE_KIND in modalities:
         raise UnsupportedParameter(
-            f"modalities: {IMAGE_KIND!r} is not supported in a chat: a stage that paints reads one"
-            " text and no conversation; /v1/images/generations has it paint",
+            f"modalities: {IMAGE_KIND!r} is not supported in a chat, because models paint one text"
+            " and not a conversation: use /v1/images/generations",
             field="modalities",
         )
     if AUDIO not in modalities:
@@ -36,14 +35,14 @@ def with_speech(
         return plan
     if sorted(modalities) != sorted([TEXT, AUDIO]):
         raise InvalidRequest(
-            f"modalities: the combinations are [{TEXT!r}] and [{TEXT!r}, {AUDIO!r}]",
+            f"modalities must be [{TEXT!r}] or [{TEXT!r}, {AUDIO!r}]",
             field="modalities",
         )
     output = pipeline.output_of(AUDIO)
     if output is None:
         raise InvalidRequest(f"modalities: {request.model} does not speak", field="modalities")
     if request.audio is None:
-        raise InvalidRequest("modalities: speech requires audio", field=AUDIO)
+        raise InvalidRequest("modalities: speech requires the field audio", field=AUDIO)
     outputs = [TEXT, output.name]
     _check(request, request.audio, pipeline.part_for(outputs).voices, plan.sampling.get("n", 1))
     speech = AudioOptions(

@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class ChoiceText:
-    """Text of one choice so far, divided into content and tool calls."""
+    """The text of a choice, divided into content and tool calls as it arrives."""
 
     def __init__(
         self, choice: str, form: str | None, names: Sequence[str], *, one_call: bool
     ) -> None:
-        """`choice` names the choice, and so its calls. The others are fields of ToolPlan."""
+        """Call ids are derived from `choice`, a unique name. The others are fields of ToolPlan."""
         self._choice = choice
         self._form = form
         self._parser = None if form is None else ToolParser(form, names, one_call=one_call)
@@ -60,7 +60,7 @@ class ChoiceText:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _call_id(self, index: int) -> str:
-        """Return the id of a call. It follows from the choice, so every gateway makes the same."""
+        """Return the id of a call, derived from the choice: it is the same in all gateways."""
         name = f"{self._choice}:{index}".encode()
         number = int.from_bytes(hashlib.sha256(name).digest(), "big")
         if self._form == "mistral":

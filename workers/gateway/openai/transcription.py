@@ -1,6 +1,6 @@
 """`/v1/audio/transcriptions`: the plan of a request, and the assembler of its text. Pure.
 
-Each piece of a long recording is a request of its own on the bus.
+Each piece of a long recording is a separate request on the bus.
 """
 
 from collections.abc import Sequence
@@ -73,9 +73,9 @@ WITHOUT_SPACES = frozenset({"ja", "th", "yue", "zh"})
 class TranscriptionOptions(AnswerOptions, frozen=True, kw_only=True):
     parts: int = 1
     in_order: bool = True
-    """The records of a part come behind those of the parts before it."""
+    """Whether each part is added after the end of the part before it."""
     separator: str = " "
-    """What joins the texts of two pieces."""
+    """Text between the texts of two pieces."""
 
 
 def check_transcription(form: TranscriptionForm) -> None:
@@ -87,7 +87,10 @@ def check_transcription(form: TranscriptionForm) -> None:
         )
     check_choice("response_format", form.response_format, [JSON, TEXT])
     if form.stream and form.response_format == TEXT:
-        raise InvalidRequest("a stream has events, not text", field="response_format")
+        raise InvalidRequest(
+            f"response_format {TEXT} is not available in a stream, which has events",
+            field="response_format",
+        )
     if form.language is not None:
         check_choice("language", form.language, LANGUAGES)
 
@@ -105,7 +108,7 @@ def plan_transcription(
         )
         for piece in pieces
     ]
-    # A transcript is the most probable text unless the client asks for others.
+    # A transcript is the most probable text, unless the client sets a temperature.
     sampling = {"temperature": form.temperature or 0.0}
     separator = "" if form.language in WITHOUT_SPACES else " "
     options = TranscriptionOptions(parts=len(pieces), separator=separator)

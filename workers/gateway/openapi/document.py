@@ -1,4 +1,4 @@
-"""`/openapi.json`: the declared endpoints as an OpenAPI 3.1 document, with schemas of Structs."""
+"""`/openapi.json`: the declared endpoints and their types as an OpenAPI 3.1 document."""
 
 import re
 from collections import defaultdict
@@ -15,7 +15,7 @@ from shared.stage.runtime import VERSION
 from workers.gateway.app import AppContext
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.openapi.json_schema import Schemas
+from workers.gateway.openapi.json_schema import JsonSchema, Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
     answers,
@@ -58,7 +58,7 @@ TABLES = (
     health.ROUTES,
     ROUTES,
 )
-"""All endpoints but those of the web page, in the order of the document."""
+"""Tables of all endpoints except for the web page, in the order of the document."""
 
 KINDS = [kind for table in TABLES for kind in table.kinds]
 
@@ -73,9 +73,9 @@ def _encoded(scale_out: bool) -> bytes:
 def document(*, scale_out: bool = True) -> dict[str, Any]:
     operations = [o for o in OPERATIONS if scale_out or o.tag != SCALE_OUT]
     schemas = Schemas([*types_of(operations), errors.ErrorAnswer])
-    paths: dict[str, dict[str, Any]] = defaultdict(dict)
+    paths: dict[str, dict[str, object]] = defaultdict(dict)
     for operation in operations:
-        paths[operation.path][operation.method.lower()] = _describe(operation, schemas)
+        paths[operation.path][operation.method.lower()] = _operation(operation, schemas)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -84,7 +84,7 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        # A server without configured keys needs none.
+        # The empty entry is for servers without configured keys.
         "security": [{"key": []}, {}],
         "paths": paths,
         "components": {
@@ -96,16 +96,18 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
 
 def types_of(operations: Iterable[ApiOperation]) -> list[Any]:
     """Return every type that has a schema, each once."""
-    found = (t for o in operations for t in (o.body, o.answer, o.chunk) if _is_type(t))
-    return list({repr(one): one for one in found}.values())
+    types = [t for o in operations for t in (o.body, o.answer, o.chunk) if _has_schema(t)]
+    return list({repr(type_): type_ for type_ in types}.values())
 
 
-def _is_type(answer: Any) -> bool:
+def _has_schema(answer: Any) -> bool:
+    """Return whether an answer is a type; else it is a media type, or None for an empty answer."""
     return answer is not None and not isinstance(answer, str)
 
 
-def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
-    described: dict[str, Any] = {
+def _operation(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
+    """Return the Operation Object of an endpoint."""
+    described: dict[str, object] = {
         "operationId": _name(operation),
         "tags": [operation.tag],
         "summary": operation.summary,
@@ -123,10 +125,10 @@ def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     return described
 
 
-def _form(fields: dict[str, Any], file: str) -> dict[str, Any]:
+def _form(fields: JsonSchema, file: str) -> JsonSchema:
     """Return the schema of a form with these fields and a file."""
-    is_file = {"type": "string", "contentMediaType": "application/octet-stream"}
-    return {"allOf": [fields], "properties": {file: is_file}, "required": [file]}
+    file_schema = {"type": "string", "contentMediaType": "application/octet-stream"}
+    return {"allOf": [fields], "properties": {file: file_schema}, "required": [file]}
 
 
 def _name(operation: ApiOperation) -> str:
@@ -134,12 +136,12 @@ def _name(operation: ApiOperation) -> str:
     return operation.name or "_".join([operation.method.lower(), *words]).replace("v1_", "")
 
 
-def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
-    in_path = [
+def _parameters(operation: ApiOperation) -> list[dict[str, object]]:
+    in_path: list[dict[str, object]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
-    others = [
+    others: list[dict[str, object]] = [
         {
             "name": parameter.name,
             "in": parameter.place,
@@ -151,23 +153,23 @@ def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
     return in_path + others
 
 
-def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
+def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
     answer = operation.answer
-    content: dict[str, Any] = {}
-    if _is_type(answer):
+    content: dict[str, object] = {}
+    if _has_schema(answer):
         content[JSON] = {"schema": schemas.of(answer)}
     elif answer is not None:
         content[answer] = {}
     if operation.chunk is not None:
         # OpenAPI 3.1 has no schema for events.
         content["text/event-stream"] = {"x-event-data": schemas.of(operation.chunk)}
-    described: dict[str, Any] = {"description": operation.summary}
+    described: dict[str, object] = {"description": operation.summary}
     if content:
         described["content"] = content
     return {str(status): described for status in operation.statuses}
 
 
-def _refusals(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
+def _refusals(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
     content = {JSON: {"schema": schemas.of(errors.ErrorAnswer)}}
     return {
         str(status): {"description": ", ".join(codes), "content": content}

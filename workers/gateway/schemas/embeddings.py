@@ -1,4 +1,4 @@
-"""Request and response bodies of OpenAI's embeddings, and the fields of all that embed. Pure."""
+"""Request and response bodies of OpenAI's embeddings, and fields shared with scores. Pure."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ class PooledRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     priority: Int64 | None = None
-    """Above 0: queued in the batch lane, behind interactive requests."""
+    """Above 0: queued in the batch lane, after interactive requests."""
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds from acceptance to the embedding: by default `delivery.default_timeout_s`, at most
@@ -39,7 +39,7 @@ class EmbeddingRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, k
 
 class EmbeddingEntry(Struct, frozen=True):
     index: int
-    """Number of the input."""
+    """Position of the input in the request, from 0."""
     embedding: list[float] | str
     object: str = "embedding"
 

@@ -1,4 +1,7 @@
-"""Messages of `/inference/v1/generate`, byte for byte: fields in this order, nulls included."""
+"""Request and response bodies of `/inference/v1/generate`. Pure.
+
+Responses are equal to vLLM's, byte for byte: they have its fields in its order, nulls included.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -26,7 +29,7 @@ class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mm_hashes: dict[str, list[str]]
     mm_placeholders: Placeholders
     kwargs_data: dict[str, list[str | None]] | None = None
-    """Base64 of msgpack, see `shared.codec.vllm_kwargs`. Null for an item that is sent by hash."""
+    """Base64 of msgpack, see `shared.codec.vllm_kwargs`. Null for an item sent by its hash."""
     mm_metadata: dict[str, list[str | None]] | None = None
 
 
@@ -39,10 +42,10 @@ class GenerateStreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Response of render, and request body of generate."""
+    """Response of the render endpoints, and request body of `/inference/v1/generate`."""
 
     request_id: Annotated[str, Meta(max_length=MAX_ID_LEN)] | None = None
-    """Request id in every event of a stream."""
+    """Name of the request, repeated in its answer. The header `X-Request-Id` takes precedence."""
     token_ids: list[int]
     token_offsets: list[tuple[int, int]] | None = None
     features: FeaturesInfo | None = None
@@ -84,7 +87,10 @@ class IdLogprob(Struct, frozen=True, kw_only=True):
 
 
 class IdLogprobs(IdLogprob, frozen=True, kw_only=True):
-    """Log probability of the chosen token, and of the top tokens: it first, then others by rank."""
+    """Log probability of the chosen token.
+
+    `top_logprobs` begins with the chosen token. The other tokens follow by rank.
+    """
 
     top_logprobs: list[IdLogprob] = field(default_factory=list)
 
@@ -104,7 +110,10 @@ class PromptLogprob(Struct, frozen=True, kw_only=True):
 
 
 class WeightVersionSpan(Struct, frozen=True, kw_only=True):
-    """Version of the weights for the tokens from `start` to before `end`. It never changes here."""
+    """Version of the weights that computed the tokens from `start` to before `end`.
+
+    Pagemill has one version for all tokens.
+    """
 
     version: str = "default"
     start: int = 0
@@ -112,8 +121,10 @@ class WeightVersionSpan(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
-    """A choice, or the part of it that one event of a stream adds. `text` is set in the output mode
-    `text`."""
+    """A choice, or the part that one event of a stream adds to it.
+
+    `text` is set in the output mode `text`.
+    """
 
     index: int
     finish_reason: str | None = None
@@ -143,7 +154,10 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(Struct, frozen=True, kw_only=True):
-    """An event of a stream. Only the first has the prompt's tokens, if the client wants them."""
+    """An event of a stream.
+
+    The prompt's tokens are in the first event alone, and only with `return_token_ids`.
+    """
 
     request_id: str
     usage: UsageInfo | TotalUsage | None = None

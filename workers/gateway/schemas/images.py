@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's image generation, and the events of its streams. Pure."""
+"""Request and response bodies of OpenAI's image generation, and events of its streams. Pure."""
 
 from typing import Annotated, Literal
 
@@ -17,35 +17,35 @@ B64_JSON, URL = "b64_json", "url"
 class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str
     prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
-    """The text that the images are painted of."""
+    """Description of the images."""
     n: NumImages | None = None
-    """Number of images; by default 1, which is the limit of a stream."""
+    """Number of images; by default 1. A stream has only one."""
     size: str | None = None
-    """One of the model's sizes, such as `120x120`; by default, and with `auto`, the first one."""
+    """One of the model's sizes, such as `120x120`; by default, and for `auto`, its default size."""
     response_format: str = B64_JSON
-    """`b64_json`, or `url` for the address of a file, which is not for streams."""
+    """`b64_json`, or `url` for the URL of a file, which streams do not support."""
     output_format: str = PNG
     """`png`"""
     stream: bool = False
-    """Send events, among them previews."""
+    """Send events: the requested previews, and the image."""
     partial_images: NumPreviews | None = None
     """Previews in a stream, at equal distances; by default none."""
     seed: Seed | None = None
     """With the same seed and the same parameters, the images are the same."""
     num_inference_steps: NumSteps | None = None
-    """Denoising steps; by default as the model is configured."""
+    """Number of denoising steps; by default as configured for the model."""
     guidance_scale: Guidance | None = None
-    """Scale of the classifier-free guidance, 1 for none; by default as the model is configured."""
+    """Scale of the classifier-free guidance, 1 for none; by default as configured for the model."""
     negative_prompt: NegativePrompt | None = None
-    """What the images are guided away from."""
+    """Description of content that the images should not have."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds from acceptance to the last image: by default `delivery.default_timeout_s`, at most
     `delivery.max_timeout_s`."""
 
     durable: bool | None = None
-    """Go on painting when the connection closes."""
+    """Continue painting when the connection closes."""
 
-    # Only values without an effect.
+    # Other values of these fields would have an effect that is not implemented.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     quality: Literal["auto", "standard"] | None = None
@@ -58,7 +58,7 @@ class ImageEntry(Struct, frozen=True, kw_only=True):
     b64_json: str | UnsetType = UNSET
     """Base64 of the file."""
     url: str | UnsetType = UNSET
-    """The address of the file, for as long as the gateway stores it."""
+    """URL of the file, valid while the file is stored."""
 
 
 class ImageUsageDetails(Struct, frozen=True):
@@ -67,7 +67,7 @@ class ImageUsageDetails(Struct, frozen=True):
 
 
 class ImageUsage(Struct, frozen=True):
-    """Tokens of the prompt. An image has none."""
+    """Tokens of the prompt. Images have no tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -92,9 +92,9 @@ class ImageEvent(Struct, frozen=True, kw_only=True):
     created_at: int
     size: str
     partial_image_index: int | UnsetType = UNSET
-    """The number of a preview, from 0."""
+    """Number of the preview, from 0."""
     usage: ImageUsage | UnsetType = UNSET
-    """In the last event."""
+    """Set in the last event."""
     output_format: str = PNG
     quality: str = AUTO
     background: str = "opaque"

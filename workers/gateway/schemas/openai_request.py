@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's chat completions and completions, with the extra fields of vLLM. Pure.
 
-An unknown field is refused by its name. A known field that is not implemented is refused as
-unsupported, except at values that have no effect: such a field has a type of only these values.
-`null` means the same as leaving a field out.
+An unknown field is refused by its name. A field of other servers that is not implemented here is
+refused as unsupported, except for values without an effect: the type of such a field allows only
+these values. `null` means the same as a missing field.
 """
 
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ class StreamOptions(GenerateStreamOptions, frozen=True, kw_only=True, forbid_unk
 
 
 class StructuredOutputsBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint on the answer's text: exactly one of these."""
+    """Constraint on the text of an answer: exactly one of these fields."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -68,9 +68,9 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
-    """Requests of one key wait in one slot, for a model with slots."""
+    """For a model with slots, requests with the same key are queued in the same slot."""
     priority: Int64 | None = None
-    """Above 0: queued in the batch lane, behind interactive requests."""
+    """Above 0: queued in the batch lane, after interactive requests."""
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds from acceptance to the last token: by default `delivery.default_timeout_s`, at most
@@ -157,7 +157,7 @@ class ChatToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessageAudio(Struct, frozen=True, forbid_unknown_fields=True):
-    """A speech of this server. Its transcript counts where the message has no content."""
+    """A speech of this server. Its transcript is used if the message has no content."""
 
     id: str
     transcript: str | None = None
@@ -192,18 +192,18 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatAudio(Struct, frozen=True, forbid_unknown_fields=True):
-    """How an answer is spoken."""
+    """Format and voice of a spoken answer."""
 
     format: str
-    """`pcm16` in a stream, or else `pcm16` or `wav`."""
+    """`pcm16`, or `wav` if the answer is not streamed."""
     voice: str
 
 
 class ProcessorKwargs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's name for options of all media of a request."""
+    """Options for all media of a request, under vLLM's name."""
 
     use_audio_in_video: bool | None = None
-    """Whether the model hears the sound of each video, as by `use_audio` of each `video_url`."""
+    """Whether the model hears the sound of each video, like `use_audio` in each `video_url`."""
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -214,7 +214,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: an answer has at most one call."""
+    """With false, an answer has at most one call."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -224,7 +224,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     images are painted by `/v1/images/generations`."""
     audio: ChatAudio | None = None
     on_late: OnLate | None = None
-    """`text`: when the speech fails or is late, end with the text if that is complete."""
+    """`text`: if the speech fails or is late, end with the text, provided that it is complete."""
     functions: None = None
     function_call: None = None
     prediction: None = None
@@ -247,7 +247,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     prompt: Any
     """Text, token ids, or a list of up to 64 of either."""
     max_tokens: Count | None = None
-    """0 is allowed with `echo`: the answer is the prompt alone."""
+    """0 is allowed with `echo`: then the answer is the prompt alone."""
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     """Number of most probable tokens to return."""

@@ -21,15 +21,15 @@ class CompletionDetails(Struct, frozen=True):
 class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
-    """Those of the text and those of its speech."""
+    """Tokens of the text, and codec frames of the speech."""
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
-    """For an answer that is spoken."""
+    """Set if the answer is spoken."""
 
 
 def usage_of(parts: list[Usage], audio_tokens: int | None = None) -> UsageBody:
-    """Return the sum of the usage of all prompts. `audio_tokens` is None without a speech."""
+    """Return the usage of all prompts together. `audio_tokens` is None without a speech."""
     prompt = sum(part.prompt_tokens for part in parts)
     text = sum(part.completion_tokens for part in parts)
     cached = CachedTokens(sum(part.cached_tokens for part in parts))
@@ -72,7 +72,7 @@ class CallDelta(Struct, frozen=True):
 
 
 class SpeechError(Struct, frozen=True):
-    """Why a speech was cut."""
+    """Reason why a speech was cut."""
 
     code: str
     message: str
@@ -87,9 +87,9 @@ class AudioDelta(Struct, frozen=True):
     """Base64 of 16-bit samples, least significant byte first."""
     transcript: str | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
-    """In the last piece."""
+    """Set in the last piece."""
     error: SpeechError | UnsetType = UNSET
-    """In the last piece, why the speech was cut."""
+    """Set in the last piece of a speech that was cut."""
 
 
 class Delta(Struct, frozen=True):
@@ -108,7 +108,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class AnswerHead(Struct, frozen=True):
-    """Fields with which every answer and every chunk begins."""
+    """First fields of every answer and every chunk."""
 
     id: str
     created: int
@@ -126,12 +126,12 @@ class AnswerAudio(Struct, frozen=True):
 
     id: str
     data: str
-    """Base64 of the sound, in the format that was asked for."""
+    """Base64 of the sound, in the requested format."""
     transcript: str
     expires_at: int
     """Unix seconds until which the speech is stored."""
     error: SpeechError | UnsetType = UNSET
-    """Why the speech was cut; the sound up to there is in `data`."""
+    """Set if the speech was cut. `data` has the sound up to that point."""
 
 
 class AnswerMessage(Struct, frozen=True):
@@ -157,7 +157,7 @@ class ChatCompletion(AnswerHead, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Lists with an entry for each token."""
+    """Log probabilities as lists, which have an entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]

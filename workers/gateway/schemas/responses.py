@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's Responses API. Pure.
+"""Request and response bodies of OpenAI's Responses API, and events of its streams. Pure.
 
-As in the other APIs, an unknown field is refused by its name, and a known one that is not
-implemented as unsupported.
+As in the other APIs, an unknown field is refused by its name, and a field that is not implemented
+is refused as unsupported.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ RESPONSE_UNSUPPORTED = frozenset(
         "conversation", "prompt", "moderation", "context_management", "background_options",
         "access_programs", "prompt_cache_options", "stream_options", "service_tier",
         "reasoning", "text", "include", "prompt_cache_retention",
-        # Fields of chats. OpenAI's responses have no sound either.
+        # Fields of chat completions. Responses have no sound in OpenAI's API either.
         "modalities", AUDIO,
     }
 )  # fmt: skip
@@ -42,7 +42,7 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Models have no reasoning parser here, so nothing but its absence can be asked for."""
+    """Options of reasoning. Pagemill has no reasoning parser, so only its absence is accepted."""
 
     effort: Literal["none"] | None = None
     summary: None = None
@@ -66,7 +66,7 @@ class McpTool(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp"):
     server_label: Label
     server_url: str | None = None
     allowed_tools: list[ToolName] | ToolFilter | None = None
-    """Names, or a filter. None and `["*"]` allow all."""
+    """Names of tools, or a filter. None and `["*"]` allow all tools."""
     require_approval: Approval | None = None
     server_description: Annotated[str, Meta(max_length=1024)] | None = None
     headers: dict[str, str] | None = None
@@ -78,16 +78,16 @@ class McpTool(Struct, frozen=True, forbid_unknown_fields=True, tag="mcp"):
 
 
 class ImageTool(Struct, frozen=True, forbid_unknown_fields=True, tag="image_generation"):
-    """The tool that paints."""
+    """Tool that paints images."""
 
     model: str | None = None
-    """A model that paints; by default that of the response."""
+    """Model that paints; by default the model of the response."""
     size: str | None = None
-    """One of the painting model's sizes; by default, and with `auto`, the first one."""
+    """One of the painting model's sizes; by default, and for `auto`, its default size."""
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     """Previews in a stream, at equal distances; by default none."""
 
-    # Only values without an effect.
+    # Other values of these fields would have an effect that is not implemented.
     action: Literal["auto", "generate"] | None = None
     background: Literal["auto", "opaque"] | None = None
     complexity: None = None
@@ -130,7 +130,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | NamedChoice | Allowed
 
 
 class ResponseFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of which the prompt is made."""
+    """Request fields that determine the prompt."""
 
     model: str
     input: Any = None
@@ -264,7 +264,7 @@ class InputTokens(Struct, frozen=True):
 
 
 class ResponseEvent(Struct, frozen=True, omit_defaults=True):
-    """An event of a stream. Which of the fields it has depends on its type."""
+    """An event of a stream. Its type determines which fields it has."""
 
     type: str
     sequence_number: int

@@ -8,8 +8,8 @@ from workers.gateway.schemas.embeddings import EmbeddingUsage, PooledRequest
 from workers.gateway.schemas.openai_request import Count
 
 MAX_TEXTS = 256
-"""Limit on a list, so on the pairs of a request: an event loop multiplies a pair of embeddings of
-4096 values in 0.04 ms."""
+"""Limit on the texts of a list, and so on the pairs of a request. The event loop compares a pair of
+embeddings with 4096 values in 0.04 ms."""
 
 UNSUPPORTED = frozenset(
     {
@@ -24,10 +24,10 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class ScoreRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Two fields with texts: `text_1` and `text_2`, or one of the other pairs of names."""
+    """A request with two lists of texts: `text_1` and `text_2`, or other names for these fields."""
 
     text_1: Texts | None = None
-    """One text for all of `text_2`, or as many texts."""
+    """One text to compare with each of `text_2`, or as many texts as `text_2`."""
     text_2: Texts | None = None
     queries: Texts | None = None
     """Another name of `text_1`, with `documents` or `items`."""
@@ -37,12 +37,12 @@ class ScoreRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_on
     """Another name of `text_1`, with `data_2`."""
     data_2: Texts | None = None
     use_activation: bool | None = None
-    """No effect: a similarity is not changed by an activation."""
+    """No effect: scores are similarities, without an activation function."""
 
 
 class ScoreEntry(Struct, frozen=True):
     index: int
-    """Number of the pair."""
+    """Number of the pair, from 0."""
     score: float
     """Cosine similarity of the two embeddings, from -1 to 1."""
     object: str = "score"
@@ -73,12 +73,12 @@ class RerankRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_o
     return_documents: bool | None = None
     """Whether results have their documents. The default is true."""
     use_activation: bool | None = None
-    """No effect: a similarity is not changed by an activation."""
+    """No effect: scores are similarities, without an activation function."""
 
 
 class RerankResult(Struct, frozen=True):
     index: int
-    """Number of the document in the request."""
+    """Position of the document in the request, from 0."""
     relevance_score: float
     """Cosine similarity with the query, from -1 to 1."""
     document: RerankDocument | UnsetType = UNSET
@@ -88,5 +88,5 @@ class RerankList(Struct, frozen=True):
     id: str
     model: str
     results: list[RerankResult]
-    """Best first."""
+    """The most relevant document is the first."""
     usage: EmbeddingUsage

@@ -1,4 +1,4 @@
-"""Bodies and events of OpenAI's speech, and the list of voices. Pure."""
+"""Request and response bodies of OpenAI's speech, and the list of voices. Pure."""
 
 from typing import Annotated, Literal
 
@@ -16,14 +16,14 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     response_format: str = "wav"
     """`wav`, or `pcm` for 16-bit samples alone, least significant byte first."""
     stream_format: str | None = None
-    """`audio`: the bytes of the sound as they are made, as without this field. `sse`: events."""
+    """`audio`, the default: the bytes of the sound as they are made. `sse`: events."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds from acceptance to the end of the speech: by default `delivery.default_timeout_s`, at
     most `delivery.max_timeout_s`."""
     durable: bool | None = None
     """Continue the speech when the connection closes."""
 
-    # Only values without an effect.
+    # Other values of these fields would have an effect that is not implemented.
     instructions: Literal[""] | None = None
     speed: Annotated[float, Meta(ge=1, le=1)] | None = None
 
@@ -33,7 +33,7 @@ class SpeechRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class SpeechUsage(Struct, frozen=True):
     input_tokens: int
-    """Tokens of the text, as the stage that speaks counts them."""
+    """Tokens of the text, counted by the stage that speaks."""
     output_tokens: int
     """Codec frames."""
     total_tokens: int
@@ -51,14 +51,14 @@ class SpeechDone(Struct, frozen=True):
 
 
 class SpeechResult(Struct, frozen=True):
-    """A speech that has ended, in the state of its request."""
+    """A complete speech, as the result in the state of its request."""
 
     id: str
     created: int
     model: str
     usage: SpeechUsage
     url: str
-    """Path of the sound."""
+    """Path of the sound on this server."""
     object: str = "audio.speech"
 
 

@@ -1,4 +1,4 @@
-"""Form, answer and events of OpenAI's transcriptions. Pure."""
+"""Form, response bodies and events of OpenAI's transcriptions. Pure."""
 
 from typing import Annotated, Literal
 
@@ -9,19 +9,20 @@ UNSUPPORTED = frozenset(
     | {"known_speaker_references", "translate"}
 )
 UNSUPPORTED_FORMATS = {
-    "verbose_json": "the model tells no times",
-    "srt": "the model tells no times",
-    "vtt": "the model tells no times",
-    "diarized_json": "the model does not tell speakers apart",
+    "verbose_json": "the model does not produce timestamps",
+    "srt": "the model does not produce timestamps",
+    "vtt": "the model does not produce timestamps",
+    "diarized_json": "the model does not distinguish speakers",
 }
+"""Formats of other servers, with the reason why they are not supported."""
 
 
 class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of the form beside `file`, the recording."""
+    """Fields of the form, except for `file`, which is the recording."""
 
     model: str
     language: Annotated[str, Meta(pattern="^[a-z]{2,3}$")] | None = None
-    """ISO 639 code of the language that is spoken, such as `en`; by default the model finds out."""
+    """ISO 639 code of the spoken language, such as `en`; by default the model detects it."""
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
     """Further instructions to the model, such as the spelling of names."""
     response_format: str = "json"

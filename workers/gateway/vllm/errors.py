@@ -1,7 +1,7 @@
 """Error responses of the endpoints that speak vLLM's token protocol. Pure.
 
-Statuses and types are those of the protocol, where they differ from OpenAI's. The codes are
-Pagemill's own, because the protocol's do not tell errors apart.
+Statuses and types follow the protocol where it differs from OpenAI's API. The codes are Pagemill's,
+because several errors share a code in the protocol.
 """
 
 from typing import TypeVar
@@ -31,7 +31,7 @@ def status_of(error: ErrorInfo | type[PagemillError]) -> int:
 
 
 def body_of(error: ErrorInfo) -> ErrorAnswer:
-    """Return the body. An error that the request itself did not cause has OpenAI's type."""
+    """Return the body. Errors that the client did not cause have the types of OpenAI's API."""
     body, status = errors.body_of(error).error, status_of(error)
     if status == 404:
         body = replace(body, type="NotFoundError")
@@ -42,9 +42,9 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
 
 
 def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozenset()) -> T:
-    """Decode a body. Raises a RequestError with `body.` and the path as field.
+    """Decode a body. Raises a RequestError with the field `body.` and the path in the body.
 
-    `unsupported` are paths that the protocol has and this server does not support.
+    `unsupported` has the paths of fields that the protocol has and this server does not support.
     """
     try:
         check_json(data)
@@ -56,17 +56,17 @@ def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozen
 
 
 def _refusal(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
-    what, path, name = errors.split_field_error(error)
+    complaint, path, name = errors.split_field_error(error)
     path = path.partition("[")[0]
     path = f"{path}.{name}".removeprefix(".") if name else path
     field = f"{_BODY}.{path}" if path else _BODY
     if path in unsupported or path.partition(".")[0] in unsupported:
         return UnsupportedParameter(f"{field}: not supported here", field=field)
-    if what == errors.UNKNOWN_FIELD:
+    if complaint == errors.UNKNOWN_FIELD:
         return UnknownParameter(f"{field}: unknown parameter", field=field)
-    if what == errors.MISSING_FIELD:
-        what = "Field required"
-    return InvalidRequest(f"{field}: {what}", field=field)
+    if complaint == errors.MISSING_FIELD:
+        complaint = "Field required"
+    return InvalidRequest(f"{field}: {complaint}", field=field)
 
 
 def body_error(path: str, message: str) -> InvalidRequest:

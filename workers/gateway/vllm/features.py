@@ -1,10 +1,13 @@
-"""Media of the token protocol: rendered ones with their bytes and consistency checks, and
-unprocessed ones beside token ids that have one placeholder for each. Pure."""
+"""Media of the token protocol. Pure.
+
+They are either rendered items, which are checked here, or images that no renderer has processed.
+For such images the prompt has one placeholder token each.
+"""
 
 import base64
 import binascii
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -28,7 +31,7 @@ _encode_item = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class WireItem:
-    """An image, video or sound of the prompt, processed by another server."""
+    """An image, video or sound of the prompt, as a renderer has processed it."""
 
     modality: Modality
     mm_hash: str
@@ -38,18 +41,18 @@ class WireItem:
 
 
 def check_features(features: FeaturesInfo) -> None:
-    """Raises a RequestError for inconsistent features, and for items of other modalities."""
+    """Raises a RequestError for inconsistent features, and for unsupported modalities."""
     _check_ranges(features)
     modalities = set(features.mm_hashes)
     if set(features.mm_placeholders) != modalities:
         raise body_error("features", "mm_hashes and mm_placeholders must use the same modalities")
     for name in ("kwargs_data", "mm_metadata"):
-        given = getattr(features, name)
-        if given is not None and set(given) != modalities:
+        column = getattr(features, name)
+        if column is not None and set(column) != modalities:
             raise body_error("features", f"{name} must use the same modalities as mm_hashes")
     for modality, hashes in features.mm_hashes.items():
         _check_lengths(features, modality, len(hashes))
-    places = [place for found in features.mm_placeholders.values() for place in found]
+    places = itertools.chain.from_iterable(features.mm_placeholders.values())
     ranges = sorted((place.offset, place.offset + place.length) for place in places)
     if any(start < end for (_, end), (start, _) in itertools.pairwise(ranges)):
         raise body_error("features", "mm_placeholders must be globally non-overlapping and sorted")
@@ -76,8 +79,8 @@ def _check_lengths(features: FeaturesInfo, modality: str, length: int) -> None:
             "features", f"{modality} mm_hashes and mm_placeholders must have the same length"
         )
     for name in ("kwargs_data", "mm_metadata"):
-        given = getattr(features, name)
-        if given is not None and len(given[modality]) != length:
+        column = getattr(features, name)
+        if column is not None and len(column[modality]) != length:
             raise body_error(
                 "features", f"{modality} {name} and mm_hashes must have the same length"
             )
@@ -111,7 +114,7 @@ def _items_of_modality(features: FeaturesInfo, modality: Modality) -> list[WireI
 
 
 def _item_bytes(field: str, data: str | None, metadata: str | None) -> bytes | None:
-    """Return the item. Fields in its metadata replace those of the item."""
+    """Return the item. Fields of its metadata replace fields of the same name."""
     if data is None:
         return None
     item = _decode_base64(data, field)
@@ -168,12 +171,12 @@ def _encode_base64(data: bytes | None) -> str | None:
     return None if data is None else base64.b64encode(data).decode()
 
 
-def images_of(parts: list[dict[str, Any]]) -> list[ImagePart]:
+def images_of(parts: Sequence[Mapping[str, object]]) -> list[ImagePart]:
     """Raises a RequestError for a part that is not an image."""
     return [_image(part, f"content_parts[{i}]") for i, part in enumerate(parts)]
 
 
-def _image(part: dict[str, Any], path: str) -> ImagePart:
+def _image(part: Mapping[str, object], path: str) -> ImagePart:
     kind, url = part.get("type"), part.get("url")
     if kind in _UNSUPPORTED:
         raise UnsupportedContent(f"{kind} is not supported by this model", field=f"body.{path}")
@@ -188,10 +191,10 @@ def _image(part: dict[str, Any], path: str) -> ImagePart:
 def insert_images(
     token_ids: list[int], rendered: RenderedFeatures
 ) -> tuple[list[int], list[WireItem]]:
-    """Return the prompt with every placeholder expanded to its image's tokens, and the images.
+    """Return the prompt with the tokens of an image in place of each placeholder, and the images.
 
-    `rendered` has the images in another prompt. Raises InvalidRequest where the numbers of images
-    and placeholders differ.
+    `rendered` has the same images, rendered in another prompt. Raises InvalidRequest if the number
+    of placeholders is not the number of images.
     """
     runs = [
         rendered.prompt_token_ids[feature.placeholder.offset :][: feature.placeholder.length]

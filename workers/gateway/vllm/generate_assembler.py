@@ -1,4 +1,4 @@
-"""The log of a request → the answer of `/inference/v1/generate`, or the events of its stream. Pure.
+"""Assembler of `/inference/v1/generate`: the answer, or the events of its stream. Pure.
 
 An assembler that reads the log again from its first record produces the same events, so a stream
 can continue at any gateway.
@@ -33,7 +33,7 @@ from workers.gateway.schemas.generate import (
 
 
 class GenerateShape(AnswerOptions, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of the RequestRecord: all that the answer depends on besides the log."""
+    """Options of the RequestRecord. The answer depends on them and on the log alone."""
 
     wire_id: str
     """The id by which the client knows the request."""
@@ -42,10 +42,10 @@ class GenerateShape(AnswerOptions, frozen=True, kw_only=True, omit_defaults=True
     output_mode: OutputMode = "tokens"
     logprobs: int | None = None
     prompt_token_ids: list[int] = msgspec.field(default_factory=list)
-    """Empty unless the answer has them or their log probabilities."""
+    """Token ids of the prompt; empty unless the answer has them or their log probabilities."""
     return_token_ids: bool = False
     placeholders: dict[str, list[PlaceholderInfo]] = msgspec.field(default_factory=dict)
-    """Places of the items by modality."""
+    """Placeholder ranges of the items, by modality."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -53,15 +53,16 @@ class GenerateShape(AnswerOptions, frozen=True, kw_only=True, omit_defaults=True
 
 @dataclass(slots=True)
 class _ChoiceState:
-    """A choice so far."""
+    """State of one choice."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[Any] = dataclasses.field(default_factory=list)
-    """IdLogprobs or TokenLogprob, as the output mode has them."""
+    """Entries of IdLogprobs or TokenLogprob, depending on the output mode."""
     context: list[bytes] = dataclasses.field(default_factory=list)
+    """Bytes of the tokens before the next token."""
 
 
 class GenerateAssembler(Assembler[GenerateShape]):
@@ -74,7 +75,7 @@ class GenerateAssembler(Assembler[GenerateShape]):
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
         self._has_begun = False
-        # An abort has an event for every choice, and then one for usage.
+        # An abort has an event for each choice, and another event for usage.
         self.max_events = 1 if self._shape.n == 1 else self._shape.n + 1
         self.prompt_token_ids = self._shape.prompt_token_ids
         self._choices = [_ChoiceState() for _ in range(self._shape.n)]
@@ -90,7 +91,7 @@ class GenerateAssembler(Assembler[GenerateShape]):
                 return []
 
     def _add_tokens(self, record: TokenChunk) -> list[GenerateChunk]:
-        """Return an event for each choice that has something new."""
+        """Return an event for each choice that the record adds to."""
         if record.prompt_logprobs is not None:
             self._add_prompt_logprobs(record.prompt_logprobs)
         return [
@@ -119,7 +120,7 @@ class GenerateAssembler(Assembler[GenerateShape]):
         )
 
     def _add_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
-        """Return the news of a choice, or None if this output mode shows none."""
+        """Return what the event of a choice contains, or None if it would be empty."""
         state, shows_text = self._choices[delta.index], self._shape.output_mode == "text"
         logprobs = self._logprobs_of(state, delta)
         state.token_ids += delta.token_ids
@@ -138,7 +139,7 @@ class GenerateAssembler(Assembler[GenerateShape]):
     def _choice(
         self, index: int, token_ids: list[int], text: str, logprobs: list[Any]
     ) -> GenerateChoice:
-        """Return a choice with these tokens, ended if the choice has ended."""
+        """Return a choice with these tokens, and with the reasons for its end if it has ended."""
         shape, state = self._shape, self._choices[index]
         content: TokensContent | TextContent | None = None
         if shape.logprobs is not None:
@@ -178,33 +179,32 @@ class GenerateAssembler(Assembler[GenerateShape]):
         return [last]
 
     def _num_tokens(self) -> tuple[int, int]:
-        """Return the numbers of prompt and answer tokens, as the last record of the log has them.
+        """Return the numbers of prompt and answer tokens from the last record of the log.
 
-        An aborted request has no such record: the tokens seen so far are counted.
+        The log of an aborted request has no such record. Then the added tokens are counted.
         """
-        num_seen = sum(len(choice.token_ids) for choice in self._choices)
-        return self._usage or (self._shape.num_prompt_tokens, num_seen)
+        num_answer = sum(len(choice.token_ids) for choice in self._choices)
+        return self._usage or (self._shape.num_prompt_tokens, num_answer)
 
     def _placeholders(self) -> dict[str, list[PlaceholderInfo]] | None:
         shape = self._shape
-        shown = shape.return_token_ids and bool(shape.placeholders)
-        return shape.placeholders if shown else None
+        return (shape.placeholders or None) if shape.return_token_ids else None
 
     def _whole_choice(self, index: int, state: _ChoiceState) -> GenerateChoice:
         state.finish_reason = state.finish_reason or "stop"
         return self._choice(index, state.token_ids, state.text, state.logprobs)
 
     def _logprobs_of(self, state: _ChoiceState, delta: ChoiceDelta) -> list[Any]:
-        ids = [
+        entries = [
             id_logprobs(token_id, logprobs, max(self._shape.logprobs or 0, 1))
             for token_id, logprobs in zip(delta.token_ids, delta.logprobs or [], strict=False)
         ]
         if self._shape.output_mode == "tokens":
-            return ids
-        return [text_logprobs(found, state.context, self._token_bytes) for found in ids]
+            return entries
+        return [text_logprobs(entry, state.context, self._token_bytes) for entry in entries]
 
     def _add_prompt_logprobs(self, logprobs_of_prompt: Sequence[TokenLogprobs]) -> None:
-        """The first token has no log probability, because nothing comes before it."""
+        """Add log probabilities. The first token has none, because no token comes before it."""
         token_ids = self._shape.prompt_token_ids
         self._prompt_logprobs = [None]
         context = [self._token_bytes[token_ids[0]]]
@@ -238,7 +238,7 @@ GENERATE = AnswerKind(
         has_sampling_params=True,
     ),
     budget=Budget(
-        # They are never streamed.
+        # Log probabilities of prompts are never streamed.
         prompts=Refusal(
             "log probabilities", "prompt_logprobs", "ask for fewer, or for fewer tokens"
         )

@@ -1,10 +1,10 @@
-"""The body of `/inference/v1/generate` → a parsed request, or an error. Pure.
+"""Parser of the body of `/inference/v1/generate`. Pure.
 
-The checks come in the order in which vLLM makes them: the form of the body, the combination of its
-fields, then the sampling parameters.
+The checks have the order of vLLM's checks: the types of the fields, the sampling parameters, then
+the combination of all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class ParsedRequest:
 
 
 def parse(data: bytes) -> ParsedRequest:
-    """Raises a RequestError that names the field, as `body.` and its path."""
+    """Raises a RequestError with the name of the parameter, or with `body.` and its path."""
     body = decode(data, RenderedRequest)
     _check_salt(body.cache_salt)
     if not body.token_ids:
@@ -83,16 +83,17 @@ def _check_salt(salt: str | None) -> None:
         )
 
 
-def _check_combination(body: RenderedRequest, sampling: dict[str, Any]) -> None:
+def _check_combination(body: RenderedRequest, sampling: Mapping[str, object]) -> None:
     if body.content_parts and body.features is not None:
         raise body_error("", "content_parts and features are mutually exclusive")
-    # A server that supports these would answer differently.
+    # A server that supports these parameters would answer differently.
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(body, name):
             raise UnsupportedParameter(f"{name} are not supported here", field=f"body.{name}")
     if body.reasoning_ended is False and sampling["structured_outputs"] is not None:
         raise UnsupportedParameter(
-            "structured_outputs hold from the first token on, because there is no reasoning parser",
+            "reasoning_ended=false is not supported with structured_outputs, because there is no"
+            " reasoning parser",
             field="body.reasoning_ended",
         )
     _check_metadata(body.features)

@@ -1,11 +1,11 @@
 """Conversion between vLLM's `sampling_params` and SamplingParams. Pure.
 
-A rendered request has been resolved by the server that rendered it: a parameter that is left out
-has its default, whatever this server's configuration of the model says. Only `max_tokens` is left
-for this server to choose.
+The server that rendered a request has applied the defaults of its configuration. So a missing
+parameter has vLLM's default, and the sampling defaults of this server's configuration do not apply.
+Only `max_tokens` may be left for this server to choose.
 
-The parameters are those of SamplingParams, under the same names, in the same order and with the
-same defaults; only vLLM's exceptions are named here.
+SamplingParams has vLLM's parameters, with the same names, order and defaults. This module names the
+exceptions.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ _DEFAULTS = {
     if name != "max_tokens"
 }
 
-# Parameters of other servers. Any other value would change the answer in a way that is not
-# implemented.
+# Parameters of other servers, with the values that have no effect. Other values would change the
+# answer in a way that is not implemented.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "watermarking": (None, False),
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "_bad_words_token_ids": (None,),
     "_watermarking_skipped": (False,),
 }
-# Parameters about delivery or computation at another server, without effect on the answer.
+# Parameters for the delivery or computation at other servers, without an effect on the answer.
 _WITHOUT_EFFECT = frozenset(
     {"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"}
 )
@@ -52,7 +52,7 @@ _DERIVED = frozenset({"_eos_token_id", "_all_stop_token_ids"})
 _GREEDY_EPS = 1e-5
 _DELTA, _FINAL_ONLY = 1, 2
 
-# A parameter is left out at its default, except for these.
+# vLLM omits a parameter that has its default, except for these.
 _NOT_IF_GREEDY = frozenset({"top_p", "min_p"})
 _ALWAYS_WRITTEN = frozenset(
     {
@@ -63,15 +63,14 @@ _ALWAYS_WRITTEN = frozenset(
 
 
 def read_sampling(rendered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all parameters by their names in SamplingParams. `max_tokens` is missing if the
-    request leaves it open.
+    """Return all parameters by their names in SamplingParams; `max_tokens` only if it is set.
 
     Raises a RequestError that names the parameter.
     """
-    given = {name: value for name, value in rendered.items() if _is_supported(name, value)}
+    supported = {name: value for name, value in rendered.items() if _is_supported(name, value)}
     sampling = _DEFAULTS | {
         name: _read_value(name, value)
-        for name, value in given.items()
+        for name, value in supported.items()
         if value is not None or name == "max_tokens"
     }
     _check(sampling)
@@ -79,13 +78,15 @@ def read_sampling(rendered: Mapping[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def write_sampling(params: SamplingParams, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """Return the parameters byte for byte as vLLM renders them: in its order, and with some at
-    their defaults."""
+def write_sampling(params: SamplingParams, max_tokens: int, stream: bool) -> dict[str, object]:
+    """Return the parameters byte for byte as vLLM renders them.
+
+    They have vLLM's order, and some are included even with their defaults.
+    """
     always = _ALWAYS_WRITTEN
     if params.temperature >= _GREEDY_EPS:
         always |= _NOT_IF_GREEDY
-    written: dict[str, Any] = {}
+    written: dict[str, object] = {}
     for name, value in msgspec.structs.asdict(params).items():
         if name == "structured_outputs":
             written |= {"output_kind": _DELTA if stream else _FINAL_ONLY, "skip_clone": True}
@@ -97,13 +98,13 @@ def write_sampling(params: SamplingParams, max_tokens: int, stream: bool) -> dic
     return written
 
 
-def _constraint(structure: StructuredOutputs) -> dict[str, Any]:
+def _constraint(structure: StructuredOutputs) -> dict[str, object]:
     names = {"json_schema": "json"}
     return {names.get(name, name): value for name, value in msgspec.to_builtins(structure).items()}
 
 
 def _is_supported(name: str, value: Any) -> bool:
-    """Return whether a parameter is one of SamplingParams, or else can be ignored.
+    """Return whether SamplingParams has the parameter. False: it can be ignored.
 
     Raises UnknownParameter or UnsupportedParameter.
     """
@@ -131,7 +132,7 @@ def _read_value(name: str, value: Any) -> Any:
     return value
 
 
-def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
+def _read_structure(rendered: Mapping[str, object]) -> dict[str, object]:
     """Return vLLM's `structured_outputs` as a StructuredOutputs mapping.
 
     Raises InvalidRequest for a schema that is not JSON, and UnsupportedParameter for options of
@@ -169,18 +170,19 @@ def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
 def _check_stop_tokens(rendered: Mapping[str, Any]) -> None:
     """Raises UnsupportedParameter for a stop token that is not in `stop_token_ids`.
 
-    vLLM's renderer derives `_all_stop_token_ids` from that field and the model's end token, which
-    the engine knows.
+    vLLM's renderer derives `_all_stop_token_ids` from that field and the model's end token. The
+    engine stops at the end token without a parameter.
     """
     derived, eos = rendered.get("_all_stop_token_ids") or [], rendered.get("_eos_token_id")
-    stated = [*(rendered.get("stop_token_ids") or []), eos]
-    if not isinstance(derived, list) or any(token_id not in stated for token_id in derived):
+    allowed = [*(rendered.get("stop_token_ids") or []), eos]
+    if not isinstance(derived, list) or any(token_id not in allowed for token_id in derived):
         raise UnsupportedParameter(
-            "_all_stop_token_ids: give them as stop_token_ids", field="_all_stop_token_ids"
+            "_all_stop_token_ids has other token ids than stop_token_ids: add them to the latter",
+            field="_all_stop_token_ids",
         )
 
 
-def _check(sampling: dict[str, Any]) -> None:
+def _check(sampling: Mapping[str, object]) -> None:
     try:
         params = msgspec.convert(sampling, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
@@ -191,18 +193,20 @@ def _check(sampling: dict[str, Any]) -> None:
 
 
 def check_greedy(params: SamplingParams) -> None:
-    """Raises InvalidRequest for several greedy choices, which would all be the same."""
+    """Raises InvalidRequest for several greedy choices, because all would be the same."""
     if params.n > 1 and params.temperature < _GREEDY_EPS:
         raise InvalidRequest(f"n must be 1 when using greedy sampling, got {params.n}.", field="n")
 
 
-def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters: the given ones over the model's defaults.
+def resolve_sampling(
+    defaults: Mapping[str, object], overrides: Mapping[str, object]
+) -> SamplingParams:
+    """Return the request's sampling parameters, and the model's defaults for the others.
 
-    Raises InvalidRequest for values that no request may have.
+    Raises InvalidRequest for a value out of range.
     """
     try:
-        params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
+        params = msgspec.convert({**defaults, **overrides}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise invalid_request(error, "sampling_params.") from error
     check_greedy(params)
@@ -210,12 +214,12 @@ def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> S
 
 
 def resolve_max_tokens(max_tokens: int | None, num_prompt: int, max_model_len: int) -> int:
-    """Return `max_tokens`, or as many tokens as there is room for. Raises ContextTooLong."""
+    """Return `max_tokens`, by default all that the context has room for. Raises ContextTooLong."""
     room = max_model_len - num_prompt
     if room < 1:
         raise ContextTooLong(
             f"The decoder prompt (length {num_prompt}) is longer than the maximum model length of"
-            f" {max_model_len}, which an answer must fit into too.",
+            f" {max_model_len}, which includes at least one token of the answer.",
             field="messages",
         )
     if max_tokens is not None and max_tokens > room:
