@@ -21,7 +21,7 @@ class ServerCall:
     tool: PromptTool | None = None
     """None if the server has no such tool any more."""
     over_limit: bool = False
-    sent: list[Sending] = field(default_factory=list)
+    sendings: list[Sending] = field(default_factory=list)
     result: Result | None = None
 
     @property

@@ -48,9 +48,9 @@ class Entry(NamedTuple):
 def entries_of(state: ResponseState) -> list[Entry]:
     """Return the items of a response, its input first."""
     assert state.begun is not None
-    given = [Entry(item) for item in state.begun.input]
-    made = zip(state.output, state.output_turns, strict=True)
-    return given + [Entry(item, (state.response_id, turn)) for item, turn in made]
+    inputs = [Entry(item) for item in state.begun.input]
+    outputs = zip(state.output, state.output_turns, strict=True)
+    return inputs + [Entry(item, (state.response_id, turn)) for item, turn in outputs]
 
 
 def messages_of(
@@ -142,8 +142,8 @@ def result_text(call: McpCallItem) -> str:
     if isinstance(error, dict):
         parts = error.get("content") or [{"text": error.get("message")}]
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        told = "\n".join(text for text in texts if isinstance(text, str))
-        return told or "the call has failed"
+        message = "\n".join(text for text in texts if isinstance(text, str))
+        return message or "the call has failed"
     return error or "the call was not made"
 
 
@@ -174,7 +174,8 @@ def _text_of(content: str | Sequence[MessagePart]) -> str:
 def _content_of(content: str | Sequence[MessagePart]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    return [made for part in content if (made := _part_of(part)) is not None]
+    parts = map(_part_of, content)
+    return [part for part in parts if part is not None]
 
 
 def _part_of(part: MessagePart) -> ContentPart | None:

@@ -93,7 +93,7 @@ class ResponseState:
                 self._add_answer(step)
             case Sending():
                 call = self.calls[step.turn, step.call]
-                call.sent.append(step)
+                call.sendings.append(step)
                 self._change(call, status="calling")
             case Result():
                 self._add_result(step)
@@ -201,13 +201,18 @@ class ResponseState:
         elif tool.label is None or tool.listed is None:
             self.num_function_calls += 1
             call_id = new_call_id(self.begun.parser, self.response_id, turn, number)
-            made = self._item_id("function_call", turn, number)
             status: ItemStatus = "incomplete" if is_cut else "completed"
-            item = FunctionCallItem(call_id, call.name, call.arguments, made, status)
+            item = FunctionCallItem(
+                call_id,
+                call.name,
+                call.arguments,
+                self._item_id("function_call", turn, number),
+                status,
+            )
             self._append(item, turn)
         elif tool.needs_approval and not is_cut:
-            made = self._item_id("mcp_approval_request", turn, number)
-            request = ApprovalRequestItem(made, tool.label, tool.listed.name, call.arguments)
+            request_id = self._item_id("mcp_approval_request", turn, number)
+            request = ApprovalRequestItem(request_id, tool.label, tool.listed.name, call.arguments)
             self._ask(request, schema_digest(tool.listed), turn)
         else:
             item_of_call = McpCallItem(
@@ -272,14 +277,14 @@ class ResponseState:
         status = "completed" if step.outcome == "result" else "failed"
         self._change(call, status=status, output=step.output, error=step.error)
         if step.ask and call.tool is not None and call.tool.listed is not None:
-            made = self._item_id("mcp_approval_request", step.turn, step.call)
-            request = ApprovalRequestItem(made, call.label, call.name, call.arguments)
+            request_id = self._item_id("mcp_approval_request", step.turn, step.call)
+            request = ApprovalRequestItem(request_id, call.label, call.name, call.arguments)
             self._ask(request, schema_digest(call.tool.listed), step.turn)
 
     def _end(self, step: Ended) -> None:
         self.ended = step
         for call in self.calls.values():
-            if call.is_pending and call.sent and not call.paints:
+            if call.is_pending and call.sendings and not call.paints:
                 self._change(call, status="failed", error=unknown_error())
             elif call.is_pending:
                 self._change(call, status="incomplete")
@@ -297,9 +302,8 @@ class ResponseState:
 
 def new_image_item(response_id: str, turn: int, number: int, size: str) -> ImageCallItem:
     """Return the item of an image before anything is known of it."""
-    made = item_id("image_generation_call", response_id, str(turn), number)
     return ImageCallItem(
-        made,
+        item_id("image_generation_call", response_id, str(turn), number),
         "in_progress",
         size=size,
         output_format="png",

@@ -109,12 +109,12 @@ class ToolTable:
         return None
 
 
-def passes(wanted: ToolFilter | None, tool: ListedTool) -> bool:
-    if wanted is None:
+def passes(limits: ToolFilter | None, tool: ListedTool) -> bool:
+    if limits is None:
         return True
-    if wanted.tool_names is not None and tool.name not in wanted.tool_names:
+    if limits.tool_names is not None and tool.name not in limits.tool_names:
         return False
-    return wanted.read_only is None or wanted.read_only == is_read_only(tool)
+    return limits.read_only is None or limits.read_only == is_read_only(tool)
 
 
 def is_read_only(tool: ListedTool) -> bool:
@@ -158,11 +158,11 @@ def schema_digest(tool: ListedTool) -> str:
     return hashlib.sha256(to_json([tool.name, tool.input_schema])).hexdigest()
 
 
-def prompt_name(label: str, name: str, taken: Container[str] = ()) -> str:
+def prompt_name(label: str, name: str, used_names: Container[str] = ()) -> str:
     """Return the name by which the prompt shows a server's tool."""
-    plain = f"{label}__{name}"
-    found = _NOT_IN_NAMES.sub("_", plain)
-    if found == plain and len(found) <= MAX_NAME_LEN and found not in taken:
-        return found
-    digest = hashlib.blake2s(plain.encode(), digest_size=4).hexdigest()
-    return f"{found[: MAX_NAME_LEN - 9]}_{digest}"
+    full = f"{label}__{name}"
+    valid = _NOT_IN_NAMES.sub("_", full)
+    if valid == full and len(valid) <= MAX_NAME_LEN and valid not in used_names:
+        return valid
+    digest = hashlib.blake2s(full.encode(), digest_size=4).hexdigest()
+    return f"{valid[: MAX_NAME_LEN - 9]}_{digest}"

@@ -48,17 +48,17 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
     """
     own = common_settings(config)
     try:
-        found = decode_common_settings(await bus.request(subjects.SETTINGS, b"", ANSWER_S))
+        other = decode_common_settings(await bus.request(subjects.SETTINGS, b"", ANSWER_S))
     except (TimeoutError, Unavailable):
-        found = None  # This is the first worker, or the others are of an older version.
-    if found is not None:
-        for key in differences(own, found.settings):
+        other = None  # This is the first worker, or the others are of an older version.
+    if other is not None:
+        for key in differences(own, other.settings):
             log.warning(
                 "setting_differs",
                 key=key,
                 value=own[key],
-                other_worker=found.worker,
-                other_value=_loggable(found.settings[key]),
+                other_worker=other.worker,
+                other_value=_loggable(other.settings[key]),
             )
     answer = to_json(CommonSettings(worker, own))
 

@@ -82,11 +82,11 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     """
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
-        named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
+        naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        found = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
-        for fault in (*named, *found):
+        general = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
+        for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 

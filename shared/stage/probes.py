@@ -36,8 +36,8 @@ def new_probes(
             return HANGS
 
     def report(status: str) -> tuple[bool, bytes]:
-        found = WorkerStatus(role, worker, status, version, readable())
-        return found.is_ok, to_json(found)
+        answer = WorkerStatus(role, worker, status, version, readable())
+        return answer.is_ok, to_json(answer)
 
     return {
         "health": lambda: report(HANGS if ask_loop() == HANGS else "ok"),

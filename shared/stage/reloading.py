@@ -54,11 +54,11 @@ def changed_settings(old: Config, new: Config) -> set[str]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in config.__struct_fields__:
         value = getattr(config, name)
         if isinstance(value, msgspec.Struct):
-            found |= {f"{name}.{key}": getattr(value, key) for key in value.__struct_fields__}
+            settings |= {f"{name}.{key}": getattr(value, key) for key in value.__struct_fields__}
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings

@@ -124,8 +124,8 @@ class Stage:
             await self._settle_ended(job, log)
             return None
         if job.delivery.attempt > 1:
-            known = await self.claims.load_history(job, len(log.records))
-            if not known or not self.claims.may_begin(job):
+            is_known = await self.claims.load_history(job, len(log.records))
+            if not is_known or not self.claims.may_begin(job):
                 self.claims.release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
@@ -335,8 +335,13 @@ class Stage:
             await self.yield_ownership(job)
             return
         decision = retry.decide(cause, job.history.failures, self.policy, random.random())
-        what, shown = type(decision).__name__, error if cause.fault == "server" else None
-        log.warning("failed", code=cause.code, reason=cause.message, decision=what, exc_info=shown)
+        log.warning(
+            "failed",
+            code=cause.code,
+            reason=cause.message,
+            decision=type(decision).__name__,
+            exc_info=error if cause.fault == "server" else None,
+        )
         match decision:
             case retry.RetryLater(after_s, failed):
                 self.counters.retried(job, cause)

@@ -132,8 +132,8 @@ async def stored_payloads(
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     if stored is None:
         return []
-    found: list[BlobRef] = decode(stored.data, type(body))[0].body.blobs()
-    return found
+    payloads: list[BlobRef] = decode(stored.data, type(body))[0].body.blobs()
+    return payloads
 
 
 async def publish_item(

@@ -90,14 +90,14 @@ class McpClient:
             if len(self._pools) <= MAX_POOLS:
                 return
             # Closing a pool would break off the calls of other responses.
-            if all(one.is_idle() or one.is_closed() for one in pool.connections):
+            if all(c.is_idle() or c.is_closed() for c in pool.connections):
                 self._pools.pop(server, None)
                 await pool.aclose()
 
     def era_of(self, target: Target) -> str | None:
-        found, known_s = self._eras.get(target) or (None, 0.0)
-        fresh = asyncio.get_running_loop().time() - known_s < ERA_FRESH_S
-        return found if fresh else None
+        version, noted_s = self._eras.get(target) or (None, 0.0)
+        is_fresh = asyncio.get_running_loop().time() - noted_s < ERA_FRESH_S
+        return version if is_fresh else None
 
     def note_era(self, target: Target, version: str) -> None:
         self._eras.put(target, (version, asyncio.get_running_loop().time()), 1)
@@ -135,21 +135,24 @@ class McpClient:
                 if mark is not None:
                     await mark()
 
-        sent = [("Host", server.target.host_header), *headers, *server.headers]
-        sent.append(("Content-Length", str(len(body))))
+        request_headers = [("Host", server.target.host_header), *headers, *server.headers]
+        request_headers.append(("Content-Length", str(len(body))))
         try:
             async with (
                 asyncio.timeout_at(until_s),
                 self.pool_of(server).stream(
                     method,
                     url_of(server.target),
-                    headers=sent,
+                    headers=request_headers,
                     content=body,
                     extensions={"trace": trace},
                 ) as response,
             ):
-                shown = {name.decode().lower(): text.decode() for name, text in response.headers}
-                return response.status, shown, await self._read(response, shown, number)
+                response_headers = {
+                    name.decode().lower(): text.decode() for name, text in response.headers
+                }
+                message = await self._read(response, response_headers, number)
+                return response.status, response_headers, message
         except AddressBlocked:
             raise McpFault(
                 "the server's host is not on the internet, or without TLS not in agent.mcp_networks"

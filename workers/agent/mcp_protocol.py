@@ -87,11 +87,9 @@ class ServerBusy(McpRefusal):
 def request_body(
     version: str, number: int, method: str, params: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> bytes:
-    sent = dict(params)
-    about = {**(_META if version == MODERN else {}), **meta}
-    if about:
-        sent["_meta"] = about
-    return to_json({"jsonrpc": "2.0", "id": number, "method": method, "params": sent})
+    all_meta = {**(_META if version == MODERN else {}), **meta}
+    all_params = {**params, "_meta": all_meta} if all_meta else params
+    return to_json({"jsonrpc": "2.0", "id": number, "method": method, "params": all_params})
 
 
 def initialize_params() -> dict[str, Any]:
@@ -229,10 +227,10 @@ def tools_of(result: Mapping[str, Any]) -> list[ListedTool]:
 
 def fresh_s_of(result: Mapping[str, Any]) -> float:
     """Return for how long a page of a listing may be cached, as far as the server limits it."""
-    given = result.get("ttlMs")
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    ttl_ms = result.get("ttlMs")
+    if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, int | float):
         return math.inf
-    return max(0.0, given / 1000)
+    return max(0.0, ttl_ms / 1000)
 
 
 def check_listing(tools: list[ListedTool]) -> None:
@@ -243,10 +241,10 @@ def check_listing(tools: list[ListedTool]) -> None:
         raise McpFault(f"the server's tools have more than {MAX_LISTING_BYTES} bytes")
 
 
-def _tool_of(given: Any) -> ListedTool:
-    if not isinstance(given, dict):
+def _tool_of(value: Any) -> ListedTool:
+    if not isinstance(value, dict):
         raise McpFault("a tool of the server is no object")
-    name, schema = given.get("name"), given.get("inputSchema")
+    name, schema = value.get("name"), value.get("inputSchema")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LEN or not name.isprintable():
         raise McpFault(f"a tool's name must have 1 to {MAX_NAME_LEN} printable characters")
     if not isinstance(schema, dict):
@@ -257,7 +255,7 @@ def _tool_of(given: Any) -> ListedTool:
         raise McpFault(f"the schema of {name}: {message}")
     if any(not ref.startswith("#") for ref in _references(schema)):
         raise McpFault(f"the schema of {name} refers to another document")
-    text, hints = given.get("description"), given.get("annotations")
+    text, hints = value.get("description"), value.get("annotations")
     return ListedTool(
         name,
         schema,
@@ -299,5 +297,5 @@ def cut_output(text: str, max_bytes: int) -> str:
     data = text.encode()
     if len(data) <= max_bytes:
         return text
-    kept = data[:max_bytes].decode(errors="ignore")
-    return f"{kept}\n[{len(data) - len(kept.encode())} more bytes are left out]"
+    beginning = data[:max_bytes].decode(errors="ignore")
+    return f"{beginning}\n[{len(data) - len(beginning.encode())} more bytes are left out]"

@@ -73,8 +73,8 @@ class McpSession:
             return cached.tools
         tools, fresh_s = await self._read_tools()
         if fresh_s > 0:
-            known = Listing(tools, now_s + fresh_s)
-            self._client.listings.put(self._server, known, len(to_json(tools)))
+            listing = Listing(tools, now_s + fresh_s)
+            self._client.listings.put(self._server, listing, len(to_json(tools)))
         return tools
 
     async def _read_tools(self) -> tuple[list[ListedTool], float]:
@@ -149,19 +149,21 @@ class McpSession:
         session_id, number = self._session_id, self._client.next_number()
         body = mcp.request_body(self._version, number, request.method, request.params, request.meta)
         headers = mcp.request_headers(self._version, request.method, request.name, session_id)
-        status, shown, message = await self._client.post(
+        status, response_headers, message = await self._client.post(
             self._server, [*headers, *request.headers], body, number, request.until_s, mark
         )
         try:
             has_session = session_id is not None
-            result = mcp.answer_of(status, shown, message, number, has_session=has_session)
+            result = mcp.answer_of(
+                status, response_headers, message, number, has_session=has_session
+            )
         except SessionLost:
             # Another call may have opened a session since.
             if self._session_id == session_id:
                 self._session_id, self._is_open = None, False
             raise
-        begun = shown.get("mcp-session-id", "")
-        return result, begun if begun and begun.isascii() and begun.isprintable() else None
+        new_id = response_headers.get("mcp-session-id", "")
+        return result, new_id if new_id and new_id.isascii() and new_id.isprintable() else None
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -187,11 +189,11 @@ class McpSession:
 
     async def _open_modern(self, until_s: float) -> bool:
         """Return whether the server belongs to the modern era, which has no sessions."""
-        known = self._client.era_of(self._server.target)
-        if known == LEGACY:
+        era = self._client.era_of(self._server.target)
+        if era == LEGACY:
             return False
         self._version = MODERN
-        if known is None:
+        if era is None:
             now_s = asyncio.get_running_loop().time()
             limit_s = now_s + min(DISCOVERY_S, (until_s - now_s) / 2)
             try:

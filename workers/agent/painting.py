@@ -45,7 +45,7 @@ class Painter:
         if prompt is None:
             return _failed(call, NO_PROMPT)
         name = painting_id(self._log.response_id, call.turn, call.number)
-        if not call.sent:
+        if not call.sendings:
             digest = hashlib.sha256(call.arguments.encode()).hexdigest()
             by = secrets.token_hex(8)
             sending = Sending(0, call.turn, call.number, 0, name, digest, by, may_repeat=True)
@@ -59,15 +59,15 @@ class Painter:
         )
         try:
             error = await self._await_end(request, name)
-            made = error or await self._image(name, tool)
+            image = error or await self._image(name, tool)
         except asyncio.CancelledError:
             # Another agent that has taken the response over waits for the same image.
             if self._log.state.ended is not None:
                 await client.cancel(self._bus, name)
             raise
-        if isinstance(made, str):
-            return Result(0, call.turn, call.number, "result", made)
-        return made if tool.prompt is not None else _failed(call, made.message, made.code)
+        if isinstance(image, str):
+            return Result(0, call.turn, call.number, "result", image)
+        return image if tool.prompt is not None else _failed(call, image.message, image.code)
 
     async def _await_end(self, request: GenerateRequest, name: str) -> ErrorInfo | None:
         """Return the error with which the request has ended, if it has one."""
@@ -91,12 +91,12 @@ class Painter:
         file = await client.find_media(self._bus, images[0].media, self._log.tenant)
         if file is None:
             return error_info(WorkerFailure("the image is not stored any more"))
-        made = await asyncio.to_thread(base64.b64encode, file)
+        encoded = await asyncio.to_thread(base64.b64encode, file)
         limit = self._bus.max_payload - HEAD_BYTES
-        if len(made) > limit:
-            message = f"the image has {len(made)} bytes in base64, and a step at most {limit}"
+        if len(encoded) > limit:
+            message = f"the image has {len(encoded)} bytes in base64, and a step at most {limit}"
             return error_info(PayloadTooLarge(message))
-        return made.decode()
+        return encoded.decode()
 
 
 def _failed(call: ServerCall, message: str, code: str | None = None) -> Result:

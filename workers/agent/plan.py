@@ -112,13 +112,13 @@ def next_action(state: ResponseState) -> Action:
 def _fault_of_tools(state: ResponseState) -> Conclude | None:
     """Return how the response ends if it names a tool that its servers do not have."""
     assert state.begun is not None
-    known = {
+    label_to_names = {
         label: None if listed.error is not None else {tool.name for tool in listed.tools}
         for label, listed in state.listings.items()
     }
     for server in state.begun.servers:
         names = None if server.allowed is None else server.allowed.tool_names
-        listed_names = known[server.label]
+        listed_names = label_to_names[server.label]
         for name in names or [] if listed_names is not None else []:
             if name not in (listed_names or ()):
                 return _no_tool(server.label, name, "tools.allowed_tools")
@@ -126,7 +126,7 @@ def _fault_of_tools(state: ResponseState) -> Conclude | None:
     for ref in choice.tools or []:
         if ref.label is None:
             continue
-        listed_names = known.get(ref.label)
+        listed_names = label_to_names.get(ref.label)
         if listed_names is None and choice.mode == "required":
             listed = state.listings[ref.label]
             message = f"tool_choice needs the tools of {ref.label}: {listed.error}"
@@ -155,11 +155,11 @@ def _next_of_calls(state: ResponseState) -> Action:
 
 def _next_of_call(state: ResponseState, call: ServerCall) -> CallTool | RefuseCall | SettleUnknown:
     if call.paints and not call.over_limit:
-        return CallTool(call, len(call.sent))
-    if call.sent:
-        last = call.sent[-1]
-        if last.may_repeat and len(call.sent) < MAX_ATTEMPTS:
-            return CallTool(call, len(call.sent))
+        return CallTool(call, len(call.sendings))
+    if call.sendings:
+        last = call.sendings[-1]
+        if last.may_repeat and len(call.sendings) < MAX_ATTEMPTS:
+            return CallTool(call, len(call.sendings))
         return SettleUnknown(call)
     if call.over_limit:
         return RefuseCall(call, "limit")

@@ -65,7 +65,7 @@ class ResponseRun:
         self._conversations = conversations
         self._before: list[Entry] | None = None
         """Items of the responses that this one continues, if they are few."""
-        self._asked_here: set[int] = set()
+        self._own_turns: set[int] = set()
         self._tools = ToolRunner(context.config.agent, client, self._log)
         self._painter = Painter(self._bus, self._log, context.config.delivery.default_timeout_s)
 
@@ -159,25 +159,25 @@ class ResponseRun:
         """Make calls, a few at a time, each with its own steps in the log."""
         room = asyncio.Semaphore(self._context.config.agent.max_parallel_calls)
 
-        async def make(one: plan.CallTool) -> None:
+        async def run_call(action: plan.CallTool) -> None:
             async with room:
-                made = await self._make(one)
-                await (self._append(made) if isinstance(made, Result) else self.fail(made))
+                result = await self._call(action)
+                await (self._append(result) if isinstance(result, Result) else self.fail(result))
 
-        making = [asyncio.create_task(make(one)) for one in calls]
+        tasks = [asyncio.create_task(run_call(action)) for action in calls]
         try:
-            for done in asyncio.as_completed(making):
+            for done in asyncio.as_completed(tasks):
                 await done
         finally:
-            for task in making:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*making, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make(self, one: plan.CallTool) -> Result | ErrorInfo:
+    async def _call(self, action: plan.CallTool) -> Result | ErrorInfo:
         """Make a call, and return what became of it, or the error with which the response ends."""
-        if one.call.paints:
-            return await self._painter.paint(one.call)
-        return await self._tools.call(one.call, one.attempt)
+        if action.call.paints:
+            return await self._painter.paint(action.call)
+        return await self._tools.call(action.call, action.attempt)
 
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None
@@ -226,51 +226,51 @@ class ResponseRun:
             yield before + entries_of(self._log.state)
 
     async def _ask(self, turn: int, *, withdrawn: bool) -> None:
-        asked = Asked(0, turn, withdrawn=withdrawn)
+        step = Asked(0, turn, withdrawn=withdrawn)
         begun = self._log.state.begun
         assert begun is not None
         if begun.truncate:
             async with self._conversation() as entries:
-                asked = await self._truncated(asked, entries)
-        await self._append(asked)
-        self._asked_here.add(turn)
+                step = await self._truncated(step, entries)
+        await self._append(step)
+        self._own_turns.add(turn)
 
-    async def _truncated(self, asked: Asked, context: list[Entry]) -> Asked:
+    async def _truncated(self, turn: Asked, context: list[Entry]) -> Asked:
         """Return the turn with as many items dropped as the model's context demands.
 
         Raises ContextTooLong if nothing is left to drop, or what a renderer replies.
         """
         while True:
-            request, sampling, _ = turn_request(self._log.state, asked, context)
+            request, sampling, _ = turn_request(self._log.state, turn, context)
             question = TokenizeRequest(request.messages, tools=request.tools)
             reply = await client.tokenize(self._bus, request.model, question, self.task.tenant)
             if reply.count + sampling.get("max_tokens", 1) <= reply.max_model_len:
-                return asked
-            rest = context[asked.num_dropped :]
+                return turn
+            rest = context[turn.num_dropped :]
             dropped = oldest_group(rest)
             if dropped >= len(rest):
                 raise ContextTooLong(
                     "the last items alone are longer than the model's context", field="input"
                 )
-            asked = replace(asked, num_dropped=asked.num_dropped + dropped)
+            turn = replace(turn, num_dropped=turn.num_dropped + dropped)
 
     async def _read_answer(self, turn: int) -> None:
         state = self._log.state
         async with self._conversation() as entries:
-            request, sampling, found = turn_request(state, state.turns[turn], entries)
+            request, sampling, syntax = turn_request(state, state.turns[turn], entries)
         name = turn_id(self.task.response_id, turn)
         records: AsyncIterator[LogRecord]
-        if turn not in self._asked_here and await last_record(self._bus, name) is not None:
+        if turn not in self._own_turns and await last_record(self._bus, name) is not None:
             timeout_s = self._context.config.delivery.default_timeout_s
             records = client.follow(self._bus, name, timeout_s=timeout_s)
         else:
             # The gateway, or an earlier agent, may have published it.
-            tenant, is_repeated = self.task.tenant, turn not in self._asked_here
+            tenant, is_repeated = self.task.tenant, turn not in self._own_turns
             records = client.ask(
                 self._bus, request, name, tenant, sampling or None, is_repeated=is_repeated
             )
         try:
-            end = await _collect(records, turn, found, keeps_logprobs=_wants_logprobs(sampling))
+            end = await _collect(records, turn, syntax, keeps_logprobs=_wants_logprobs(sampling))
         except asyncio.CancelledError:
             # Somebody has ended the response. A drain leaves the turn to the next agent.
             if not self._context.shutdown.asked.is_set():
@@ -295,10 +295,10 @@ def _wants_logprobs(sampling: dict[str, object]) -> bool:
 
 
 async def _collect(
-    records: AsyncIterator[LogRecord], turn: int, found: TurnFormat, *, keeps_logprobs: bool
+    records: AsyncIterator[LogRecord], turn: int, syntax: TurnFormat, *, keeps_logprobs: bool
 ) -> Answered | Failure:
     """Read the log of a turn to its end."""
-    text, reason = found.new_text(), None
+    text, reason = syntax.new_text(), None
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     usage = Usage(0, 0)

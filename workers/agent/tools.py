@@ -56,13 +56,13 @@ class ToolRunner:
     def _server(self, label: str) -> Server:
         begun = self._log.state.begun
         assert begun is not None
-        known = self._config.servers.get(label)
+        config = self._config.servers.get(label)
         use = next(server for server in begun.servers if server.label == label)
-        url = use.url if known is None else known.url
+        url = use.url if config is None else config.url
         target = None if url is None else parse_target(url)
         if target is None:
             raise McpFault(f"there is no server {label!r} in the configuration of this agent")
-        variables = {} if known is None else known.headers_env
+        variables = {} if config is None else config.headers_env
         headers = tuple((name, os.environ.get(key, "")) for name, key in variables.items())
         for name, value in headers:
             if not value:
@@ -91,11 +91,11 @@ class ToolRunner:
             secrets.token_hex(8),
             self._may_repeat(call),
         )
-        known = self._config.servers.get(call.label)
-        sent_key = key if known is not None and known.idempotency == "header" else None
+        server = self._config.servers.get(call.label)
+        takes_key = server is not None and server.idempotency == "header"
         try:
             result = await self._session(call.label).call(
-                call.name, arguments, sent_key, lambda: self._mark(sending)
+                call.name, arguments, key if takes_key else None, lambda: self._mark(sending)
             )
         except McpRefusal as error:
             if attempt > 0:  # It says nothing about the attempts before.
@@ -109,12 +109,12 @@ class ToolRunner:
         await self._log.append(sending)
 
     def _may_repeat(self, call: ServerCall) -> bool:
-        known = self._config.servers.get(call.label)
-        if known is None or call.tool is None or call.tool.listed is None:
+        server = self._config.servers.get(call.label)
+        if server is None or call.tool is None or call.tool.listed is None:
             return False
         listed = call.tool.listed
-        trusted = known.trust_annotations and (is_read_only(listed) or is_idempotent(listed))
-        return trusted or known.idempotency == "header"
+        trusted = server.trust_annotations and (is_read_only(listed) or is_idempotent(listed))
+        return trusted or server.idempotency == "header"
 
     def _after_fault(self, call: ServerCall, message: str) -> Result:
         """Return the result of a call without an answer that can be read.
@@ -122,7 +122,7 @@ class ToolRunner:
         If it was sent, now or in an attempt before, it may have been carried out. It was not if a
         session could not be opened for it.
         """
-        return self.unknown(call, message) if call.sent else _failed(call, message)
+        return self.unknown(call, message) if call.sendings else _failed(call, message)
 
     def unknown(self, call: ServerCall, reason: str) -> Result:
         error = unknown_error(reason)
@@ -168,7 +168,7 @@ def _failed(call: ServerCall, message: str) -> Result:
 
 def _arguments_of(call: ServerCall) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(call.arguments or "{}")
+        arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return arguments if isinstance(arguments, dict) else None
