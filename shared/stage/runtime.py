@@ -9,7 +9,6 @@ import itertools
 import os
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -89,37 +88,43 @@ class Shutdown:
         hurried.cancel()
 
 
-@dataclass(eq=False)
 class Context:
     """The argument of a role's `main`: configuration, bus, identity, and the signal to stop."""
 
-    role: str
-    worker: str
-    model: str | None
-    """The model to serve, for a role whose workers serve one model each."""
-    config: Config
-    bus: Bus
-    log: logs.Logger
-    stage_name: InitVar[str | None] = None
-    """The stage to serve; by default that of `default_stage`."""
-    url: str | None = None
-    """URL of a gateway, which every heartbeat reports."""
-
-    def __post_init__(self, stage_name: str | None) -> None:
-        self.metrics = Metrics(self.role, self.worker)
-        self.pipelines = pipelines_of(self.config)
+    def __init__(
+        self,
+        role: str,
+        worker: str,
+        model: str | None,
+        config: Config,
+        bus: Bus,
+        log: logs.Logger,
+        stage: str | None = None,
+    ) -> None:
+        """`stage` is the name of the stage to serve. If it is None, `default_stage` chooses it."""
+        self.role = role
+        self.worker = worker
+        self.model = model
+        """The model to serve, for a role whose workers serve one model each."""
+        self.config = config
+        self.bus = bus
+        self.log = log
+        self.url: str | None = None
+        """URL of a gateway, which every heartbeat reports."""
+        self.metrics = Metrics(role, worker)
+        self.pipelines = pipelines_of(config)
         self.stage = Stage(
-            self.bus,
-            stage_name or default_stage(self.pipelines, self.role, self.model),
-            self.worker,
+            bus,
+            stage or default_stage(self.pipelines, role, model),
+            worker,
             VERSION,
-            self.config.delivery,
+            config.delivery,
             self.metrics,
             self.pipelines,
         )
-        self.quotas = StorageQuotas(self.bus)
+        self.quotas = StorageQuotas(bus)
         self.shutdown = Shutdown()
-        self.reloader = Reloader(self.config, None, self.log)
+        self.reloader = Reloader(config, None, log)
         self.may_have_work = False
         """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
@@ -128,7 +133,7 @@ class Context:
         self._heard_s = 0.0
         """When the broker has stored the last heartbeat, by the clock of the event loop."""
         self._start_reporter = StartReporter(
-            self.bus, self.role, self.worker, self.model, self._own_stage_name, VERSION
+            bus, role, worker, model, self._own_stage_name, VERSION
         )
 
     @property

@@ -10,7 +10,6 @@ import contextlib
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -60,23 +59,31 @@ MAX_HISTORY = 16
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class Stage:
     """The identity under which a worker claims and settles the jobs of one stage."""
 
-    bus: Bus
-    name: str
-    worker: str
-    version: str
-    policy: DeliveryConfig
-    metrics: Metrics
-    pipelines: Mapping[str, Pipeline]
-    blobs: Blobs | None = None
-    """For a worker that reads or writes large payloads."""
-
-    def __post_init__(self) -> None:
-        self.counters = StageCounters(self.bus, self.metrics)
-        self.claims = ClaimedJobs(self.bus, self.name, self.worker, self.policy)
+    def __init__(
+        self,
+        bus: Bus,
+        name: str,
+        worker: str,
+        version: str,
+        policy: DeliveryConfig,
+        metrics: Metrics,
+        pipelines: Mapping[str, Pipeline],
+        blobs: Blobs | None = None,
+    ) -> None:
+        self.bus = bus
+        self.name = name
+        self.worker = worker
+        self.version = version
+        self.policy = policy
+        self.metrics = metrics
+        self.pipelines = pipelines
+        self.blobs = blobs
+        """Payload store of a worker that reads or writes large payloads."""
+        self.counters = StageCounters(bus, metrics)
+        self.claims = ClaimedJobs(bus, name, worker, policy)
 
     # -- claiming ---------------------------------------------------------------------------
 
