@@ -32,8 +32,6 @@ HARD = (
     r"|\b(nobody|whoever|whatever)\b",
 )
 MAX_HARD = {
-    "shared": 3,
-    "shared/responses": 7,
     "shared/stage": 48,
     "workers/agent": 11,
     "workers/engine": 2,

@@ -1,4 +1,4 @@
-"""The request of one turn of a response. Pure."""
+"""Requests to the model, one for each turn of a response. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ REQUIRED = "required"
 
 
 class TurnFormat(Struct, frozen=True):
-    """How the calls of a turn are written and found."""
+    """Format of an answer: the syntax of its tool calls, and the grammar that enforces it."""
 
     form: str | None = None
     """None: the turn has no calls."""
@@ -32,7 +32,7 @@ class TurnFormat(Struct, frozen=True):
 
 
 def turn_format(state: ResponseState, turn: Asked, table: ToolTable) -> TurnFormat:
-    """Return the format of a turn that is not answered yet."""
+    """Return the format of a turn that has no answer yet."""
     begun, callable_tools = state.begun, table.callable
     assert begun is not None
     if turn.withdrawn or table.mode == "none" or not callable_tools:
@@ -67,7 +67,7 @@ def turn_request(
     if syntax.structure is not None:
         sampling["structured_outputs"] = syntax.structure
     if syntax.form not in (None, REQUIRED):
-        # The tags by which calls are found may be special tokens.
+        # The tags that mark calls may be special tokens.
         sampling["skip_special_tokens"] = False
     if begun.max_output_tokens is not None:
         used = state.usage.completion_tokens
@@ -87,7 +87,10 @@ def turn_request(
 
 
 def oldest_group(context: Sequence[Entry]) -> int:
-    """Return how many items at the beginning go together: a call never loses its output."""
+    """Return the number of the oldest items, up to the next message of the user.
+
+    They are dropped together, so that a call never loses its output.
+    """
     position = 1
     while position < len(context):
         item = context[position].item
