@@ -33,7 +33,6 @@ HARD = (
 )
 MAX_HARD = {
     "shared/stage": 48,
-    "workers/agent": 11,
     "workers/engine": 2,
     "workers/gateway": 99,
 }

@@ -1,4 +1,4 @@
-"""Client of MCP servers over streamable HTTP, bounded in bytes, time and connections."""
+"""HTTP client of MCP servers, with limits on bytes, time and connections."""
 
 import asyncio
 from collections import OrderedDict
@@ -25,7 +25,7 @@ ERA_FRESH_S = 300.0
 MAX_LISTINGS_BYTES = 16 * 2**20
 
 Mark = Callable[[], Awaitable[None]]
-"""Awaited when the connection stands, before the first byte of a request leaves."""
+"""Callback that is awaited when the connection is open, before the first byte is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,11 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Tools of a server, which are fresh until a time of the loop."""
+    """Cached tools of a server."""
 
     tools: list[ListedTool]
     until_s: float
+    """Time of the event loop at which the listing expires."""
 
 
 class McpClient:
@@ -61,7 +62,7 @@ class McpClient:
         # Each entry counts as one byte.
         self._eras = ByteLRU[Target, tuple[str, float]](MAX_ERAS)
         self.listings = ByteLRU[Server, Listing](MAX_LISTINGS_BYTES)
-        """Tools by server, tenant and headers."""
+        """Cached tools of each server, for each tenant and each set of headers."""
         self._number = 0
 
     async def close(self) -> None:
@@ -85,7 +86,7 @@ class McpClient:
         return pool
 
     async def trim(self) -> None:
-        """Close idle pools beyond the limit, first those that were not used for longest."""
+        """Close idle pools over the limit, least recently used first."""
         for server, pool in list(self._pools.items()):
             if len(self._pools) <= MAX_POOLS:
                 return
@@ -107,7 +108,7 @@ class McpClient:
         return self._number
 
     def deadline(self) -> float:
-        """Return the time of the loop at which a call, or a listing, that begins now must end."""
+        """Return the time of the event loop by which a call or a listing must end."""
         return asyncio.get_running_loop().time() + self._config.call_timeout_s
 
     async def post(
@@ -123,8 +124,8 @@ class McpClient:
     ) -> tuple[int, Mapping[str, str], Any]:
         """Return the status, the headers and the message of an answer.
 
-        `until_s` is the time of the loop at which the whole answer must be there. Raises NotSent,
-        OutcomeUnknown or McpFault.
+        `until_s` is the time of the event loop by which the whole answer must have arrived. Raises
+        NotSent, OutcomeUnknown or McpFault.
         """
         started = False
 
@@ -155,7 +156,8 @@ class McpClient:
                 return response.status, response_headers, message
         except AddressBlocked:
             raise McpFault(
-                "the server's host is not on the internet, or without TLS not in agent.mcp_networks"
+                "the server's address is private, or is used without TLS, and is not in"
+                " agent.mcp_networks"
             ) from None
         except (
             OSError,
@@ -184,6 +186,7 @@ class McpClient:
             if size > limit:
                 raise McpFault(
                     f"the server's answer has more than {self._config.max_answer_mib} MiB"
+                    " (agent.max_answer_mib)"
                 )
             if events is None:
                 body += chunk
