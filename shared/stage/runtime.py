@@ -37,7 +37,7 @@ from shared.tenants.storage_quotas import StorageQuotas
 HEARTBEAT_S = 1.0
 # The broker stores each heartbeat in a stream, and its longest election is shorter. When it has
 # stored none for so long, it has no streams, or does not write any more.
-UNHEARD_S = 20.0
+MAX_BEAT_GAP_S = 20.0
 # How often a worker that drains looks whether its payloads have been fetched.
 PINNED_POLL_S = 0.1
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
@@ -130,7 +130,7 @@ class Context:
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._heard_s = 0.0
+        self._last_beat_s = 0.0
         """When the broker has stored the last heartbeat, by the clock of the event loop."""
         self._start_reporter = StartReporter(
             bus, role, worker, model, self._own_stage_name, VERSION
@@ -187,8 +187,8 @@ class Context:
             return "no broker"
         if self.bus.queues.outages.is_open:
             return "no queue"
-        unheard_s = asyncio.get_running_loop().time() - self._heard_s
-        return "ok" if unheard_s < UNHEARD_S else "no streams"
+        gap_s = asyncio.get_running_loop().time() - self._last_beat_s
+        return "ok" if gap_s < MAX_BEAT_GAP_S else "no streams"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of a worker; its heartbeat tells other workers the address."""
@@ -237,7 +237,7 @@ class Context:
         self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_beat_s = asyncio.get_running_loop().time()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
@@ -261,7 +261,7 @@ class Context:
             )
             try:
                 await self.bus.heartbeats.publish(self.worker, to_json(beat))
-                self._heard_s = asyncio.get_running_loop().time()
+                self._last_beat_s = asyncio.get_running_loop().time()
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
                     await self.bus.connection.sync_clock()
                     self.bus.queues.check()

@@ -114,7 +114,7 @@ class Stage:
         ended, or the job is a suspect that has to wait, or may be one. Raises Poisoned or
         WorkerFailure when it must not be tried again, LogTruncated when its log is not whole.
         """
-        request_id = _known(job.request_id)
+        request_id = _not_none(job.request_id)
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
         opening = asyncio.create_task(
@@ -182,8 +182,8 @@ class Stage:
         With `detour` that is the task of the stage of the detour. Payloads of the input that are
         also in the result belong to the next task.
         """
-        header = self._header_behind(job)
-        pipeline = _known(self._pipeline_of(job))
+        header = self._next_header(job)
+        pipeline = _not_none(self._pipeline_of(job))
         edge_of_detour = pipeline.detour_from(self.name) if detour else None
         edges = pipeline.onward_edges(self.name) if edge_of_detour is None else [edge_of_detour]
         for edge in edges:
@@ -207,12 +207,12 @@ class Stage:
         if pipeline is None:
             return
         for edge in pipeline.followers_of(self.name):
-            header = self._header_behind(job)
+            header = self._next_header(job)
             await tasks.publish_follower(self.bus, pipeline, edge, header, job.body)
 
-    def _header_behind(self, job: Job) -> TaskHeader:
+    def _next_header(self, job: Job) -> TaskHeader:
         """The header for a next stage: the path now includes this one."""
-        return replace(_known(job.header), path=[*job.path, self.span(job)])
+        return replace(_not_none(job.header), path=[*job.path, self.span(job)])
 
     async def discard_outputs(self, job: Job) -> None:
         """Release payloads that were made for a next stage and not handed over."""
@@ -231,12 +231,12 @@ class Stage:
         edges = pipeline.restart_edges(self.name)
         if request is None or not edges or header.round >= self.policy.max_deliver:
             raise lost
-        again = replace(self._header_behind(job), round=header.round + 1)
-        _log.warning("rerendered", request_id=header.request_id, round=again.round)
+        next_header = replace(self._next_header(job), round=header.round + 1)
+        _log.warning("rerendered", request_id=header.request_id, round=next_header.round)
         prompt = tasks.prompt_of_queued(request)
         await self.close_attempt(job)
         for edge in edges:
-            await tasks.publish(self.bus, edge, again, prompt)
+            await tasks.publish(self.bus, edge, next_header, prompt)
         await self._acknowledge(job)
 
     # -- settling ---------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class Stage:
         The stage that ends the last output of a request ends the request. `on_end` is called once
         the end is in the log, before the job is acknowledged.
         """
-        log = _known(job.log)
-        expected = _known(job.header).outputs
+        log = _not_none(job.log)
+        expected = _not_none(job.header).outputs
         # In a new round nothing may be left to append, but the followers have to start again.
         await log.begin()
         summary = replace(summary, path=[*job.path, self.span(job)])
@@ -267,7 +267,7 @@ class Stage:
             await self._note_end(job, log.output, summary)
 
     async def _note_end(self, job: Job, output: str, summary: OutputSummary) -> None:
-        request_id = _known(job.request_id)
+        request_id = _not_none(job.request_id)
         ends = await output_ends.add(self.bus, request_id, output, summary)
         if output_ends.is_complete(ends):
             await finish_request(self.bus, request_id, job.delivery.attempt, ends.ended)
@@ -281,7 +281,7 @@ class Stage:
         Its attempts are removed: they ended well, and a later task of this name must not answer for
         them when the workers that made them have stopped.
         """
-        await self.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(_known(job.request_id)))
+        await self.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(_not_none(job.request_id)))
         await self.finish(job)
 
     async def finish(self, job: Job) -> None:
@@ -421,7 +421,7 @@ class Stage:
 
     async def yield_ownership(self, job: Job) -> None:
         """Let go of a job that another worker has ended or claimed; its log says which."""
-        if is_final(await last_record(self.bus, _known(job.request_id))):
+        if is_final(await last_record(self.bus, _not_none(job.request_id))):
             await self.finish(job)
         else:
             self.drop(job)
@@ -432,7 +432,7 @@ class Stage:
             refs.clear()
 
 
-def _known(value: T | None) -> T:
+def _not_none(value: T | None) -> T:
     assert value is not None
     return value
 
