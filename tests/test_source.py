@@ -32,7 +32,6 @@ HARD = (
     r"|\b(nobody|whoever|whatever)\b",
 )
 MAX_HARD = {
-    "workers/engine": 2,
     "workers/gateway": 99,
 }
 
