@@ -49,7 +49,7 @@ async def engine_slower_than_renderer(deployment: Deployment) -> None:
     count_answers(deployment, "waited", answers)
 
 
-@cell("slow: flood in the batch lane", "10x the load in addition (run before there were tenants)")
+@cell("slow: flood in the batch lane", "10x beside the load (run before there were tenants)")
 async def batch_flood(deployment: Deployment) -> None:
     """Send ten times the load in the batch lane, beside the load."""
     await wait_for_load(deployment)
