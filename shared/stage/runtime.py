@@ -37,7 +37,7 @@ from shared.tenants.storage_quotas import StorageQuotas
 HEARTBEAT_S = 1.0
 # Longer than any election in the broker, which stores each heartbeat in a stream. After this time
 # without a stored heartbeat, the broker has lost its streams, or cannot write.
-MAX_BEAT_GAP_S = 20.0
+UNHEARD_S = 20.0
 # Interval of a draining worker's checks for payloads that no other worker has fetched.
 PINNED_POLL_S = 0.1
 # Number of heartbeats between synchronizations. Clocks drift by less than 1 ms in this time.
@@ -130,7 +130,7 @@ class Context:
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._last_beat_s = 0.0
+        self._heard_s = 0.0
         """Time of the event loop at which the broker stored the last heartbeat."""
         self._start_reporter = StartReporter(
             bus, role, worker, model, self._own_stage_name, VERSION
@@ -187,8 +187,8 @@ class Context:
             return "no broker"
         if self.bus.queues.outages.is_open:
             return "no queue"
-        gap_s = asyncio.get_running_loop().time() - self._last_beat_s
-        return "ok" if gap_s < MAX_BEAT_GAP_S else "no streams"
+        unheard_s = asyncio.get_running_loop().time() - self._heard_s
+        return "ok" if unheard_s < UNHEARD_S else "no streams"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of this worker. Its heartbeats publish the address."""
@@ -237,7 +237,7 @@ class Context:
         self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
-        self._last_beat_s = asyncio.get_running_loop().time()
+        self._heard_s = asyncio.get_running_loop().time()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
@@ -261,7 +261,7 @@ class Context:
             )
             try:
                 await self.bus.heartbeats.publish(self.worker, to_json(beat))
-                self._last_beat_s = asyncio.get_running_loop().time()
+                self._heard_s = asyncio.get_running_loop().time()
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
                     await self.bus.connection.sync_clock()
                     self.bus.queues.check()
