@@ -149,9 +149,7 @@ class McpClient:
                     extensions={"trace": trace},
                 ) as response,
             ):
-                response_headers = {
-                    name.decode().lower(): text.decode() for name, text in response.headers
-                }
+                response_headers = _headers_of(response)
                 message = await self._read(response, response_headers, number)
                 return response.status, response_headers, message
         except AddressBlocked:
@@ -196,3 +194,7 @@ class McpClient:
             raise OutcomeUnknown("the server's stream ended without an answer")
         is_json = headers.get("content-type", "").startswith("application/json")
         return mcp.decode_json(bytes(body)) if body and is_json else None
+
+
+def _headers_of(response: httpcore2.Response) -> dict[str, str]:
+    return {name.decode().lower(): text.decode() for name, text in response.headers}
