@@ -243,7 +243,7 @@ def test_a_detour_needs_the_prefix_cache() -> None:
         {"demo": ModelConfig("nowhere", prefill="prefill")},
         engine=EngineConfig(prefix_caching=False),
     )
-    with pytest.raises(ConfigError, match=r"engine\.prefix_caching, which is off") as caught:
+    with pytest.raises(ConfigError, match=r"engine\.prefix_caching: true") as caught:
         check_pipelines(config, (*ROLES, "prefill"), "pagemill.yaml")
     assert caught.value.field == "models.demo.stages.prefill.inputs.tokens"
 
