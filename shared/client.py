@@ -1,4 +1,6 @@
-"""Client: publish requests, follow their token logs, cancel them, store media, ask renderers."""
+"""Client of the bus: publish requests, follow their token logs, cancel them, store media, and query
+renderers.
+"""
 
 import asyncio
 import secrets
@@ -24,10 +26,10 @@ from shared.state.log_reader import LogReader, NotEnded
 
 # A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
-# Between calls that older renderers have got, which cannot read them.
+# Pause before a call is repeated because it reached an older renderer, which cannot read it.
 NEWER_PAUSE_S = 0.1
 MAX_MEDIA_BYTES = 256 * 2**20
-"""Limit on a file that is read at once."""
+"""Limit on the size of a file that is read into memory."""
 
 Reply = TypeVar("Reply")
 
@@ -45,15 +47,15 @@ async def ask(
     *,
     is_repeated: bool = False,
 ) -> AsyncIterator[LogRecord]:
-    """Publish `request` and yield its log, each record once and in order, to the final one.
+    """Publish `request` and yield the records of its log in order, up to the final one.
 
-    `sampling` are sampling parameters that replace the request's. They take precedence over the
+    `sampling` has sampling parameters that replace the request's. They take precedence over the
     model's configured defaults, even where they are equal to the defaults of SamplingParams.
 
     A request id that was used before yields the log of the earlier request. With `is_repeated`,
-    that log is read at once. Raises Overloaded when the queue is full, Unavailable when the broker
-    does not store the request, or when a request with a `timeout_s` has no final record well after
-    it.
+    that log is read at once. Raises Overloaded when the queue is full. Raises Unavailable when the
+    broker does not store the request, or when a request with a `timeout_s` has no final record well
+    after that time.
     """
     async with LogReader(bus, request_id, 0) as reader:
         await publish_request(bus, request, request_id, tenant, sampling)
@@ -86,10 +88,10 @@ async def follow(
 ) -> AsyncIterator[LogRecord]:
     """Yield the log of a request from record `start` on: the stored records, then new ones.
 
-    Raises LogTruncated when the next record has been removed. `timeout_s` is the time by which the
-    request must have ended. Well after it this raises LogTruncated if there is no record at all,
-    and Unavailable if there is no final one. `is_void` tells, when a log without any record has
-    been silent, whether it will never have one.
+    `timeout_s` is the time that the request has left. If the log has no final record well after it,
+    this raises Unavailable, or LogTruncated for a log without any record. `is_void` is called when
+    the log is still empty after a pause, and returns whether it will stay empty. Raises
+    LogTruncated when the next record has been removed.
     """
     async with _open_log(bus, request_id, start) as reader:
         async for record in reader.records(at_once=True, timeout_s=timeout_s, is_void=is_void):
@@ -105,7 +107,7 @@ async def follow_output(
     timeout_s: float | None = None,
     is_void: Callable[[], Awaitable[bool]] | None = None,
 ) -> AsyncIterator[OutputRecord]:
-    """Yield the records of an output beside the text, from record `start` to its OutputEnd.
+    """Yield the records of an output other than the text, from record `start` to its OutputEnd.
 
     `is_void` is as in `follow`. Raises what `follow` raises.
     """
@@ -120,7 +122,7 @@ async def follow_output(
 async def _open_log(
     bus: Bus, request_id: str, start: int, output: str = TEXT
 ) -> AsyncIterator[LogReader]:
-    """Raise LogTruncated for a log of which no record was seen when its request had to be over."""
+    """Open a log. Raises LogTruncated if it has no record well after the end of its request."""
     if not names.is_task_id(request_id):
         raise InvalidRequest(f"request_id {names.NAME_RULE}", field="request_id")
     async with LogReader(bus, request_id, start, output) as reader:
@@ -133,9 +135,9 @@ async def _open_log(
 
 
 async def cancel(bus: Bus, request_id: str) -> None:
-    """Cancel a request in whatever stage it is. Returns when the broker has stored this.
+    """Cancel a request in any stage. Returns when the broker has stored the cancellation.
 
-    The log then ends with the error `cancelled`, unless it ended before.
+    The log then ends with the error `cancelled`, unless it has ended already.
     """
     name, tenant = names.split_id(request_id)
     _check_request_id(name)
@@ -146,9 +148,9 @@ async def cancel(bus: Bus, request_id: str) -> None:
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
-    """Store a media file, and return the URL by which any number of requests may name it.
+    """Store a media file, and return its URL for use in any number of requests.
 
-    The file stays for at least as long as the longest request may take, counted again from each
+    The file is kept at least for the longest time that a request may take, counted again from each
     request that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
     name = await media_store.hash_media(data)
@@ -178,9 +180,8 @@ async def render(
 ) -> tuple[rpc.RenderedPrompt, list[TensorData]]:
     """Return the prompt that an engine would get for `request`, and the tensors of its items.
 
-    Raises the error with which the renderer replies, which is `reported`. Raises PayloadTooLarge
-    for a request that does not fit into a message, and Unavailable when no renderer of the model
-    answers.
+    Raises the error in the renderer's reply, with `reported` set. Raises PayloadTooLarge for a
+    request that does not fit into a message, and Unavailable when no renderer of the model replies.
     """
     reply = await _ask_newer(bus, request.model, "render", request, tenant)
     return _unwrap(rpc.decode_error_reply(reply) or envelope.decode(reply, rpc.RenderedPrompt))
@@ -189,7 +190,7 @@ async def render(
 async def render_features(
     bus: Bus, request: rpc.FeaturesRequest, tenant: str = ""
 ) -> rpc.RenderedFeatures:
-    """Return the features that another server would get for a request. Raises as `render` does."""
+    """Return the features that another server would get for `request`. Raises as `render` does."""
     reply = await _ask_newer(bus, request.request.model, "features", request, tenant)
     return _unwrap(rpc.decode_error_reply(reply) or rpc.decode_rendered_features(reply))
 
@@ -210,7 +211,7 @@ async def detokenize(
 
 
 async def split_sound(bus: Bus, model: str, url: str, tenant: str = "") -> rpc.SoundPieces:
-    """Return the pieces of a stored recording, each short enough for a model to hear.
+    """Return the pieces of a stored recording, each short enough for the model.
 
     Raises as `render` does.
     """
@@ -232,9 +233,9 @@ def _unwrap(reply: Reply | rpc.ErrorReply) -> Reply:
 
 
 async def _ask_newer(bus: Bus, model: str, call: str, question: Struct, tenant: str) -> bytes:
-    """Return the reply of a renderer that reads the question, though others may get it before.
+    """Return the reply of a renderer that can read the question; older ones may get it first.
 
-    Raises UnsupportedVersion when none has got it in time.
+    Raises UnsupportedVersion if only older renderers have replied in time.
     """
     data, version = to_json(question), needed_version(question)
     deadline_s = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_S

@@ -153,9 +153,9 @@ inline void value_tile(const T* probs, size_t width, const uint32_t* const* grou
 
 // Writes unnormalised probabilities and returns their sum. Tokens outside of the span get 0.
 template <class T>
-inline float softmax_row(float* scores, int width, Span seen, T* probs) {
-  for (int i = 0; i < seen.first; ++i) scores[i] = -std::numeric_limits<float>::infinity();
-  for (int i = seen.stop; i < width; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+inline float softmax_row(float* scores, int width, Span visible, T* probs) {
+  for (int i = 0; i < visible.first; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  for (int i = visible.stop; i < width; ++i) scores[i] = -std::numeric_limits<float>::infinity();
   __m512 greatest = load16(scores);
   for (int i = kLanes; i < width; i += kLanes) greatest = _mm512_max_ps(greatest, load16(scores + i));
   const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(greatest));
@@ -233,8 +233,8 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
   }
   float factors[kRows];
   for (int row = 0; row < kRows; ++row) {
-    const Span seen{spans[row].first - begin, spans[row].stop - begin};
-    factors[row] = 1.0f / softmax_row(&scratch.scores[row * width], width, seen, &scratch.probs[row * width]);
+    const Span visible{spans[row].first - begin, spans[row].stop - begin};
+    factors[row] = 1.0f / softmax_row(&scratch.scores[row * width], width, visible, &scratch.probs[row * width]);
   }
   for (int dim = 0; dim < shape.head_dim; dim += kPanel) {
     value_tile<T, kRows>(scratch.probs.data(), width, scratch.values.data(), num_groups, shape.value_dim, dim,
@@ -249,7 +249,7 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
   }
 }
 
-// Packs the keys and values of a chunk of tokens. Tokens behind `stop` have those of its first tokens.
+// Packs the keys and values of a chunk of tokens. The padding after `stop` repeats the first tokens.
 template <class T>
 Chunk pack_chunk(const Cache<T>& cache, const int* block_table, int head, int first_token, int stop, int units,
                  Scratch<T>& scratch) {
@@ -302,7 +302,8 @@ inline void attend_rows(int num_rows, const Cache<T>& cache, Args&&... args) {
   attend_tile<T, kRows>(cache, args...);
 }
 
-// Computes the attention of query rows of an item, by tiles from `min_tile_rows` rows on where there are some.
+// Computes the attention of an item's query rows. Tiles are used from `min_tile_rows` rows on, if the thread has
+// tiles.
 template <class T>
 void attend_item_rows(const Tiles& tiles, const Cache<T>& cache, const T* queries, T* output, const int* block_table,
                       const QueryRows& rows, int num_rows, int min_tile_rows, float scale, Scratch<T>& scratch) {

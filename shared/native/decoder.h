@@ -24,9 +24,9 @@ struct Config {
   int32_t num_heads, num_kv_heads, head_dim;
   float norm_eps, scale;
   int32_t is_bf16;
-  // The least rows that a product multiplies by tiles.
+  // Minimum number of rows of a product that is computed by tiles.
   int32_t qkv_tile_rows, out_tile_rows, gate_up_tile_rows, down_tile_rows, head_tile_rows;
-  // The least query rows of a sequence and KV head whose attention is computed by tiles.
+  // Minimum number of query rows of a sequence and KV head for attention by tiles.
   int32_t attention_tile_rows;
 };
 
@@ -47,7 +47,7 @@ struct Step {
 
 // Rows per item of a chunk's attention: enough to outweigh the cost of claiming it.
 constexpr int kItemRows = 8 * kTileRows;
-// Most rows of a block that one member takes through a layer's products.
+// Maximum number of rows of a block, which one member takes through a layer's products.
 constexpr int kAloneRows = 256;
 
 struct AttentionItem {
@@ -191,7 +191,7 @@ class Decoder : public DecoderBase {
       });
       for_rows(worker, count, [&](int row) { place_row(step, weights, first + row, cache); });
     });
-    // The last rows of a prompt see most, and take longest: they come first.
+    // The last rows of a prompt see the most tokens and take longest, so they come first.
     member.each(int(items_.size()), [&](int item) {
       attend_item(member.tiles(), step, items_[items_.size() - 1 - item], weights.window, cache, scratch_[member.index()]);
     });
@@ -227,8 +227,8 @@ class Decoder : public DecoderBase {
     });
   }
 
-  // Runs `work(worker, first, count)` for rows [first, first + count). Few rows are one block of the whole team,
-  // whose members share the outputs. Of many, each member takes blocks, which so stay in its L2 cache.
+  // Runs `work(worker, first, count)` for rows [first, first + count). Few rows are one block, and the members of
+  // the team share its outputs. Many rows are divided into blocks for single members, to fit into their L2 caches.
   template <class Work>
   static void in_blocks(Member& member, int num_rows, Work&& work) {
     if (num_rows < member.team_size() * kMinBlockRows) return work(member, 0, num_rows);

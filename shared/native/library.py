@@ -150,7 +150,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "pagemill_decoder": (pointer, [pointer, pointer, pointer, pointer, integer]),
         "pagemill_forward": (None, [pointer, pointer]),
         "pagemill_delete": (None, [pointer]),
-        "pagemill_workshop": (pointer, [integer]),
+        "pagemill_shared_team": (pointer, [integer]),
         "pagemill_attend": (None, [pointer, pointer]),
         "pagemill_attend_cached": (None, [pointer, pointer]),
         "pagemill_multiply": (None, [pointer, pointer]),

@@ -16,8 +16,8 @@ namespace pagemill {
 constexpr int kPanel = 32;
 // 12 x 2 sums, 2 weights and 1 input take 27 of the 32 vector registers.
 constexpr int kTileRows = 12;
-// Rows from which on a tile computes for so long that prefetching hides more than it costs, and how far
-// ahead: 4 KiB, for the processor's own prefetcher stops at the end of each page.
+// Minimum number of rows for which prefetching pays, because the computation of a tile then takes long enough.
+// The distance is 4 KiB, because the processor's own prefetcher stops at the end of each page.
 constexpr int kMinAheadRows = 8;
 constexpr int kAheadUnits = 32;
 // Buffers of activations are padded to whole tiles of the matrix extension.
@@ -83,14 +83,14 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
 
 // Bytes of rows that stay in the L2 cache while all panels are multiplied with them.
 constexpr int kBlockBytes = 384 * 1024;
-// Rows for which reading a panel again pays, however long they are.
+// Minimum number of rows of a block. Reading a panel again pays for these rows, even if they are long.
 constexpr int kMinBlockRows = 128;
 // Units of a panel that stay in the L1 cache while all rows of a block are multiplied with them.
 constexpr int kSplitUnits = 128;
 constexpr int kMaxSplitRows = kBlockBytes / int(2 * kSplitUnits * sizeof(uint32_t));
 
 // Multiplies all rows with one panel on the matrix extension, 32 rows at a time. The last 16 rows overlap
-// the ones before, so nothing behind them is read; only of fewer than 16 rows, the memory of 16 is.
+// the rows before them, so no memory after the rows is read. Fewer than 16 rows need the memory of 16.
 template <class Take>
 void multiply_panel_by_tiles(const Tiles& tiles, const uint32_t* rows, int num_rows, const Linear& linear,
                              const uint32_t* weights, Take&& take) {
@@ -105,18 +105,18 @@ void multiply_panel_by_tiles(const Tiles& tiles, const uint32_t* rows, int num_r
       const auto at = [&](int row) { return rows + size_t(std::min(row, last)) * linear.units + unit; };
       const int units = std::min(part, linear.units - unit);
       for (int row = begin; row < end; row += kPair) {
-        const TileRows given{at(row), row + kTileSide < num_rows ? at(row + kTileSide) : nullptr, linear.units};
+        const TileRows inputs{at(row), row + kTileSide < num_rows ? at(row + kTileSide) : nullptr, linear.units};
         const TileSums to{sums[row - begin], kPanel};
         const uint32_t* panel = weights + size_t(unit) * kPanel;
-        // The first rows bring the panel from memory.
+        // The first rows load the panel from memory.
         if (row == 0 && unit == 0) {
-          tiles.multiply<true>(given, panel, units, to);
+          tiles.multiply<true>(inputs, panel, units, to);
         } else if (row == 0) {
-          tiles.multiply_add<true>(given, panel, units, to);
+          tiles.multiply_add<true>(inputs, panel, units, to);
         } else if (unit == 0) {
-          tiles.multiply<false>(given, panel, units, to);
+          tiles.multiply<false>(inputs, panel, units, to);
         } else {
-          tiles.multiply_add<false>(given, panel, units, to);
+          tiles.multiply_add<false>(inputs, panel, units, to);
         }
       }
     }

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-// The values are those of ACTIVATIONS in tower_kernels.py.
+// The values equal the ones of ACTIVATIONS in tower_kernels.py.
 enum class Activation : int32_t { kNone, kQuickGelu, kGelu, kGeluTanh, kSilu };
 
 struct Product {
@@ -15,7 +15,7 @@ struct Product {
   void* y;                 // [num_rows, num_outputs]
   int32_t num_rows, num_inputs, num_outputs;
   Activation activation;
-  int32_t min_tile_rows;  // tiles read 16 rows of x, and nothing behind a 16th
+  int32_t min_tile_rows;  // tiles read the memory of at least 16 rows of x, and none after the last row
 };
 
 // GELU: x / 2 * (1 + erf(x / sqrt 2)) with an error of at most 1e-7 |x|, by Abramowitz and Stegun, 7.1.26.
@@ -57,7 +57,7 @@ inline __m512 activate(Activation activation, __m512 x) {
 template <class T>
 void multiply_product(Member member, const Product& product) {
   const int units = product.num_inputs / Unit<T>::kSize;
-  // The last of several blocks may have fewer than 16 rows, and no memory behind them.
+  // The last of several blocks may have fewer than 16 rows, and no memory after them.
   const int min_tile_rows = product.num_rows < kTileSide ? product.min_tile_rows : std::max(product.min_tile_rows, kTileSide);
   const Linear linear{product.panels, units, padded(product.num_outputs, kPanel) / kPanel, product.num_outputs,
                       min_tile_rows};

@@ -204,7 +204,7 @@ class SegmentAttention {
 
   const Segments segments_;
   const int key_units_;  // per head
-  const int units_;      // per head, rounded up to whole tiles; those behind key_units_ are 0
+  const int units_;      // per head, rounded up to whole tiles; units from key_units_ on are 0
   const int value_dim_;  // head_dim, rounded up to whole panels
   std::vector<Group> groups_;
   std::vector<Item> items_;

@@ -21,7 +21,7 @@ namespace pagemill {
 
 // Longer than most waits between phases; after that the thread yields its processor.
 constexpr int kSpins = 4000;
-// Items of a phase per member: few enough to keep claims cheap, enough to balance the load.
+// Items of a phase per member: few enough to keep claims cheap, and many enough to balance the load.
 constexpr int kItemsPerMember = 16;
 
 inline void pause(int& spins) {

@@ -1,7 +1,7 @@
 // Attention by tiles: rows of queries of one KV head, over keys and values that are packed like weights.
 //
-// The softmax over parts of the tokens is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691): a part with a
-// greater score scales the sums so far down.
+// The softmax over parts of the tokens follows FlashAttention-2 (Dao 2023, arXiv:2307.08691): a part with a
+// greater score scales the sums of the earlier parts down.
 #pragma once
 
 #include <limits>
@@ -17,7 +17,7 @@ struct Span {
   int stop;
 };
 
-// Most rows of queries at a time: packing a chunk of a cache is shared by so many.
+// Maximum number of query rows at a time. They share the packing of each chunk of the cache.
 constexpr int kTileAttentionRows = 512;
 constexpr int kChunkTokens = 512;
 
@@ -44,12 +44,12 @@ class TileAttention {
     std::fill_n(totals_, num_rows, 0.0f);
   }
 
-  // Units of a query, which are whole tiles: those behind head_dim are 0, and must be finite in the keys.
+  // Units of a query, rounded up to whole tiles. Units after head_dim are 0, and must be finite in the keys.
   int units() const { return query_dim_ / Unit<T>::kSize; }
   T* query(int row) { return &queries_[size_t(row) * query_dim_]; }
 
-  // Adds a chunk; `span(row)` is what a row sees of the whole context, which never begins or ends before that of
-  // the row before.
+  // Adds a chunk. `span(row)` returns the tokens of the whole context that a row sees. A later row never begins or
+  // ends before an earlier row.
   template <class See>
   void add(const Tiles& tiles, const Chunk& chunk, float scale, See&& span) {
     constexpr float kLog2E = 1.44269504088896341f;
@@ -61,10 +61,10 @@ class TileAttention {
         if (token + width <= first) continue;
         score(tiles, row, count, chunk.keys + size_t(token) * units(), width);
         for (int i = 0; i < count; ++i) {
-          const Span seen = span(row + i);
+          const Span visible = span(row + i);
           const int begin = chunk.first_token + token;
-          weigh(row + i, i, {std::clamp(seen.first - begin, 0, width), std::clamp(seen.stop - begin, 0, width)}, width,
-                scale * kLog2E);
+          const Span part{std::clamp(visible.first - begin, 0, width), std::clamp(visible.stop - begin, 0, width)};
+          weigh(row + i, i, part, width, scale * kLog2E);
         }
         sum(tiles, row, count, chunk, token, width);
       }
@@ -82,7 +82,7 @@ class TileAttention {
   }
 
  private:
-  // So many rows and tokens at once keep scores and weights near: 48 KiB of them.
+  // With these numbers of rows and tokens, scores and weights take 48 KiB and stay in a near cache.
   static constexpr int kRowsAtOnce = 2 * kTileSide, kTokensAtOnce = 256;
   // Rows that are no power of two apart do not compete for the same sets of the cache.
   static constexpr int kScoreStride = kTokensAtOnce + kLanes, kProbStride = kTokensAtOnce + 2 * kLanes;
@@ -108,18 +108,18 @@ class TileAttention {
     }
   }
 
-  // Turns a row's scores, which are at a place of the buffers, into weights relative to its greatest score so far.
-  // `scale` makes them exponents of 2.
-  void weigh(int row, int place, Span seen, int width, float scale) {
+  // Turns the scores of a row into weights relative to its greatest score so far. `place` is the row's index in the
+  // buffers, and `scale` turns scores into exponents of 2.
+  void weigh(int row, int place, Span span, int width, float scale) {
     float* scores = scores_[place];
-    std::fill(scores, scores + seen.first, -std::numeric_limits<float>::infinity());
-    std::fill(scores + seen.stop, scores + width, -std::numeric_limits<float>::infinity());
+    std::fill(scores, scores + span.first, -std::numeric_limits<float>::infinity());
+    std::fill(scores + span.stop, scores + width, -std::numeric_limits<float>::infinity());
     __m512 chunk_greatest = load16(scores);
     for (int i = kLanes; i < width; i += kLanes) chunk_greatest = _mm512_max_ps(chunk_greatest, load16(scores + i));
     const float before = greatest_[row];
     const float greatest = std::max(before, _mm512_reduce_max_ps(chunk_greatest) * scale);
     T* probs = probs_[place];
-    if (greatest == -std::numeric_limits<float>::infinity()) {  // nothing has been seen yet
+    if (greatest == -std::numeric_limits<float>::infinity()) {  // the row has seen no token yet
       std::fill_n(probs, width, T{});
       return;
     }

@@ -23,7 +23,7 @@ struct TileRows {
   ptrdiff_t stride;
 };
 
-// The 32 sums of each row; `stride` is the number of floats from one row's to the next.
+// The 32 sums of each row; `stride` is the number of floats from one row to the next.
 struct TileSums {
   float* first;
   ptrdiff_t stride;
@@ -38,8 +38,8 @@ inline bool request_tiles() {
   return granted;
 }
 
-// Makes the compiler write all memory, that at the address included, before what follows. GCC's tile
-// instructions do not tell it what they read, so it drops or delays writes that only they need.
+// Makes the compiler complete all writes to memory, including the memory at `address`, before the next statement.
+// GCC does not know what its tile instructions read, so it drops or delays writes that only they need.
 inline void finish_writes(const void* address) { asm volatile("" ::"r"(address) : "memory"); }
 
 // The tile registers of the current thread: all eight have 16 rows of 64 bytes while this is in scope.

@@ -1,5 +1,5 @@
-// C functions for one operation per call, in bfloat16: those of vision towers, and the attention of a decoder,
-// which is measured alone. The structs are mirrored in tower_kernels.py.
+// C functions in bfloat16 with one operation per call: the operations of vision towers, and the attention of a
+// decoder, for measurements. The structs are mirrored in tower_kernels.py.
 #include <mutex>
 
 #include "product.h"
@@ -8,11 +8,11 @@
 namespace pagemill {
 
 // The team of all towers of a process. Calls may come from several threads.
-struct Workshop {
+struct SharedTeam {
   std::mutex mutex;
   Team team;
 
-  explicit Workshop(int num_threads) : team(num_threads) {}
+  explicit SharedTeam(int num_threads) : team(num_threads) {}
 
   void run(int num_phases, const std::function<void(Member)>& work) {
     const std::lock_guard lock(mutex);
@@ -21,7 +21,7 @@ struct Workshop {
   }
 };
 
-// The last tokens of a sequence over its cache, in one KV head.
+// Attention of the last tokens of a sequence over its cache, in one KV head.
 struct CachedAttention {
   const void* queries;  // [num_rows, head_dim]
   void *keys, *values;  // blocks of 8 tokens, as in attention.h
@@ -32,43 +32,43 @@ struct CachedAttention {
 };
 
 template <class T>
-void attend_cached(const Tiles& tiles, const CachedAttention& given) {
+void attend_cached(const Tiles& tiles, const CachedAttention& call) {
   thread_local Scratch<T> scratch;
-  const Cache<T> cache{static_cast<T*>(given.keys), static_cast<T*>(given.values),
-                       {1, 1, given.head_dim, padded(given.head_dim, kPanel), kGroup}};
-  const QueryRows rows{0, given.seq_len - given.num_rows, 0, 0};
-  attend_item_rows(tiles, cache, static_cast<const T*>(given.queries), static_cast<T*>(given.output), given.block_table,
-                   rows, given.num_rows, given.min_tile_rows, given.scale, scratch);
+  const Cache<T> cache{static_cast<T*>(call.keys), static_cast<T*>(call.values),
+                       {1, 1, call.head_dim, padded(call.head_dim, kPanel), kGroup}};
+  const QueryRows rows{0, call.seq_len - call.num_rows, 0, 0};
+  attend_item_rows(tiles, cache, static_cast<const T*>(call.queries), static_cast<T*>(call.output), call.block_table,
+                   rows, call.num_rows, call.min_tile_rows, call.scale, scratch);
 }
 
 }  // namespace pagemill
 
 using pagemill::BF16;
-using pagemill::Workshop;
+using pagemill::SharedTeam;
 
 extern "C" {
 
-void* pagemill_workshop(int num_threads) { return new Workshop(num_threads); }
+void* pagemill_shared_team(int num_threads) { return new SharedTeam(num_threads); }
 
-void pagemill_attend(void* workshop, const pagemill::Segments* segments) {
+void pagemill_attend(void* shared_team, const pagemill::Segments* segments) {
 #ifdef __AVX512BF16__
-  auto* shop = static_cast<Workshop*>(workshop);
-  pagemill::SegmentAttention<BF16> attention(*segments, shop->team.size());
-  shop->run(pagemill::kSegmentPhases, [&](pagemill::Member member) { attention.run(member); });
+  auto* team = static_cast<SharedTeam*>(shared_team);
+  pagemill::SegmentAttention<BF16> attention(*segments, team->team.size());
+  team->run(pagemill::kSegmentPhases, [&](pagemill::Member member) { attention.run(member); });
 #endif
 }
 
-void pagemill_attend_cached(void* workshop, const pagemill::CachedAttention* given) {
+void pagemill_attend_cached(void* shared_team, const pagemill::CachedAttention* call) {
 #ifdef __AVX512BF16__
-  static_cast<Workshop*>(workshop)->run(1, [&](pagemill::Member member) {
-    member.each(1, [&](int) { pagemill::attend_cached<BF16>(member.tiles(), *given); });
+  static_cast<SharedTeam*>(shared_team)->run(1, [&](pagemill::Member member) {
+    member.each(1, [&](int) { pagemill::attend_cached<BF16>(member.tiles(), *call); });
   });
 #endif
 }
 
-void pagemill_multiply(void* workshop, const pagemill::Product* product) {
+void pagemill_multiply(void* shared_team, const pagemill::Product* product) {
 #ifdef __AVX512BF16__
-  static_cast<Workshop*>(workshop)->run(1, [&](pagemill::Member member) {
+  static_cast<SharedTeam*>(shared_team)->run(1, [&](pagemill::Member member) {
     pagemill::multiply_product<BF16>(member, *product);
   });
 #endif

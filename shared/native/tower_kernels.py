@@ -61,7 +61,7 @@ class TowerKernels:
         self._library = loaded
         self._num_threads = num_threads
         # The pool's threads sleep between calls, and end with the process.
-        self._pool = loaded.pagemill_workshop(num_threads)
+        self._pool = loaded.pagemill_shared_team(num_threads)
 
     def __deepcopy__(self, memo: object) -> "TowerKernels":
         return self

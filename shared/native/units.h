@@ -107,8 +107,8 @@ inline void convert(const float* from, int count, T* to) {
 
 inline __m512i load_units(const uint32_t* from) { return _mm512_loadu_si512(from); }
 
-// e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is subnormal. The method is that of Cephes'
-// expf: x = n ln 2 + r, and a polynomial of degree 5 for e^r.
+// e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is subnormal. The method follows expf of
+// Cephes: x = n ln 2 + r, and a polynomial of degree 5 for e^r.
 inline __m512 exp16(__m512 x) {
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
@@ -124,8 +124,8 @@ inline __m512 exp16(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
 }
 
-// 2^x for x <= 0, within 3e-6 of itself; 0 for minus infinity. The whole part of x becomes the exponent, and the
-// rest goes into a polynomial with the least greatest error on [0, 1].
+// 2^x for x <= 0 with a relative error of at most 3e-6; 0 for minus infinity. The whole part of x becomes the
+// exponent, and a minimax polynomial on [0, 1] takes the rest.
 inline __m512 power_of_two(__m512 x) {
   constexpr int kDown = 0x09;  // rounds down, without exceptions
   const __m512 rest = _mm512_reduce_ps(x, kDown);

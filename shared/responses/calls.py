@@ -1,4 +1,4 @@
-"""Calls of tools that are made here, and not by the client. Pure."""
+"""Tool calls that an agent makes, and not the client. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,20 +8,20 @@ from shared.responses.tools import PAINT, PromptTool
 
 @dataclass(slots=True)
 class ServerCall:
-    """A call of an MCP server's tool, or of the one that paints."""
+    """A call of the image tool, or of a tool of an MCP server."""
 
     turn: int
     number: int
     label: str
-    """Empty for an image."""
+    """Label of the MCP server; empty for the image tool."""
     name: str
     arguments: str
     position: int
     """Index of its item in the output."""
     tool: PromptTool | None = None
-    """None if the server has no such tool any more."""
+    """None if the server no longer has the tool."""
     over_limit: bool = False
-    sent: list[Sending] = field(default_factory=list)
+    sendings: list[Sending] = field(default_factory=list)
     result: Result | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Conversations of responses, as the messages of a request. Pure."""
+"""Conversion of a response's conversation into the messages of a request. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -48,9 +48,9 @@ class Entry(NamedTuple):
 def entries_of(state: ResponseState) -> list[Entry]:
     """Return the items of a response, its input first."""
     assert state.begun is not None
-    given = [Entry(item) for item in state.begun.input]
-    made = zip(state.output, state.output_turns, strict=True)
-    return given + [Entry(item, (state.response_id, turn)) for item, turn in made]
+    inputs = [Entry(item) for item in state.begun.input]
+    outputs = zip(state.output, state.output_turns, strict=True)
+    return inputs + [Entry(item, (state.response_id, turn)) for item, turn in outputs]
 
 
 def messages_of(
@@ -58,7 +58,7 @@ def messages_of(
 ) -> list[Message]:
     """Return the conversation as messages.
 
-    For a chat template that takes no tools, calls and their results become plain texts.
+    For a chat template that takes no tools, calls and their results become plain text.
     """
     writer = _Writer(takes_tools=takes_tools)
     if instructions:
@@ -70,7 +70,7 @@ def messages_of(
 
 
 class _Writer:
-    """Collects messages; the calls of one turn and its text are one message."""
+    """Builder of the messages. The text and the calls of one turn become one message."""
 
     def __init__(self, *, takes_tools: bool) -> None:
         self.messages: list[Message] = []
@@ -119,7 +119,7 @@ class _Writer:
         self._results.append(Message("tool", content, tool_call_id=call_id))
 
     def flush(self) -> None:
-        """Write the message of the assistant, and the results that belong to it."""
+        """Add the pending message of the assistant, and the results of its calls."""
         if self._calls and not self._takes_tools:
             self._flush_as_text()
         else:
@@ -135,20 +135,20 @@ class _Writer:
 
 
 def result_text(call: McpCallItem) -> str:
-    """Return what the model is told of a call."""
+    """Return the result of a call as a text for the model."""
     if call.output is not None:
         return call.output
     error = call.error
     if isinstance(error, dict):
         parts = error.get("content") or [{"text": error.get("message")}]
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        told = "\n".join(text for text in texts if isinstance(text, str))
-        return told or "the call has failed"
+        message = "\n".join(text for text in texts if isinstance(text, str))
+        return message or "the call has failed"
     return error or "the call was not made"
 
 
 def _painted_text(image: ImageCallItem) -> str:
-    """Return what the model is told of an image, which it is not shown."""
+    """Return the result of painting as a text for the model, which does not see the image."""
     if image.status != "completed":
         return (image.error or {}).get("message") or "no image was painted"
     return "The image is painted, and the user is shown it."
@@ -159,9 +159,16 @@ def check_outputs(items: Sequence[Item]) -> None:
     called = {item.call_id for item in items if isinstance(item, FunctionCallItem)}
     done = {item.call_id for item in items if isinstance(item, FunctionOutputItem)}
     for missing in sorted(called - done):
-        raise InvalidRequest(f"there is no output of the call {missing}", field="input")
+        raise InvalidRequest(
+            f"there is no output of the call {missing}: add a function_call_output item for it",
+            field="input",
+        )
     for unknown in sorted(done - called):
-        raise InvalidRequest(f"there is no call {unknown} for this output", field="input")
+        raise InvalidRequest(
+            f"there is no call {unknown} for this output: add its function_call item, or set"
+            " previous_response_id",
+            field="input",
+        )
 
 
 def _text_of(content: str | Sequence[MessagePart]) -> str:
@@ -174,7 +181,8 @@ def _text_of(content: str | Sequence[MessagePart]) -> str:
 def _content_of(content: str | Sequence[MessagePart]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    return [made for part in content if (made := _part_of(part)) is not None]
+    parts = map(_part_of, content)
+    return [part for part in parts if part is not None]
 
 
 def _part_of(part: MessagePart) -> ContentPart | None:

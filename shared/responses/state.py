@@ -1,4 +1,4 @@
-"""The state of a response, from its steps alone. Pure."""
+"""State of a response, computed from the steps of its log alone. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,13 +48,13 @@ UNKNOWN_OUTCOME = (
     "the outcome is unknown: the call was sent, and no answer came; it may have been carried out"
 )
 _IMAGE_STATUS = {"calling": "generating", "incomplete": "failed"}
-"""States of an image in the place of those of a call."""
+"""Status of a call → status of an image, where the two differ."""
 OVER_LIMIT = "not called: the response has reached its limit on tool calls (max_tool_calls)"
 
 
 @dataclass(slots=True)
 class PendingApproval:
-    """A call that waits for a person."""
+    """A call that waits for a person's approval."""
 
     item: ApprovalRequestItem
     schema_digest: str
@@ -70,7 +70,7 @@ class ResponseState:
         self.ended: Ended | None = None
         self.output: list[OutputItem] = []
         self.output_turns: list[int | None] = []
-        """The turn that has made each item of the output."""
+        """Number of the turn of each output item; None for a listing of tools."""
         self.listings: dict[str, Listed] = {}
         self.turns: list[Asked] = []
         self.answers: list[Answered] = []
@@ -80,7 +80,7 @@ class ResponseState:
         self.decisions: dict[str, Decided] = {}
 
     def apply(self, step: Step) -> None:
-        """Apply the next step. Steps in another order than a log's are a mistake of the caller."""
+        """Apply the next step. The caller passes steps in the order of the log."""
         self.num_steps = step.index + 1
         match step:
             case Begun():
@@ -93,7 +93,7 @@ class ResponseState:
                 self._add_answer(step)
             case Sending():
                 call = self.calls[step.turn, step.call]
-                call.sent.append(step)
+                call.sendings.append(step)
                 self._change(call, status="calling")
             case Result():
                 self._add_result(step)
@@ -121,7 +121,7 @@ class ResponseState:
 
     @property
     def usage(self) -> Usage:
-        """The sum over all turns."""
+        """Token usage of all turns together."""
         used = [answer.usage for answer in self.answers]
         return Usage(
             sum(usage.prompt_tokens for usage in used),
@@ -140,12 +140,12 @@ class ResponseState:
 
     @property
     def items(self) -> list[Item]:
-        """Input and output, as the responses that follow continue them."""
+        """Input and output items; the conversation of a following response begins with them."""
         assert self.begun is not None
         return [*self.begun.input, *self.output]
 
     def tools(self) -> ToolTable:
-        """Return the tools of the next turn, or of the one that is not answered yet."""
+        """Return the tools of the turn without an answer, or else of the next turn."""
         assert self.begun is not None
         has_called = bool(self.num_function_calls or self.num_server_calls)
         return ToolTable(self.begun, self.listings, has_called=has_called)
@@ -193,7 +193,7 @@ class ResponseState:
     def _add_call_of(
         self, turn: int, number: int, call: FunctionCall, table: ToolTable, *, is_cut: bool
     ) -> None:
-        """Add the item of a call. One that was cut at the limit on tokens is not made."""
+        """Add the item of a call. A call that the token limit has cut off is not carried out."""
         assert self.begun is not None
         tool = table.tools[call.name]
         if tool.paints:
@@ -201,13 +201,18 @@ class ResponseState:
         elif tool.label is None or tool.listed is None:
             self.num_function_calls += 1
             call_id = new_call_id(self.begun.parser, self.response_id, turn, number)
-            made = self._item_id("function_call", turn, number)
             status: ItemStatus = "incomplete" if is_cut else "completed"
-            item = FunctionCallItem(call_id, call.name, call.arguments, made, status)
+            item = FunctionCallItem(
+                call_id,
+                call.name,
+                call.arguments,
+                self._item_id("function_call", turn, number),
+                status,
+            )
             self._append(item, turn)
         elif tool.needs_approval and not is_cut:
-            made = self._item_id("mcp_approval_request", turn, number)
-            request = ApprovalRequestItem(made, tool.label, tool.listed.name, call.arguments)
+            request_id = self._item_id("mcp_approval_request", turn, number)
+            request = ApprovalRequestItem(request_id, tool.label, tool.listed.name, call.arguments)
             self._ask(request, schema_digest(tool.listed), turn)
         else:
             item_of_call = McpCallItem(
@@ -272,14 +277,14 @@ class ResponseState:
         status = "completed" if step.outcome == "result" else "failed"
         self._change(call, status=status, output=step.output, error=step.error)
         if step.ask and call.tool is not None and call.tool.listed is not None:
-            made = self._item_id("mcp_approval_request", step.turn, step.call)
-            request = ApprovalRequestItem(made, call.label, call.name, call.arguments)
+            request_id = self._item_id("mcp_approval_request", step.turn, step.call)
+            request = ApprovalRequestItem(request_id, call.label, call.name, call.arguments)
             self._ask(request, schema_digest(call.tool.listed), step.turn)
 
     def _end(self, step: Ended) -> None:
         self.ended = step
         for call in self.calls.values():
-            if call.is_pending and call.sent and not call.paints:
+            if call.is_pending and call.sendings and not call.paints:
                 self._change(call, status="failed", error=unknown_error())
             elif call.is_pending:
                 self._change(call, status="incomplete")
@@ -296,10 +301,9 @@ class ResponseState:
 
 
 def new_image_item(response_id: str, turn: int, number: int, size: str) -> ImageCallItem:
-    """Return the item of an image before anything is known of it."""
-    made = item_id("image_generation_call", response_id, str(turn), number)
+    """Return the item of an image that is not painted yet."""
     return ImageCallItem(
-        made,
+        item_id("image_generation_call", response_id, str(turn), number),
         "in_progress",
         size=size,
         output_format="png",
@@ -310,7 +314,7 @@ def new_image_item(response_id: str, turn: int, number: int, size: str) -> Image
 
 
 def unknown_error(reason: str = "") -> dict[str, Any]:
-    """Return the error of a call of which nobody knows whether it was carried out."""
+    """Return the error of a call with an unknown outcome: it may have been carried out."""
     message = UNKNOWN_OUTCOME if reason in ("", UNKNOWN_OUTCOME) else f"{UNKNOWN_OUTCOME}: {reason}"
     return {"type": "http_error", "code": 0, "message": message}
 

@@ -1,7 +1,4 @@
-"""The tools of a response: their names in the prompt, which may be called, and which need approval.
-
-Pure.
-"""
+"""The tools of a response: their names in the prompt, and rules for calls and approvals. Pure."""
 
 import hashlib
 import re
@@ -16,7 +13,7 @@ from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.steps import Approval, Begun, Choice, Listed, ServerUse, ToolFilter
 
 PAINT = "image_generation"
-"""Name of the tool that paints, as clients and models know it."""
+"""Name of the image tool, for clients and for models."""
 PAINT_TOOL = Tool(
     FunctionDefinition(
         PAINT,
@@ -39,7 +36,7 @@ class PromptTool(Struct, frozen=True):
 
     tool: Tool
     label: str | None = None
-    """The server's label; None for a function of the client, and for the tool that paints."""
+    """Label of the MCP server; None for a function of the client, and for the image tool."""
     listed: ListedTool | None = None
     needs_approval: bool = False
     may_call: bool = True
@@ -57,7 +54,7 @@ class ToolTable:
     """The tools of one turn, by their names in the prompt."""
 
     def __init__(self, begun: Begun, listings: Mapping[str, Listed], *, has_called: bool) -> None:
-        """`has_called` says that the response has a call: then no further one is required."""
+        """`has_called` is true if the response has a call already; none is required then."""
         self._begun = begun
         self.mode = "auto" if has_called and begun.choice.mode == "required" else begun.choice.mode
         self.tools: dict[str, PromptTool] = {}
@@ -102,19 +99,20 @@ class ToolTable:
         return any(not tool.may_call for tool in self.tools.values())
 
     def find(self, label: str, name: str) -> PromptTool | None:
-        """Return the tool of a server, if it is allowed to be used at all."""
+        """Return a server's tool; None if it does not exist, or the request does not allow it."""
         for tool in self.tools.values():
             if tool.label == label and tool.listed is not None and tool.listed.name == name:
                 return tool
         return None
 
 
-def passes(wanted: ToolFilter | None, tool: ListedTool) -> bool:
-    if wanted is None:
+def passes(limits: ToolFilter | None, tool: ListedTool) -> bool:
+    """Return whether a filter lets a tool through."""
+    if limits is None:
         return True
-    if wanted.tool_names is not None and tool.name not in wanted.tool_names:
+    if limits.tool_names is not None and tool.name not in limits.tool_names:
         return False
-    return wanted.read_only is None or wanted.read_only == is_read_only(tool)
+    return limits.read_only is None or limits.read_only == is_read_only(tool)
 
 
 def is_read_only(tool: ListedTool) -> bool:
@@ -145,7 +143,7 @@ def paint_arguments(prompt: str) -> str:
 
 
 def prompt_of(arguments: str) -> str | None:
-    """Return what a call asks to paint; None for arguments that have no text."""
+    """Return the prompt in the arguments of an image call; None if they have none."""
     try:
         prompt = msgspec.json.decode(arguments).get("prompt")
     except (msgspec.MsgspecError, RecursionError, AttributeError):
@@ -154,15 +152,15 @@ def prompt_of(arguments: str) -> str | None:
 
 
 def schema_digest(tool: ListedTool) -> str:
-    """Return the digest of what a person approves beside the arguments: the tool's schema."""
+    """Return the digest of a tool's name and schema, which a person approves with the arguments."""
     return hashlib.sha256(to_json([tool.name, tool.input_schema])).hexdigest()
 
 
-def prompt_name(label: str, name: str, taken: Container[str] = ()) -> str:
-    """Return the name by which the prompt shows a server's tool."""
-    plain = f"{label}__{name}"
-    found = _NOT_IN_NAMES.sub("_", plain)
-    if found == plain and len(found) <= MAX_NAME_LEN and found not in taken:
-        return found
-    digest = hashlib.blake2s(plain.encode(), digest_size=4).hexdigest()
-    return f"{found[: MAX_NAME_LEN - 9]}_{digest}"
+def prompt_name(label: str, name: str, used_names: Container[str] = ()) -> str:
+    """Return the name of a server's tool in the prompt."""
+    full = f"{label}__{name}"
+    valid = _NOT_IN_NAMES.sub("_", full)
+    if valid == full and len(valid) <= MAX_NAME_LEN and valid not in used_names:
+        return valid
+    digest = hashlib.blake2s(full.encode(), digest_size=4).hexdigest()
+    return f"{valid[: MAX_NAME_LEN - 9]}_{digest}"

@@ -1,4 +1,4 @@
-"""The request of one turn of a response. Pure."""
+"""Requests to the model, one for each turn of a response. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ REQUIRED = "required"
 
 
 class TurnFormat(Struct, frozen=True):
-    """How the calls of a turn are written and found."""
+    """Format of an answer: the syntax of its tool calls, and the grammar that enforces it."""
 
     form: str | None = None
     """None: the turn has no calls."""
@@ -31,11 +31,11 @@ class TurnFormat(Struct, frozen=True):
         return TurnText(self.form, self.names, one_call=self.one_call)
 
 
-def turn_format(state: ResponseState, asked: Asked, table: ToolTable) -> TurnFormat:
-    """Return the format of a turn that is not answered yet."""
+def turn_format(state: ResponseState, turn: Asked, table: ToolTable) -> TurnFormat:
+    """Return the format of a turn that has no answer yet."""
     begun, callable_tools = state.begun, table.callable
     assert begun is not None
-    if asked.withdrawn or table.mode == "none" or not callable_tools:
+    if turn.withdrawn or table.mode == "none" or not callable_tools:
         return TurnFormat()
     names = [tool.function.name for tool in callable_tools]
     if table.mode == "required" and begun.parser is not None and begun.call_signs is not None:
@@ -54,7 +54,7 @@ def turn_format(state: ResponseState, asked: Asked, table: ToolTable) -> TurnFor
 
 
 def turn_request(
-    state: ResponseState, asked: Asked, context: Sequence[Entry]
+    state: ResponseState, turn: Asked, context: Sequence[Entry]
 ) -> tuple[GenerateRequest, dict[str, Any], TurnFormat]:
     """Return the request of a turn, its sampling parameters and its format.
 
@@ -62,32 +62,35 @@ def turn_request(
     """
     begun, table = state.begun, state.tools()
     assert begun is not None
-    found = turn_format(state, asked, table)
+    syntax = turn_format(state, turn, table)
     sampling = dict(begun.sampling)
-    if found.structure is not None:
-        sampling["structured_outputs"] = found.structure
-    if found.form not in (None, REQUIRED):
-        # The tags by which calls are found may be special tokens.
+    if syntax.structure is not None:
+        sampling["structured_outputs"] = syntax.structure
+    if syntax.form not in (None, REQUIRED):
+        # The tags that mark calls may be special tokens.
         sampling["skip_special_tokens"] = False
     if begun.max_output_tokens is not None:
         used = state.usage.completion_tokens
         sampling["max_tokens"] = max(1, begun.max_output_tokens - used)
-    shows_tools = begun.shows_tools and table.mode != "none" and not asked.withdrawn
+    shows_tools = begun.shows_tools and table.mode != "none" and not turn.withdrawn
     root = begun.ancestors[0] if begun.ancestors else state.response_id
     request = GenerateRequest(
         model=begun.model,
         messages=messages_of(
-            begun.instructions, context[asked.num_dropped :], takes_tools=begun.shows_tools
+            begun.instructions, context[turn.num_dropped :], takes_tools=begun.shows_tools
         ),
         tools=[tool.tool for tool in table.tools.values()] if shows_tools else [],
         lane=begun.lane,
         prompt_cache_key=begun.prompt_cache_key or root,
     )
-    return request, sampling, found
+    return request, sampling, syntax
 
 
 def oldest_group(context: Sequence[Entry]) -> int:
-    """Return how many items at the beginning go together: a call never loses its output."""
+    """Return the number of the oldest items, up to the next message of the user.
+
+    They are dropped together, so that a call never loses its output.
+    """
     position = 1
     while position < len(context):
         item = context[position].item

@@ -1,7 +1,8 @@
-"""Settings that all workers of a cluster need to have in common.
+"""Settings that must be equal in all workers of a cluster.
 
-A worker that starts asks one of those that run, and logs each setting that differs. It starts all
-the same: while a configuration is changed, old and new workers run beside each other.
+A starting worker compares its settings with the settings of a running worker, and logs each
+difference. It starts in any case, because old and new workers run at the same time while an
+operator changes the configuration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,10 @@ ANSWER_S = 1.0
 # Limit on a logged value: any client of the broker may answer.
 MAX_VALUE_LEN = 1000
 
-# Machines have folders of their own, and `pagemill up` alone reads the number of replicas.
+# Folders differ between machines, and only `pagemill up` reads the number of replicas.
 _OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages")
 _OWN_OF_A_STAGE = ("path", "replicas")
-# Each worker drains by itself.
+# Each worker applies its own limit to its drain.
 _OWN_OF_DELIVERY = ("drain_s",)
 
 
@@ -37,28 +38,28 @@ def common_settings(config: Config) -> dict[str, Any]:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ. Workers need not know the same models, nor the same settings."""
+    """Return the keys that differ. A model or setting that only one worker has is not compared."""
     return [key for key in own if key in other and own[key] != other[key]]
 
 
 async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -> None:
-    """Log what differs from a worker that runs, and answer those that start later.
+    """Log differences from a running worker, and answer the workers that start later.
 
     Raises Unavailable when the broker does not answer.
     """
     own = common_settings(config)
     try:
-        found = decode_common_settings(await bus.request(subjects.SETTINGS, b"", ANSWER_S))
+        other = decode_common_settings(await bus.request(subjects.SETTINGS, b"", ANSWER_S))
     except (TimeoutError, Unavailable):
-        found = None  # This is the first worker, or the others are of an older version.
-    if found is not None:
-        for key in differences(own, found.settings):
+        other = None  # This is the first worker, or the others are of an older version.
+    if other is not None:
+        for key in differences(own, other.settings):
             log.warning(
                 "setting_differs",
                 key=key,
                 value=own[key],
-                other_worker=found.worker,
-                other_value=_loggable(found.settings[key]),
+                other_worker=other.worker,
+                other_value=_loggable(other.settings[key]),
             )
     answer = to_json(CommonSettings(worker, own))
 
@@ -69,8 +70,8 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
 
 
 def _loggable(value: Any) -> Any:
-    """Return a value as it is, or a long one as a string, which the log cuts off."""
-    # The log's encoder recurses, too.
+    """Return a short value unchanged, and a long one as a string, which the log cuts off."""
+    # The log's encoder is recursive, so a deep value could exceed the interpreter's limit.
     if reason := json_limit_error(value):
         return reason
     text = to_json(value).decode()

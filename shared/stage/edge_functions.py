@@ -1,4 +1,4 @@
-"""The edge functions of the product: each makes the task of an edge's target."""
+"""Edge functions of the product. Each creates the task of an edge's target."""
 
 from typing import Any, NamedTuple
 
@@ -18,15 +18,15 @@ from shared.protocol.task_messages import FollowBody, PaintBody, RenderBody, Spe
 
 
 class FollowedTask(NamedTuple):
-    """What a stage follows, and the body of the task whose output it is."""
+    """Outputs that a stage follows, and the body of the task that writes them."""
 
     inputs: dict[str, str]
-    """What each input carries → the output to follow."""
+    """Kind of each input's data → name of the output to follow."""
     body: Any
 
 
 def input_of_follower(pipeline: Pipeline, edge: Edge, body: Any) -> Any:
-    """The argument of a stream edge's function; `body` is that of the source's task."""
+    """Return the argument of a stream edge's function; `body` is the body of the source's task."""
     inputs = pipeline.inputs_of(edge.target)
     return FollowedTask(inputs, body) if EDGE_FUNCTIONS[edge.function].takes_body else inputs
 
@@ -38,14 +38,14 @@ def _render(prompt: Prompt) -> RenderBody:
 
 @edge_function("paint", carries="prompt")
 def _paint(prompt: Prompt) -> PaintBody:
-    """Admission lets no request without a text through to a stage that paints."""
+    """The prompt has a text, because admission refuses requests for images without one."""
     return PaintBody(prompt.text or "")
 
 
 @edge_function("rendered", carries="tokens")
 @edge_function("item", carries=ANY)
 def _as_it_is(body: Struct) -> Struct:
-    """The stage's result, or its item, is the body of the next stage's task."""
+    """Use the stage's result, or its item, as the body of the next stage's task."""
     return body
 
 
@@ -56,11 +56,11 @@ def _follow(inputs: dict[str, str]) -> FollowBody:
 
 @edge_function(ANSWER, carries=TEXT, takes_body=True)
 def _speak_answer(source: FollowedTask) -> SpeechBody:
-    """The text of an engine, with the prompt that it answers."""
+    """Speak the text of an engine. The talker also reads the prompt."""
     return SpeechBody(prompt_token_ids=source.body.prompt_token_ids)
 
 
 @edge_function("speech", carries=TEXT, takes_text=True)
 def _speak(source: dict[str, str] | Prompt) -> SpeechBody:
-    """The text to speak: that of an output, as soon as it is whole, or that of the request."""
+    """Speak the text of the request, or of an output once it is complete."""
     return SpeechBody(source.text) if isinstance(source, Prompt) else SpeechBody()

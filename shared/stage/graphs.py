@@ -1,6 +1,6 @@
-"""Graphs that come with the product: the further stages of models that speak, by name.
+"""Built-in graphs: the stages of models that speak, after the engine of the text.
 
-All of their stages load parts of one folder, the model's own.
+All stages of a graph load parts of the model's folder.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ TALKER, CODE2WAV = "talker", "code2wav"
 
 
 def graph_of(model_config: Mapping[str, Any]) -> Graph | None:
-    """The graph of a model, by the parts in its `config.json`; None for one that does not speak."""
-    # A model may come without its talker.
+    """Return the graph of a model by the parts in its `config.json`; None if it does not speak."""
+    # The folder may lack the talker.
     if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:
         return None
     return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
 
 
 def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
-    """The stages of a graph with the edges into each; the stage `writer` writes the text."""
+    """Return the stages of a graph with their input edges; the stage `writer` writes the text."""
     if graph is None or graph not in _TALKERS:
         return []
     return [
@@ -46,17 +46,17 @@ def _vocoder(chunks: ChunkSpec) -> StageSpec:
     return StageSpec(CODE2WAV, "generator", output=sound, chunks=chunks)
 
 
-# By the part that is the vocoder.
+# The key is the name of the vocoder in `config.json`.
 _GRAPHS: dict[str, Graph] = {"code2wav_config": "qwen3-omni", "token2wav_config": "qwen2.5-omni"}
-# The sampling is that of transformers' `generate`.
+# The sampling parameters are the defaults of `generate` in transformers.
 _TALKERS = {
     "qwen3-omni": _talker(["Ethan", "Chelsie", "Aiden"], top_k=50, max_tokens=4096),
     "qwen2.5-omni": _talker(["Chelsie", "Ethan"], top_k=40, top_p=0.8, max_tokens=4096),
 }
 _VOCODERS = {
-    # 12.5 frames a second: the first sound comes after 0.4 seconds of it.
+    # 12.5 frames a second. The first chunk has 4 frames, and 0.4 seconds of sound.
     "qwen3-omni": _vocoder(ChunkSpec(first=(4, 10), size=25, left=25, right=1)),
-    # 50 frames a second. Frames influence each other, so each chunk is a part of the whole.
+    # 50 frames a second. Frames depend on each other, so each chunk is made from the whole.
     "qwen2.5-omni": _vocoder(
         ChunkSpec(size=500, left=MAX_FRAMES, right=MAX_FRAMES, max_ahead=2 * MAX_FRAMES)
     ),

@@ -1,6 +1,6 @@
 """Inputs of a stage that follows an output of another stage while it grows.
 
-Each is read from its beginning by every attempt, so a stage needs nothing of the attempt before.
+Every attempt reads its inputs from the beginning, and needs no state of an earlier attempt.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_LOOKS = 20
 
 
 class RequestEnded(Exception):
-    """The request was ended before the input was complete."""
+    """Raised when the request was ended before the input was complete."""
 
 
 async def follow_text(bus: Bus, header: TaskHeader) -> AsyncIterator[TokenChunk]:
@@ -52,9 +52,9 @@ async def follow_codes(
 
 
 async def _await_end(bus: Bus, request_id: str) -> None:
-    """Wait for the record that ends a request, which is written after those that cut its outputs.
+    """Wait for the record that ends a request. It is written after the records that cut outputs.
 
-    Whoever writes them may die in between, so this does not wait for long.
+    The worker that writes them may die in between, so the wait is short.
     """
     for _ in range(MAX_LOOKS):
         if is_final(await last_record(bus, request_id)):
@@ -63,7 +63,7 @@ async def _await_end(bus: Bus, request_id: str) -> None:
 
 
 def _records(reader: LogReader, bus: Bus, header: TaskHeader) -> AsyncIterator[AnyRecord]:
-    """All records of a log, which may have some already, as long as the request has time."""
+    """Yield the records of a log, stored and new ones, until the deadline of the request."""
     assert header.ticket is not None
     rest_s = max(0.0, (header.ticket.deadline_ms - bus.now_ms()) / 1000)
     return reader.records(at_once=True, timeout_s=rest_s)

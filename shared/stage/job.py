@@ -1,4 +1,4 @@
-"""A delivery that a worker has claimed, the records of attempts at it, and its counts."""
+"""Jobs: deliveries that a worker has claimed, with records of attempts, and counters."""
 
 import asyncio
 import random
@@ -26,11 +26,11 @@ from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
 from shared.telemetry.metrics import Metrics
 
-# A worker sends a heartbeat every second: within this time it has just been heard.
+# A worker sends a heartbeat every second. One with a heartbeat in this time is alive.
 ALIVE_S = 1.5
-# How long a task of a new round waits while the same worker still has the one before.
+# Pause of a task of a new round while the worker still has the task of the round before.
 AGAIN_PAUSE_S = 0.5
-# A job that is left to newer workers goes to any worker of its queue, which may be an older one.
+# Pauses of a job that needs a newer worker. Its queue may deliver it to an older one again.
 FIRST_NEWER_PAUSE_S = 0.1
 MAX_NEWER_PAUSE_S = 2.0
 
@@ -50,7 +50,7 @@ class Job:
     body: TaskBody | None = None
     """None until the message has been decoded."""
     path: list[StageSpan] = field(default_factory=list)
-    """The stages behind this one."""
+    """The stages that the request has passed."""
     log: LogWriter | None = None
     """The log of this stage's output, or the request's own log for a stage without an output."""
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -59,17 +59,17 @@ class Job:
     suspect: bool = False
     """A worker died while it ran this job, which has not yet shown that it was not the cause."""
     waiting: bool = False
-    """The work has not begun; progress of other jobs is progress towards it."""
+    """The work has not begun. Progress of other jobs counts as progress of this one."""
     ended: bool = False
     """A notice said that the request has ended elsewhere."""
     running: bool = False
-    """The work runs where it could end the process."""
+    """The work runs in a place where it could end the process."""
     inputs: list[BlobRef] = field(default_factory=list)
     """Payloads that came with the task. They are released when it is acknowledged, never before."""
     outputs: list[BlobRef] = field(default_factory=list)
     """Payloads made for the next stage. They belong to this job until that task is stored."""
     end: "Callable[[Job, PagemillError], Awaitable[None]] | None" = None
-    """Ends with an error what the job is about, where that is no request with a token log."""
+    """Ends the subject of the job with an error, if it is not a request with a token log."""
 
     @property
     def ticket(self) -> RequestTicket | None:
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the request; "" where none is named, or no valid one."""
+        """The tenant of the request; "" without a valid one."""
         if self.ticket is not None:
             return self.ticket.tenant
         named = self.delivery.tenant or ""
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def request_sequence(self) -> int | None:
-        """Sequence of the request in its queue, known even of a task that cannot be decoded."""
+        """Sequence of the request in its queue, also for a task that cannot be decoded."""
         if self.ticket is not None:
             return self.ticket.sequence
         if self.request_id is None or not subjects.is_stage(self.delivery.subject):
@@ -93,7 +93,7 @@ class Job:
         return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
 
     def identify(self, header: TaskHeader, body: TaskBody | None = None) -> None:
-        """Note the header and the body of the decoded message."""
+        """Set the header and the body of the decoded message."""
         self.header, self.body = header, body
         self.path = header.path
 
@@ -132,10 +132,10 @@ class StageCounters:
 
 
 async def request_is_settled(bus: Bus, job: Job) -> bool:
-    """Acknowledge a job's request by its receipt; returns whether it has left its queue."""
+    """Acknowledge a job's request by its receipt. Return whether it has left its queue."""
     ticket = job.ticket
     if ticket is None:
-        # Without its receipt it can only be removed.
+        # Without a receipt, the request can only be deleted.
         if job.request_sequence is not None:
             await bus.delete(subjects.REQUESTS_STREAM, job.request_sequence)
         return True
@@ -143,8 +143,8 @@ async def request_is_settled(bus: Bus, job: Job) -> bool:
         return True
     if await bus.acknowledge(ticket.receipt):
         return True
-    # A server that was cut off may have given out a receipt that its successor has never heard of.
-    # A request that is still in the queue then comes to a coordinator again, which settles it.
+    # A server that was cut off may have issued a receipt that its successor does not know. If the
+    # request is still in the queue, it is delivered to a coordinator again, which settles it.
     try:
         return await request_queue.queued_request(bus, ticket.sequence) is None
     except Unavailable:
@@ -168,12 +168,12 @@ class ClaimedJobs:
         self._jobs[job.request_id] = job
 
     def release(self, job: Job) -> None:
-        """Forget a job; does nothing when another job has its place."""
+        """Remove a job. Does nothing if another job has taken its place."""
         if job.request_id is not None and self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
 
     def note_ended(self, subject: str) -> None:
-        """Mark a claimed job whose request has ended, as the subject of the notice says."""
+        """Mark the claimed job of an ended request; `subject` is the subject of the notice."""
         if (job := self._jobs.get(subjects.last_token(subject))) is not None:
             job.ended = True
 
@@ -215,10 +215,10 @@ class ClaimedJobs:
     async def load_history(
         self, job: Job, log_len: int, policy: DeliveryConfig | None = None
     ) -> bool:
-        """Read how earlier attempts ended. Raises when `policy`, by default the policy of all
-        stages, allows no other attempt.
+        """Read the records of earlier attempts, and set the history of the job.
 
-        False while it is unknown whether a worker that had the job is dead.
+        Return False while it is unknown whether an earlier worker is dead. Raises the error of
+        `retry.verdict` if `policy`, by default the policy of all stages, allows no other attempt.
         """
         assert job.request_id is not None
         stored = await self._bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(job.request_id))
@@ -238,9 +238,9 @@ class ClaimedJobs:
         return True
 
     def may_begin(self, job: Job) -> bool:
-        """Whether the job may run now: a worker runs one suspect at a time.
+        """Return whether the job may run now.
 
-        If the worker dies too, it is known of which request.
+        A worker runs one suspect at a time. If it dies, this suspect is known to be the cause.
         """
         if job.history.suspect:
             job.suspect = not any(
@@ -257,17 +257,17 @@ class ClaimedJobs:
         await self._publish(job, attempt)
 
     async def record_outcome(self, job: Job, outcome: Literal["requeued", "failed"]) -> None:
-        """Record how this worker's attempt has ended, unless it ended well."""
+        """Record that this worker's attempt ended without an answer."""
         ours = [a for a in job.attempts if a.worker == self._worker and a.outcome == "open"]
         if ours:
             await self._publish(job, replace(ours[-1], outcome=outcome))
 
     async def leave(self, job: Job, error: UnsupportedVersion) -> None:
-        """Return a job to its queue that a newer worker can read; this is no attempt at it."""
+        """Return a job to its queue for a newer worker. This does not count as an attempt."""
         attempt = job.delivery.attempt
         try:
             await self.record_outcome(job, "requeued")
-            # Deliveries 1, 2, 4, 8 … are enough to know of, and leave room for other records.
+            # Records of deliveries 1, 2, 4, 8 … are enough, and leave room for other records.
             if job.request_id is not None and attempt & (attempt - 1) == 0:
                 _log.warning("left_to_newer_worker", request_id=job.request_id, why=error.message)
                 now_ms, model = self._bus.now_ms(), subjects.model_of_stage(job.delivery.subject)

@@ -1,4 +1,4 @@
-"""The pipelines of the configured models: the default one, with what the configuration changes."""
+"""Pipelines of the configured models: the default pipeline with the configured changes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
@@ -8,7 +8,7 @@ from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.multimodal import Modality
-from shared.protocol.names import is_name
+from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import (
     CODES,
     IMAGE_KIND,
@@ -29,19 +29,19 @@ from shared.stage import (
 
 RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 FORWARDERS = (RENDERER, PREFILL)
-"""Roles whose workers do nothing with a task but forward it."""
+"""Roles that forward every task and write no output."""
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
-    """The pipeline of each configured model."""
+    """Return the pipeline of each configured model."""
     return {name: pipeline_of(model) for name, model in config.models.items()}
 
 
 def pipeline_of(model: ModelConfig) -> Pipeline:
-    """The default pipeline of a model, changed by its `stages`.
+    """Return the default pipeline of a model with the changes in its `stages`.
 
-    Renderers give the engine its tokens. With `tower: encoder`, they fan items out to encoders, and
-    the engine gathers the embeddings. With `prefill: prefill`, long prompts make a detour.
+    Renderers send tokens to the engine. With `tower: encoder`, they also send items to encoders,
+    and the engine waits for the embeddings. With `prefill: prefill`, long prompts make a detour.
     """
     stages, edges = _default(model)
     for name, changes in model.stages.items():
@@ -61,9 +61,9 @@ def pipeline_of(model: ModelConfig) -> Pipeline:
 
 
 def default_stage(pipelines: Mapping[str, Pipeline], role: str, model: str | None) -> str:
-    """Return the stage that a worker serves if none is named: the one named like its role.
+    """Return the name of the stage that a worker serves by default.
 
-    If the pipelines have one other stage of this role, and none of its name, it is that stage.
+    It is the only stage of the role in the pipelines, or else the stage with the role's name.
     """
     names = {
         stage.name
@@ -76,17 +76,17 @@ def default_stage(pipelines: Mapping[str, Pipeline], role: str, model: str | Non
 
 
 def check_pipelines(config: Config, roles: Collection[str], source: str) -> None:
-    """Raise ConfigError for the first thing that is wrong with a pipeline.
+    """Raise ConfigError for the first error in a pipeline.
 
     `roles` are the names of the roles that serve stages, `source` names the configuration file.
     """
     for name, model in config.models.items():
         pipeline = pipeline_of(model)
-        named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
+        naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        found = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
-        for fault in (*named, *found):
+        general = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
+        for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -94,10 +94,11 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
 def _faults_of_names(model: ModelConfig) -> Iterator[Fault]:
     for stage, changes in model.stages.items():
         if not is_name(stage) or stage == REQUEST:
-            yield Fault(f"stages.{stage}", "no name for a stage")
+            message = f"the name of a stage {NAME_RULE}, and is not {REQUEST!r}"
+            yield Fault(f"stages.{stage}", message)
         if changes.output is not None and not is_name(changes.output.name):
             # It becomes a token of the subject of the output's log.
-            yield Fault(f"stages.{stage}.output", "no name for an output")
+            yield Fault(f"stages.{stage}.output", f"the name of an output {NAME_RULE}")
 
 
 def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
@@ -116,13 +117,13 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
         followed = pipeline.inputs_of(stage.name).get(CODES)
         if stage.chunks is not None and followed is None:
-            message = f"only a stage that follows {CODES!r}, in an input of this name, has chunks"
+            message = f"only a stage with an input {CODES!r} that follows an output has chunks"
             yield Fault(f"stages.{stage.name}.chunks", message)
         if stage.chunks is not None and stage.chunks.max_ahead < stage.chunks.min_ahead:
             yield Fault(
                 f"stages.{stage.name}.chunks.max_ahead",
-                f"{stage.chunks.max_ahead} is less than {stage.chunks.min_ahead}, the frames of the"
-                " longest chunk with those behind it",
+                f"{stage.chunks.max_ahead} is less than {stage.chunks.min_ahead}, the length of the"
+                " longest chunk with the frames after it",
             )
         source = None if followed is None else pipeline.outputs[followed]
         if source is not None and source.output is not None and source.output.kind != CODES:
@@ -137,10 +138,10 @@ def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
         paints = stage.output is not None and stage.output.kind == IMAGE_KIND
         default = stage.sampling_defaults.get("size", "")
         if paints != bool(stage.sizes):
-            message = f"a stage has sizes if it writes an output of kind {IMAGE_KIND!r}, only then"
+            message = f"a stage has sizes if and only if its output is of kind {IMAGE_KIND!r}"
             yield Fault(f"stages.{stage.name}.sizes", message)
         elif paints and default and default not in stage.sizes:
-            message = f"{default!r} is none of the stage's sizes"
+            message = f"{default!r} is not in `sizes`, which has {', '.join(stage.sizes)}"
             yield Fault(f"stages.{stage.name}.sampling_defaults.size", message)
 
 
@@ -152,7 +153,7 @@ def _faults_of_forwarders(pipeline: Pipeline) -> Iterator[Fault]:
             yield Fault(
                 f"stages.{stage.name}.role",
                 f"workers of the role {stage.role!r} forward every task, and no task edge begins at"
-                " this stage: requests would be lost here",
+                " this stage: its requests would be lost",
             )
         if stage.output is not None:
             message = f"workers of the role {stage.role!r} write no output"
@@ -162,8 +163,8 @@ def _faults_of_forwarders(pipeline: Pipeline) -> Iterator[Fault]:
 def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
     for edge in pipeline.edges:
         if edge.mode == "detour":
-            # Blocks of another worker are found in the prefix cache, or not at all.
-            message = "a detour needs engine.prefix_caching, which is off"
+            # The engine uses blocks of another worker only through the prefix cache.
+            message = "a detour needs engine.prefix_caching: true"
             yield Fault(f"stages.{edge.target}.inputs.{edge.carries}", message)
 
 

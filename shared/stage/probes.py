@@ -1,4 +1,4 @@
-"""Answers of a worker's metrics listener to `/health` and `/ready`."""
+"""Answers of a worker's metrics listener on `/health` and `/ready`."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from shared.telemetry.prometheus import Probe
 
 HANGS = "hangs"
 
-# A grammar compiler of a large vocabulary was seen to hold the interpreter for a second.
+# Compiling a grammar for a large vocabulary can hold the interpreter for a second.
 LOOP_TIMEOUT_S = 5.0
 
 
 def new_probes(
     role: str, worker: str, version: str, read_status: Callable[[], str]
 ) -> dict[str, Probe]:
-    """Return the probes of a worker by name; the threads of an HTTP server call them.
+    """Return the probes of a worker by name. Threads of an HTTP server call them.
 
-    `read_status` returns `ok` if the worker takes work. It is called in the running event loop, so
-    that no probe succeeds when the loop hangs.
+    `read_status` returns `ok` if the worker accepts work. It is called in the running event loop,
+    so that all probes fail when the loop hangs.
     """
     loop = asyncio.get_running_loop()
 
@@ -36,8 +36,8 @@ def new_probes(
             return HANGS
 
     def report(status: str) -> tuple[bool, bytes]:
-        found = WorkerStatus(role, worker, status, version, readable())
-        return found.is_ok, to_json(found)
+        answer = WorkerStatus(role, worker, status, version, readable())
+        return answer.is_ok, to_json(answer)
 
     return {
         "health": lambda: report(HANGS if ask_loop() == HANGS else "ok"),

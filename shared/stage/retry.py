@@ -1,7 +1,7 @@
-"""What becomes of a request when an attempt at it has failed, or never said how it ended. Pure.
+"""Retry policy: repeat a failed or unfinished attempt, answer with an error, or give up. Pure.
 
-Deliveries are no measure of that: a drain, a restart of the broker or a lost connection delivers a
-message once more without any fault of its own. What counts is written down by the workers.
+The number of deliveries is not counted, because a drain, a restart of the broker or a lost
+connection also causes a delivery, without a fault of the request. Workers record their attempts.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,34 +26,34 @@ from shared.protocol.messages import AttemptRecord
 
 @dataclass(frozen=True, slots=True)
 class AnswerWithError:
-    """Tell the client and acknowledge: another attempt would fail in the same way, or take too long
-    for a client that can make it itself."""
+    """Answer with the error, and acknowledge. Another attempt would fail in the same way, or is
+    the client's choice because it may take long."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLater:
     after_s: float
     failed: bool
-    """Whether it counts against the request; that the broker is full or away does not."""
+    """Whether the attempt counts as a failure. It does not if the broker is full or unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Keep the input for an operator, tell the client, and acknowledge."""
+    """Store the input as a dead letter, answer with the error, and acknowledge."""
 
 
 Decision = AnswerWithError | RetryLater | GiveUp
 
 ONLY_CLIENTS_RETRY = (RequestError, DeadlineExceeded, EncodingFailed, GrammarNotTried, StageBusy)
 
-# Doubling from `retry_delay_s`; beyond this a longer pause only adds to the client's wait.
+# Delays double from `retry_delay_s` up to this limit. Longer ones only add to the client's wait.
 MAX_DELAY_S = 30.0
 
 
 def decide(
     error: PagemillError, failures: int, policy: DeliveryConfig, jitter: float = 0.0
 ) -> Decision:
-    """What to do about `error` after `failures` earlier attempts that failed.
+    """Return the reaction to `error` after a number of earlier failures.
 
     `jitter` in [0, 1) spreads the retries of many requests over half of the delay.
     """
@@ -68,16 +68,16 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the attempts of one stage at one request amount to."""
+    """Numbers of failed attempts of one stage at one request, and of workers that died."""
 
     failures: int
-    """Attempts that failed or ended without a word, and got no further."""
+    """Attempts that failed or have no recorded end, and added nothing to the log."""
     deaths: int
-    """Workers of such attempts that are dead."""
+    """Dead workers among the workers of such attempts."""
 
     @property
     def suspect(self) -> bool:
-        """A worker has died of it, or of another that it held at the same time."""
+        """Whether a worker has died of this request, or of another one that it had at that time."""
         return self.deaths > 0
 
 
@@ -87,10 +87,13 @@ NO_HISTORY = History(0, 0)
 def recount(
     records: Sequence[AttemptRecord], stage: str, log_len: int, dead: Collection[str]
 ) -> History:
-    """`records` in the order in which they were written; `log_len` is that of the token log now.
+    """Return the history of a request.
 
-    An attempt that added to the log is not held against its request, however it ended: what kills a
-    worker does so before it has an output, and a long answer outlives many workers.
+    `records` are in the order in which they were written. `log_len` is the present length of the
+    token log, and `dead` has the names of dead workers.
+
+    An attempt that added to the log does not count, however it ended. A request that kills workers
+    does so before it has an output, and the worker of a long answer may change many times.
     """
     own = (a for a in records if a.stage == stage and not a.unread)
     attempts = list({(a.worker, a.number, a.began_ms): a for a in own}.values())
@@ -100,15 +103,15 @@ def recount(
         for attempt, (before, after) in zip(attempts, pairwise(lengths), strict=True)
         if after <= before and attempt.outcome != "requeued"
     ]
-    # A worker may have had it twice; it has died once.
+    # A worker may have had the request twice, but has died once.
     deaths = len({a.worker for a in stuck if a.outcome == "open"} & set(dead))
     return History(failures=len(stuck), deaths=deaths)
 
 
 def verdict(history: History, policy: DeliveryConfig) -> PagemillError | None:
-    """The error of a request that must not be tried again; None for one that may be."""
+    """Return the error of a request that must not be tried again, or None."""
     if history.deaths >= policy.max_deaths:
-        return Poisoned(f"{history.deaths} workers died with this request in hand")
+        return Poisoned(f"{history.deaths} workers died while they processed this request")
     if history.failures >= policy.max_deliver:
         return WorkerFailure(f"given up after {history.failures} attempts without an answer")
     return None

@@ -9,7 +9,6 @@ import itertools
 import os
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,25 +35,25 @@ from shared.telemetry.prometheus import MetricsEndpoint
 from shared.tenants.storage_quotas import StorageQuotas
 
 HEARTBEAT_S = 1.0
-# The broker stores each heartbeat in a stream, and its longest election is shorter. When it has
-# stored none for so long, it has no streams, or does not write any more.
+# Longer than any election in the broker, which stores each heartbeat in a stream. After this time
+# without a stored heartbeat, the broker has lost its streams, or cannot write.
 UNHEARD_S = 20.0
-# How often a worker that drains looks whether its payloads have been fetched.
+# Interval of a draining worker's checks for payloads that no other worker has fetched.
 PINNED_POLL_S = 0.1
-# Clocks of machines drift by far less than a millisecond in so many heartbeats.
+# Number of heartbeats between synchronizations. Clocks drift by less than 1 ms in this time.
 CLOCK_BEATS = 10
 
 VERSION = version("pagemill")
 
-# Linux cuts the name of a process here.
+# Limit of Linux on the length of a process name.
 MAX_COMM = 15
 
-# EX_CONFIG of sysexits.h: a worker that is started again would end in the same way.
+# EX_CONFIG of sysexits.h. A restarted worker would end in the same way.
 EXIT_CONFIG = 78
 
 
 class Shutdown:
-    """Events that stop a worker: `asked` begins the drain, `hurry` ends it at once."""
+    """Shutdown of a worker: the event `asked` begins the drain, and `hurry` ends it at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -74,12 +73,12 @@ class Shutdown:
         self.begin()
 
     def has_time(self, drain_s: float) -> bool:
-        """Return whether a drain of at most `drain_s` has begun and need not end yet."""
+        """Return whether a drain of at most `drain_s` may still continue."""
         ends_s = self._began_s + drain_s
         return not self.hurry.is_set() and asyncio.get_running_loop().time() < ends_s
 
     async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
-        """Wait until all of `running` are done, `drain_s` have passed, or the drain is hurried."""
+        """Wait until all tasks are done, `drain_s` have passed, or `hurry` is set."""
         if not running:
             return
         done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
@@ -89,66 +88,72 @@ class Shutdown:
         hurried.cancel()
 
 
-@dataclass(eq=False)
 class Context:
-    """The argument of a role's `main`: configuration, bus, identity, and the signal to stop."""
+    """Argument of a role's `main`: configuration, bus, identity, and shutdown."""
 
-    role: str
-    worker: str
-    model: str | None
-    """The model to serve, for a role whose workers serve one model each."""
-    config: Config
-    bus: Bus
-    log: logs.Logger
-    stage_name: InitVar[str | None] = None
-    """The stage to serve; by default that of `default_stage`."""
-    url: str | None = None
-    """URL of a gateway, which every heartbeat reports."""
-
-    def __post_init__(self, stage_name: str | None) -> None:
-        self.metrics = Metrics(self.role, self.worker)
-        self.pipelines = pipelines_of(self.config)
+    def __init__(
+        self,
+        role: str,
+        worker: str,
+        model: str | None,
+        config: Config,
+        bus: Bus,
+        log: logs.Logger,
+        stage: str | None = None,
+    ) -> None:
+        """`stage` is the name of the stage to serve. If it is None, `default_stage` chooses it."""
+        self.role = role
+        self.worker = worker
+        self.model = model
+        """The model to serve, for a role whose workers serve one model each."""
+        self.config = config
+        self.bus = bus
+        self.log = log
+        self.url: str | None = None
+        """URL of a gateway, which every heartbeat reports."""
+        self.metrics = Metrics(role, worker)
+        self.pipelines = pipelines_of(config)
         self.stage = Stage(
-            self.bus,
-            stage_name or default_stage(self.pipelines, self.role, self.model),
-            self.worker,
+            bus,
+            stage or default_stage(self.pipelines, role, model),
+            worker,
             VERSION,
-            self.config.delivery,
+            config.delivery,
             self.metrics,
             self.pipelines,
         )
-        self.quotas = StorageQuotas(self.bus)
+        self.quotas = StorageQuotas(bus)
         self.shutdown = Shutdown()
-        self.reloader = Reloader(self.config, None, self.log)
+        self.reloader = Reloader(config, None, log)
         self.may_have_work = False
-        """Whether a signal begins a drain. Before, it ends the process at once."""
+        """Whether a signal begins a drain. Otherwise it ends the process at once."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._heard_s = 0.0
-        """When the broker has stored the last heartbeat, by the clock of the event loop."""
+        """Time of the event loop at which the broker stored the last heartbeat."""
         self._start_reporter = StartReporter(
-            self.bus, self.role, self.worker, self.model, self._own_stage_name, VERSION
+            bus, role, worker, model, self._own_stage_name, VERSION
         )
 
     @property
     def _own_stage_name(self) -> str:
-        """The name of the stage, empty where it is that of the role."""
+        """The name of the stage; empty if it equals the name of the role."""
         return "" if self.stage.name == self.role else self.stage.name
 
     def start_reports(self) -> None:
-        """Report every second, until `ready`, what this worker does."""
+        """Report the current step of the start every second until `ready`."""
         self._start_reporter.start()
 
     def step(self, name: str, measure: Measure | None = None) -> None:
-        """Name what this worker does until it is ready, for people; any thread may call this.
+        """Set the displayed name of the current step of the start. Any thread may call this.
 
-        `measure` returns how many bytes of how many the step has read, or None.
+        `measure` returns the bytes that the step has read and their total number, or None.
         """
         self._start_reporter.set_step(name, measure)
 
     async def open_metrics(self) -> None:
-        """Answer requests for metrics and health from now on.
+        """Open the metrics listener, which also answers `/health` and `/ready`.
 
         Raises ConfigError if no port can be opened.
         """
@@ -173,7 +178,7 @@ class Context:
         return None if self._endpoint is None else self._endpoint.address
 
     def _read_status(self) -> str:
-        """Return whether this worker takes work, or why not."""
+        """Return `ok` if this worker accepts work, or the reason why it does not."""
         if self.shutdown.asked.is_set():
             return "draining"
         if self._heartbeat is None:
@@ -186,7 +191,7 @@ class Context:
         return "ok" if unheard_s < UNHEARD_S else "no streams"
 
     async def open_blobs(self) -> Blobs:
-        """Open the payload store of a worker; its heartbeat tells other workers the address."""
+        """Open the payload store of this worker. Its heartbeats publish the address."""
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
         self.stage.blobs = self._blobs
@@ -196,8 +201,8 @@ class Context:
     async def drain_blobs(self) -> None:
         """Wait until other workers have fetched the payloads that were made for them.
 
-        Without them the payloads would have to be made again. Nothing is waited for when no worker
-        that would fetch them is alive, and when the time of the drain is over.
+        Otherwise the payloads would have to be made again. The wait ends with the time of the
+        drain, or when no worker that reads them is alive.
         """
         drain_s, blobs = self.config.delivery.drain_s, self._blobs
         while blobs is not None and blobs.num_pinned and self.shutdown.has_time(drain_s):
@@ -228,7 +233,7 @@ class Context:
             await asyncio.to_thread(self._endpoint.close)
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
-        """Announce this worker; from now on every heartbeat reports `load`."""
+        """Begin the heartbeats of this worker. Each of them reports `load`."""
         self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
@@ -261,7 +266,7 @@ class Context:
                     await self.bus.connection.sync_clock()
                     self.bus.queues.check()
             except Exception as error:
-                # The broker is unreachable; the connection waits for it.
+                # The broker is unreachable. The connection waits for it.
                 self.log.warning("heartbeat_failed", error=str(error))
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -270,7 +275,7 @@ Main = Callable[[Context], Awaitable[None]]
 
 
 def _name_process(name: str) -> None:
-    """Set the name in `ps` and `top`; a forked worker has the arguments of its supervisor."""
+    """Set the name in `ps` and `top`. A forked worker shows the arguments of its supervisor."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:MAX_COMM], encoding="ascii")
 
@@ -284,10 +289,10 @@ async def run(
     stage: str | None,
     reread: Callable[[], Config] | None = None,
 ) -> int:
-    """Run one worker until it has stopped, and return its exit code; the process ends then.
+    """Run one worker until it has stopped, and return the exit code of the process.
 
-    `stage` is the stage that it serves; by default that of `default_stage`. `reread` returns the
-    configuration as it is at a reload, or raises ConfigError.
+    `stage` is the name of the stage to serve. If it is None, `default_stage` chooses it. `reread`
+    returns the current configuration for a reload, or raises ConfigError.
     """
     signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
@@ -334,8 +339,8 @@ def _exit_code(error: PagemillError) -> int:
 def _drain_on_signals(context: Context) -> None:
     """Begin the drain at a SIGTERM or SIGINT, and hurry it at a second one.
 
-    The end of a terminal begins the drain, too. It does not hurry it, because a terminal sends
-    several SIGHUPs: its shell does, and the kernel. Without a terminal, SIGHUP is a reload.
+    A closed terminal also begins the drain. It does not hurry it, because the shell and the kernel
+    both send SIGHUP. Without a terminal, SIGHUP reloads the configuration.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Signals of a worker process. It imports little, so that a worker sets handlers first of all."""
+"""Signals of a worker process. It imports little, so that handlers are set early in the start."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def end_at_once() -> None:
-    """Make signals end this process at once with exit code 0, because it has no work yet.
+    """Let signals end this process at once with exit code 0, because it has no work yet.
 
-    Without handlers the first process of a container ignores signals, and is killed in the end.
+    The first process of a container ignores signals without a handler, and would be killed.
     """
     set_handlers(exit_now, exit_now)
 
@@ -22,10 +22,10 @@ def set_handlers(
 ) -> None:
     """Call `on_stop` on SIGTERM and SIGINT, and one of the others on SIGHUP, in the main thread.
 
-    SIGHUP tells a process with a terminal that it has ended: `on_hangup`. Other processes are told
-    by a service manager to read their configuration again: `on_reload`. Under nohup SIGHUP stays
-    ignored. The handlers of an event loop are not used, because the loop restores the default
-    action when it closes, and a late signal would kill a worker that has drained.
+    SIGHUP calls `on_hangup` in a process with a terminal, because the terminal has closed. In other
+    processes a service manager sends it to reload the configuration, and it calls `on_reload`.
+    Under nohup SIGHUP stays ignored. The handlers of an event loop are not used, because the loop
+    restores the default action when it closes, and a late signal would kill a drained worker.
     """
     handlers = (on_stop, on_stop, on_hangup if has_terminal() else on_reload)
     for number, handler in zip(_NUMBERS, handlers, strict=True):
@@ -50,5 +50,5 @@ def ignore() -> None:
 
 
 def exit_now() -> None:
-    # A thread that loads a model would keep a usual exit waiting.
+    # An ordinary exit would wait for a thread that loads a model.
     os._exit(0)

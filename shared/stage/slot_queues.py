@@ -1,4 +1,4 @@
-"""The queues of a stage's slots, and their owners among the workers with a heartbeat."""
+"""The queues of a stage's slots, and their owners among the live workers."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _log = structlog.get_logger()
 
 
 def queues_of(stage: str, model: str, lane: str, slots: Iterable[int | None]) -> list[SlotQueue]:
-    """Return queues of a stage; the slot None is that of tasks without one."""
+    """Return queues of a stage; the slot None has the tasks without a slot."""
     return [
         SlotQueue(
             slot,
@@ -31,10 +31,10 @@ def queues_of(stage: str, model: str, lane: str, slots: Iterable[int | None]) ->
 
 
 async def find_slots(context: Context, model: str) -> list[int]:
-    """Return the slots that a worker pulls from: those configured, and those in the broker.
+    """Return the slots that a worker pulls from: the configured ones, and others in the broker.
 
-    The broker has queues of slots that were configured before, or that other workers have been
-    configured with already. Their tasks must not be left behind. Raises Unavailable.
+    During a change of the number of slots, the broker has queues that the configuration of this
+    worker lacks. Tasks in these queues must be served as well. Raises Unavailable.
     """
     stage, pipeline = context.stage.name, context.pipelines.get(model)
     num_slots = 1 if pipeline is None else pipeline.slots_of(stage)
@@ -54,7 +54,7 @@ async def find_slots(context: Context, model: str) -> list[int]:
 
 
 class SlotOwner:
-    """Has the consumers of all lanes own the slots that are this worker's among the living."""
+    """Updates the slots that a worker's consumers own, from the heartbeats of all workers."""
 
     def __init__(self, context: Context, model: str, slots: list[int]) -> None:
         self.consumers: list[SlotConsumer] = []
@@ -77,7 +77,7 @@ class SlotOwner:
             for beat in beats
             if (beat.stage or beat.role) == stage and self._model in beat.models
         }
-        # A worker pulls before its first heartbeat, and the broker may have lost them.
+        # A worker pulls before its first heartbeat, and the broker may have lost heartbeats.
         workers.add(own)
         if workers != self._workers:
             self._workers = workers

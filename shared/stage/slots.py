@@ -1,12 +1,12 @@
-"""Slots: the queue of a model's engines that a request waits in, from what engines may have cached.
+"""Slots: queues of a stage, chosen so that an engine finds the request's blocks in its cache. Pure.
 
-Requests with the same beginning get the same slot, and each slot has an owner among the engines,
-which serves it before others do and so finds blocks and images in its caches.
+Requests with the same beginning get the same slot. Each slot has an owner among the engines, which
+serves it before other engines do, and so finds blocks and images in its caches.
 
-The slot depends on the request alone. A renderer that repeats its hand-over must publish the same
-subject, or the request would be queued twice; so the engine that serves a slot is no part of it.
-Requests of different tenants, adapters or cache salts can share no blocks, and these begin each
-key. Slots are few, so such requests may still meet in one. Pure.
+The slot depends on the request alone, and not on the engines. A renderer that repeats a publish
+must use the same subject, or the request would be queued twice. Requests of different tenants,
+adapters or cache salts share no blocks, so these are parts of each key. There are few slots, so
+such requests may still get the same slot.
 """
 
 import math
@@ -17,15 +17,15 @@ from shared.protocol.multimodal import HashPart, content_hash
 from shared.protocol.task_messages import EngineBody, TaskBody, TaskHeader
 
 BEGINNING_TOKENS = 64
-"""Tokens of a beginning that decide on the slot. A shorter prompt is not worth a choice of engine;
-with a number that grows with the prompt, a chat would move to other slots."""
+"""Number of first tokens that decide on the slot. For a shorter prompt a cached beginning saves too
+little. If the number grew with the prompt, a chat would move to other slots."""
 
 
 def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | None:
     """Return the slot of an engine's task, from 0 to `num_slots` - 1.
 
-    None for a stage without slots, and for a prompt without a key that is too short to be worth a
-    choice of engine: such tasks are served in turns.
+    None for a stage without slots, and for a prompt without a slot key. Engines take such tasks in
+    turns.
     """
     if num_slots == 1 or not isinstance(body, EngineBody):
         return None
@@ -34,10 +34,11 @@ def slot_of_task(header: TaskHeader, body: TaskBody, num_slots: int) -> int | No
 
 
 def slot_key(header: TaskHeader, body: EngineBody) -> str | None:
-    """Return the hash of what decides on a task's slot; None if nothing does.
+    """Return the hash that decides on a task's slot; None for a short prompt without images.
 
-    It is the client's own key if there is one. Otherwise it is the first image, if images are half
-    of the prompt or more or the prompt is short, and else the first BEGINNING_TOKENS tokens.
+    It is the hash of the client's own key if there is one. Otherwise it is the hash of the first
+    image, if images are at least half of the prompt or the prompt is short. In other cases it is
+    the hash of the first BEGINNING_TOKENS tokens.
     """
     if header.ticket is None:
         return None
@@ -51,7 +52,7 @@ def slot_key(header: TaskHeader, body: EngineBody) -> str | None:
         return content_hash(*scope, "item", items[0].mm_hash)
     if is_short:
         return None
-    # Fixed byte order, because renderers of several machines must agree.
+    # The byte order is fixed, because renderers of several machines must agree.
     beginning = struct.pack(f"<{BEGINNING_TOKENS}q", *token_ids[:BEGINNING_TOKENS])
     early = [item for item in items if item.placeholder.offset < BEGINNING_TOKENS]
     images: HashPart = [[item.mm_hash, item.placeholder.offset] for item in early]
@@ -61,9 +62,9 @@ def slot_key(header: TaskHeader, body: EngineBody) -> str | None:
 def owners_of(slots: Collection[int], engines: Collection[str]) -> dict[int, str]:
     """Return the owner of each slot.
 
-    It is the engine with the highest hash of both (rendezvous hashing) among those that own less
-    than their share. So all engines that know the same others agree, shares are equal, and when
-    engines come or go, most slots stay where they are.
+    It is the engine with the highest hash of engine and slot (rendezvous hashing), among the
+    engines with less than an equal share. So engines with the same list of engines agree, and most
+    slots keep their owner when engines are added or removed.
     """
     share = math.ceil(len(slots) / max(1, len(engines)))
     owned = dict.fromkeys(engines, 0)

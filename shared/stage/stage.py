@@ -1,8 +1,8 @@
 """The life of a job in a stage: claim it, then forward, answer, retry, requeue or give it up.
 
-A stage forwards in this order: it publishes the next task under an id of its own, waits for the
-publish ack, and only then acknowledges its input. A crash in between is a redelivery whose publish
-is recognised as a duplicate.
+A stage publishes the next task with a fixed message id, waits for the publish ack, and only then
+acknowledges its input. After a crash in between, the input is delivered again, and the broker
+recognises the second publish as a duplicate.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import contextlib
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -49,10 +48,11 @@ from shared.tenants.storage_quotas import has_exceeded
 
 _log = structlog.get_logger()
 
-# How long a suspect waits for its turn to be the only suspect in a worker.
+# Pause of a suspect while the worker runs another suspect.
 SUSPECT_PAUSE_S = 0.5
 
-# The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.
+# The end of a traceback is the most useful part. All fields of a dead letter except for the request
+# and the input fit into MAX_LETTER_BYTES.
 MAX_TRACEBACK_LEN = 16_384
 MAX_LETTER_BYTES = 65_536
 MAX_HISTORY = 16
@@ -60,28 +60,36 @@ MAX_HISTORY = 16
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class Stage:
-    """The identity under which a worker claims and settles the jobs of one stage."""
+    """One stage in one worker: claims and settles the stage's jobs."""
 
-    bus: Bus
-    name: str
-    worker: str
-    version: str
-    policy: DeliveryConfig
-    metrics: Metrics
-    pipelines: Mapping[str, Pipeline]
-    blobs: Blobs | None = None
-    """For a worker that reads or writes large payloads."""
-
-    def __post_init__(self) -> None:
-        self.counters = StageCounters(self.bus, self.metrics)
-        self.claims = ClaimedJobs(self.bus, self.name, self.worker, self.policy)
+    def __init__(
+        self,
+        bus: Bus,
+        name: str,
+        worker: str,
+        version: str,
+        policy: DeliveryConfig,
+        metrics: Metrics,
+        pipelines: Mapping[str, Pipeline],
+        blobs: Blobs | None = None,
+    ) -> None:
+        self.bus = bus
+        self.name = name
+        self.worker = worker
+        self.version = version
+        self.policy = policy
+        self.metrics = metrics
+        self.pipelines = pipelines
+        self.blobs = blobs
+        """Payload store of a worker that reads or writes large payloads."""
+        self.counters = StageCounters(bus, metrics)
+        self.claims = ClaimedJobs(bus, name, worker, policy)
 
     # -- claiming ---------------------------------------------------------------------------
 
     def receive(self, delivery: Delivery) -> Job | None:
-        """A new job, or None for the delivery of one that this worker has; see ClaimedJobs.
+        """Return a new job, or None if this worker has a job of the request; see ClaimedJobs.
 
         The request id comes from the subject, because the message may be undecodable.
         """
@@ -89,25 +97,25 @@ class Stage:
         return self.receive_job(Job(delivery, self.bus.now_ms(), request_id))
 
     def receive_job(self, new: Job) -> Job | None:
-        """The same for a job whose request id is not in its subject."""
+        """Do the same for a job with a request id that is not in its subject."""
         job = self.claims.receive(new)
         if job is not None:
             self.counters.arrived(job)
         return job
 
     def span(self, job: Job) -> StageSpan:
-        """This stage's entry in the request's path, as of now."""
+        """Return this stage's entry in the path of the request; it ends now."""
         now_ms = self.bus.now_ms()
         return StageSpan(self.name, self.worker, job.delivery.attempt, job.received_ms, now_ms)
 
     async def claim(self, job: Job) -> LogWriter | None:
         """Record that this worker has the job, and open the log of this stage's output.
 
-        None when there is nothing to do here and the job is settled: the request or the output has
-        ended, or the job is a suspect that has to wait, or may be one. Raises Poisoned or
-        WorkerFailure when it must not be tried again, LogTruncated when its log is not whole.
+        Return None if the job is settled: the request or the output has ended, or the job is put
+        off because it is a suspect, or may be one. Raises Poisoned or WorkerFailure if the job must
+        not be tried again, and LogTruncated if a part of its log has been removed.
         """
-        request_id = _known(job.request_id)
+        request_id = _not_none(job.request_id)
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
         opening = asyncio.create_task(
@@ -115,7 +123,7 @@ class Stage:
         )
         try:
             if job.delivery.attempt == 1:
-                # Nothing has happened yet that would have to be known first.
+                # There are no earlier attempts to read first.
                 await self.claims.record_attempt(job, log_len=0)
             job.log = log = await opening
         finally:
@@ -124,8 +132,8 @@ class Stage:
             await self._settle_ended(job, log)
             return None
         if job.delivery.attempt > 1:
-            known = await self.claims.load_history(job, len(log.records))
-            if not known or not self.claims.may_begin(job):
+            is_known = await self.claims.load_history(job, len(log.records))
+            if not is_known or not self.claims.may_begin(job):
                 self.claims.release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
@@ -133,13 +141,13 @@ class Stage:
         return log
 
     def _output_of(self, job: Job) -> str:
-        """The output whose log this stage reads and writes: its own, or the request's text."""
+        """Return the output that this stage writes; the request's text if it has none."""
         pipeline = self._pipeline_of(job)
         spec = None if pipeline is None else pipeline.stage(self.name)
         return TEXT if spec is None or spec.output is None else spec.output.name
 
     def _pipeline_of(self, job: Job) -> Pipeline | None:
-        """The part of its model's pipeline that leads to the outputs of the job's request."""
+        """Return the part of the model's pipeline that makes the outputs of the job's request."""
         pipeline = self.pipelines.get(subjects.model_of_stage(job.delivery.subject))
         if pipeline is None or job.header is None:
             return pipeline
@@ -149,8 +157,8 @@ class Stage:
         """Settle a job whose output or request has ended before this delivery."""
         last = next((record for record in log.records if is_final(record)), None)
         if isinstance(last, OutputEnd) and not last.cut:
-            # The attempt that wrote it may have died before it noted the end. In a new round, the
-            # followers have to start again.
+            # The worker that wrote the record may have died before it noted the end. In a new
+            # round, the followers must start again.
             await self.start_followers(job)
             await self._note_end(job, log.output, last.summary)
         elif isinstance(last, OutputEnd):
@@ -172,11 +180,11 @@ class Stage:
     ) -> None:
         """Publish the tasks of the stages that follow, then acknowledge the input.
 
-        With `detour` that is the task of the stage of the detour. Payloads of the input that are
-        also in the result belong to the next task.
+        With `detour`, only the task of the detour's stage is published. Payloads of the input that
+        are also in the result then belong to the next task.
         """
-        header = self._header_behind(job)
-        pipeline = _known(self._pipeline_of(job))
+        header = self._next_header(job)
+        pipeline = _not_none(self._pipeline_of(job))
         edge_of_detour = pipeline.detour_from(self.name) if detour else None
         edges = pipeline.onward_edges(self.name) if edge_of_detour is None else [edge_of_detour]
         for edge in edges:
@@ -200,22 +208,22 @@ class Stage:
         if pipeline is None:
             return
         for edge in pipeline.followers_of(self.name):
-            header = self._header_behind(job)
+            header = self._next_header(job)
             await tasks.publish_follower(self.bus, pipeline, edge, header, job.body)
 
-    def _header_behind(self, job: Job) -> TaskHeader:
-        """The header for a next stage: the path now includes this one."""
-        return replace(_known(job.header), path=[*job.path, self.span(job)])
+    def _next_header(self, job: Job) -> TaskHeader:
+        """Return the header for the next stages, with this stage added to the path."""
+        return replace(_not_none(job.header), path=[*job.path, self.span(job)])
 
     async def discard_outputs(self, job: Job) -> None:
-        """Release payloads that were made for a next stage and not handed over."""
+        """Release payloads that were made for a next stage and are not part of a stored task."""
         await self._release_payloads(job.outputs)
 
     async def rerender(self, job: Job, lost: BlobLost) -> None:
-        """Have a lost payload made again, from the request as it was accepted.
+        """Publish the tasks of a new round, to make a lost payload again from the stored request.
 
-        The stages that take the request get their tasks again, with the next round's number. Raises
-        `lost` when the request is gone, or has been through too many rounds.
+        The first stages get their tasks again, with the number of the next round. Raises `lost` if
+        the request has left its queue, or has had too many rounds.
         """
         header, pipeline = job.header, self._pipeline_of(job)
         if header is None or header.ticket is None or pipeline is None:
@@ -224,12 +232,12 @@ class Stage:
         edges = pipeline.restart_edges(self.name)
         if request is None or not edges or header.round >= self.policy.max_deliver:
             raise lost
-        again = replace(self._header_behind(job), round=header.round + 1)
-        _log.warning("rerendered", request_id=header.request_id, round=again.round)
+        next_header = replace(self._next_header(job), round=header.round + 1)
+        _log.warning("rerendered", request_id=header.request_id, round=next_header.round)
         prompt = tasks.prompt_of_queued(request)
         await self.close_attempt(job)
         for edge in edges:
-            await tasks.publish(self.bus, edge, again, prompt)
+            await tasks.publish(self.bus, edge, next_header, prompt)
         await self._acknowledge(job)
 
     # -- settling ---------------------------------------------------------------------------
@@ -239,12 +247,12 @@ class Stage:
     ) -> None:
         """Write the end of this stage's output, and settle the job.
 
-        The stage that ends the last output of a request ends the request. `on_end` is called once
+        The stage that ends the last output of a request ends the request. `on_end` is called when
         the end is in the log, before the job is acknowledged.
         """
-        log = _known(job.log)
-        expected = _known(job.header).outputs
-        # In a new round nothing may be left to append, but the followers have to start again.
+        log = _not_none(job.log)
+        expected = _not_none(job.header).outputs
+        # In a new round the log may be complete, but the followers must start again.
         await log.begin()
         summary = replace(summary, path=[*job.path, self.span(job)])
         alone = expected in ([], [TEXT])
@@ -260,7 +268,7 @@ class Stage:
             await self._note_end(job, log.output, summary)
 
     async def _note_end(self, job: Job, output: str, summary: OutputSummary) -> None:
-        request_id = _known(job.request_id)
+        request_id = _not_none(job.request_id)
         ends = await output_ends.add(self.bus, request_id, output, summary)
         if output_ends.is_complete(ends):
             await finish_request(self.bus, request_id, job.delivery.attempt, ends.ended)
@@ -269,37 +277,37 @@ class Stage:
             await self._acknowledge(job)
 
     async def finish_item(self, job: Job) -> None:
-        """Settle an item task whose result is published.
+        """Settle an item task after its result was published.
 
-        Its attempts are removed: they ended well, and a later task of this name must not answer for
-        them when the workers that made them have stopped.
+        The records of its attempts are removed. They succeeded, and must not count against a later
+        task of the same name when their workers have stopped.
         """
-        await self.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(_known(job.request_id)))
+        await self.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(_not_none(job.request_id)))
         await self.finish(job)
 
     async def finish(self, job: Job) -> None:
-        """Acknowledge the request and the job: the request's log has its final record."""
+        """Acknowledge the request and the job. The request's log has its final record."""
         if await request_is_settled(self.bus, job):
-            # The job last: if the request could not be acknowledged, or this worker dies here, the
-            # job comes again to a worker that finds the request ended, and tries this once more.
+            # The job comes last. If the request could not be acknowledged, or this worker dies
+            # here, the job is delivered again, and its worker repeats this for the ended request.
             await self._acknowledge(job)
         else:
             self.drop(job)
 
     async def _acknowledge(self, job: Job) -> None:
-        # The job last: if this worker dies here, it comes again to a worker that releases them.
+        # The job comes last. If this worker dies here, the next worker of the job releases them.
         await self._release_payloads(job.inputs)
         await job.delivery.ack()
         self.counters.handled(job)
-        # It may have come again meanwhile, in place of the delivery that is acknowledged now.
+        # The job may have been delivered again meanwhile, with another delivery than this one.
         self.drop(job)
 
     async def close_attempt(self, job: Job) -> None:
-        """Record that this attempt ends without an answer, and through no fault of the job's."""
+        """Record that this attempt ends without an answer, and does not count as a failure."""
         await self.claims.record_outcome(job, "requeued")
 
     async def requeue(self, job: Job, after_s: float = 0.0) -> None:
-        """Return the job to its queue through no fault of its own; another worker goes on."""
+        """Return the job to its queue. The attempt does not count as a failure."""
         try:
             await self.close_attempt(job)
         finally:
@@ -307,14 +315,14 @@ class Stage:
             await job.delivery.retry(after_s)
 
     def drop(self, job: Job) -> None:
-        """Let go of the job silently: another worker has it, or will after the ack wait."""
+        """Drop the job without a reply. Another worker has it, or gets it after the ack wait."""
         self.claims.release(job)
         job.delivery.abandon()
 
     async def fail(self, job: Job, error: Exception) -> None:
-        """Decide by the retry policy what becomes of the job, and carry it out. Never raises.
+        """Retry or end a failed job by the retry policy. Never raises.
 
-        When that fails too, the broker is away: the message comes again after its ack wait.
+        If that fails, the broker is unavailable. It delivers the message again after the ack wait.
         """
         try:
             if isinstance(error, UnsupportedVersion) and not error.reported:
@@ -326,7 +334,7 @@ class Stage:
             self.drop(job)
 
     async def _settle_failure(self, job: Job, error: Exception) -> None:
-        # The client learns that a worker failed, not how: other messages may hold paths.
+        # The messages of other exceptions may contain paths, so the client does not get them.
         unknown = WorkerFailure("a worker failed on this request")
         cause = error if isinstance(error, PagemillError) else unknown
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
@@ -335,8 +343,13 @@ class Stage:
             await self.yield_ownership(job)
             return
         decision = retry.decide(cause, job.history.failures, self.policy, random.random())
-        what, shown = type(decision).__name__, error if cause.fault == "server" else None
-        log.warning("failed", code=cause.code, reason=cause.message, decision=what, exc_info=shown)
+        log.warning(
+            "failed",
+            code=cause.code,
+            reason=cause.message,
+            decision=type(decision).__name__,
+            exc_info=error if cause.fault == "server" else None,
+        )
         match decision:
             case retry.RetryLater(after_s, failed):
                 self.counters.retried(job, cause)
@@ -353,9 +366,9 @@ class Stage:
         await self._end_with_error(job, cause, [*job.path, self.span(job)])
 
     async def write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
-        """Store a job's input and its request; returns with the publish ack.
+        """Store a dead letter with the job's input and its request, and wait for the publish ack.
 
-        They are left out for a tenant whose letters take too much of their stream.
+        The letter has neither if the tenant's letters take too much of their stream.
         """
         delivery, sequence = job.delivery, job.request_sequence
         queued = (
@@ -369,9 +382,9 @@ class Stage:
         tenant = "" if source is None else source.tenant
         content = delivery.data
         if await has_exceeded(self.bus, tenant, subjects.DEAD_STREAM):
-            # Letters do not expire, so its requests are not refused for them.
+            # Other quotas refuse the tenant's requests instead. Dead letters never expire.
             request = content = b""
-        # Neither alone exceeds the limit of a message; together they may.
+        # Each of the two fits into a message, but both together may not.
         room = self.bus.max_payload - MAX_LETTER_BYTES
         request = request if len(request) <= room else b""
         room -= len(request)
@@ -408,8 +421,8 @@ class Stage:
         await (self.finish(job) if has_ended else self._acknowledge(job))
 
     async def yield_ownership(self, job: Job) -> None:
-        """Let go of a job that another worker has ended or claimed; its log says which."""
-        if is_final(await last_record(self.bus, _known(job.request_id))):
+        """Finish a job if its request has ended; otherwise another worker has it, so drop it."""
+        if is_final(await last_record(self.bus, _not_none(job.request_id))):
             await self.finish(job)
         else:
             self.drop(job)
@@ -420,7 +433,7 @@ class Stage:
             refs.clear()
 
 
-def _known(value: T | None) -> T:
+def _not_none(value: T | None) -> T:
     assert value is not None
     return value
 
@@ -428,15 +441,15 @@ def _known(value: T | None) -> T:
 async def settle(bus: Bus, job: Job, end: Callable[[], Awaitable[object]]) -> None:
     """End a request by `end`, and remove it and its tasks from their queues.
 
-    The message of `job` stays: it comes again if this worker dies, and the caller acknowledges it.
-    The places are free before a client sees the end.
+    The message of `job` stays until the caller acknowledges it, so that it is delivered again if
+    this worker dies. The others are removed before a client sees the end.
     """
     assert job.request_id is not None
     removed = await _remove(bus, job)
     await end()
     await bus.notify(subjects.ended(job.request_id))
-    # A task may have been stored in the meantime. One that is stored from now on is removed by the
-    # coordinator or the stage that has stored it, which finds the request ended.
+    # A task may have been stored in the meantime. A task that is stored from now on is removed by
+    # the coordinator or the stage that stores it, because the request has ended.
     removed += await _remove(bus, job)
     await _release_payloads(bus, removed)
 
@@ -449,8 +462,8 @@ async def leave_queues(bus: Bus, job: Job) -> None:
 async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
     """Remove a request and its tasks, except for the message of `job`. Return the tasks.
 
-    The position of the request is known from its tasks. Without a task it waits for its admission,
-    which finds the request ended.
+    The tasks contain the request's position in its queue. A request without a task waits for its
+    admission, which removes a request that has ended.
     """
     request_id, held = job.request_id, job.delivery
     assert request_id is not None
@@ -459,7 +472,7 @@ async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
     sequences = {subjects.sequence_of(task.msg_id or "", request_id) for task in removed}
     if subjects.is_request(held.subject):
         sequences.discard(held.sequence)
-    # The tasks last: they are found again if this worker dies here.
+    # The tasks come last, so that they are found again if this worker dies here.
     for sequence in sequences:
         if sequence is not None:
             await bus.delete(subjects.REQUESTS_STREAM, sequence)
@@ -469,13 +482,13 @@ async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
 
 
 async def _release_payloads(bus: Bus, removed: list[StoredMessage]) -> None:
-    # After the end: a worker that reads one would have it made again.
+    # After the end, because a worker that misses a payload would start a new round.
     payloads = [ref for task in removed for ref in _payloads_of(task)]
     await asyncio.gather(*(release_by_broker(bus, ref) for ref in payloads))
 
 
 def _payloads_of(task: StoredMessage) -> list[BlobRef]:
-    """Return the payloads of a task for an engine; others have none."""
+    """Return the payloads of an engine's task; other tasks have none."""
     with contextlib.suppress(DecodeError, UnsupportedVersion):
         return tasks.decode(task.data, EngineBody)[0].body.blobs()  # type: ignore[no-any-return]
     return []
@@ -484,15 +497,15 @@ def _payloads_of(task: StoredMessage) -> list[BlobRef]:
 async def end_with_error(
     bus: Bus, job: Job, output: str, error: PagemillError, path: list[StageSpan]
 ) -> bool:
-    """End the request of a job, or at least this output of it where the text may go on.
+    """End the request of a job with an error, or only its outputs if the text may continue.
 
-    Return whether the request has ended. If not, the stage of its text ends it.
+    Return whether the request has ended. Otherwise the stage of the text ends it.
     """
     request_id, attempt = job.request_id, job.delivery.attempt
     if request_id is None:
         return True
-    goes_on = job.header is not None and job.header.on_late == "text" and output != TEXT
-    if goes_on:
+    may_continue = job.header is not None and job.header.on_late == "text" and output != TEXT
+    if may_continue:
         return await cut_outputs(bus, request_id, attempt, error, path)
 
     async def end() -> None:

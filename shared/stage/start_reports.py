@@ -1,7 +1,7 @@
-"""Reports of a worker that is not ready: what it does, and how much of the weights it has read.
+"""Reports of a starting worker: its current step, and the bytes of weights that it has read.
 
-They are published from the event loop while a thread loads. A thread that holds the interpreter
-delays them, so a reader must not take their absence for a death.
+They are published from the event loop while a thread loads the model. A thread that holds the
+interpreter delays them, so a worker without reports is not necessarily dead.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ _log = structlog.get_logger()
 REPORT_S = 1.0
 
 Measure = Callable[[], tuple[int, int] | None]
-"""Returns the bytes that a step has read, and those that there are; it runs in a thread."""
+"""Returns the bytes that a step has read, and their total number. It runs in a thread."""
 SetStep = Callable[[str], None]
 
 
 def ignore_step(_: str) -> None:
-    """The `SetStep` of loaders that no worker waits for."""
+    """The `SetStep` of a loader outside of a worker."""
 
 
 class StartReporter:

@@ -1,4 +1,4 @@
-"""Tasks on the bus: encode, decode, and publish them for the stages that a pipeline names."""
+"""Tasks on the bus: encoding, decoding, and publishing for the stages of a pipeline."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +32,10 @@ class _AnyTask(Struct, frozen=True):
 
 
 def decode(data: bytes, body: type[Any]) -> tuple[Task[Any], list[TensorData]]:
-    """The task in a message, and its tensors, which are views into `data`.
+    """Return the task in a message, and its tensors, which are views into `data`.
 
-    Raises DecodeError for bytes that are no task with such a body, and UnsupportedVersion for a
-    task of a newer version, or of a newer writer whose task cannot be decoded here.
+    Raises DecodeError for bytes that are not a task with such a body. Raises UnsupportedVersion for
+    a task of a newer version, and for an undecodable task of a newer writer.
     """
     try:
         task, tensors = envelope.decode(data, Task[body])  # type: ignore[valid-type]
@@ -48,7 +48,7 @@ def decode(data: bytes, body: type[Any]) -> tuple[Task[Any], list[TensorData]]:
 
 
 def prompt_of_queued(request: QueuedRequest) -> Prompt:
-    """Return the prompt of a request as it was accepted. Raises UnsupportedVersion."""
+    """Return the prompt of a stored request. Raises UnsupportedVersion."""
     check_version(request.version, "the request")
     return prompt_of(decode_request(request.data))
 
@@ -69,24 +69,24 @@ async def publish(
     payloads: Sequence[BlobRef] = (),
     num_slots: int = 1,
 ) -> bool:
-    """Publish the target's task of an edge, once for each acceptance of the request and round.
+    """Publish the task of an edge's target, once for each acceptance of the request and each round.
 
-    `source` is what the edge's function takes, `num_slots` those of the target. Returns whether the
-    stored task is this one, so that `payloads` belong to it now; otherwise an earlier attempt has
-    stored one with its own payloads. Raises Unavailable while the stage's queue still has the task
-    of an earlier round.
+    `source` is the argument of the edge's function, and `num_slots` the target's number of slots.
+    Returns whether the stored task is this one, and now owns `payloads`. Otherwise an earlier
+    attempt has stored a task with other payloads. Raises Unavailable while the target's queue still
+    has the task of an earlier round.
     """
     message = _message_of(edge, header, source, tensors, num_slots)
     subject, data, msg_id = message
     round, was_there = header.round, await bus.publish(*message)
     if not was_there or edge.mode == "stream" or not (round > 0 or payloads):
-        # A follower reads logs, so its task of an earlier round will do.
+        # A follower reads logs, so its task of an earlier round serves as well.
         return True
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     if round > 0 and stored is not None and stored.msg_id != msg_id:
         raise Unavailable("the task of an earlier round is still in the queue")
     if round > 0 and stored is None:
-        # The task of the earlier round may have gone since; a duplicate is refused once more.
+        # The task of the earlier round may have been removed since. A duplicate is refused again.
         was_there = await bus.publish(*message)
     return not was_there or (stored is not None and stored.data == data)
 
@@ -109,12 +109,12 @@ def _message_of(
 async def publish_follower(
     bus: Bus, pipeline: Pipeline, edge: Edge, header: TaskHeader, body: TaskBody | None
 ) -> None:
-    """Publish the task of a stage that follows an output; `body` is that of its writer's task."""
+    """Publish a follower's task for an output; `body` is the body of the output's writer."""
     await publish(bus, edge, header, input_of_follower(pipeline, edge, body))
 
 
 def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef]:
-    """Return those of `payloads` that a stage passes on with its result."""
+    """Return the payloads that a stage passes on with its result."""
     passed = result.blobs() if isinstance(result, TaskBody) else []
     return [ref for ref in payloads if ref in passed]
 
@@ -122,9 +122,9 @@ def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef
 async def stored_payloads(
     bus: Bus, edge: Edge, header: TaskHeader, source: Any, num_slots: int
 ) -> list[BlobRef]:
-    """Return the payloads of the task that the target's queue has for this request.
+    """Return the payloads of this request's task in the target's queue.
 
-    `source` is as in `publish`: the task has a body of the kind that is made of it.
+    `source` is as in `publish`. It determines the type of the task's body.
     """
     body = function_of(edge)(source)
     slot = slot_of_task(header, body, num_slots)
@@ -132,8 +132,8 @@ async def stored_payloads(
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     if stored is None:
         return []
-    found: list[BlobRef] = decode(stored.data, type(body))[0].body.blobs()
-    return found
+    payloads: list[BlobRef] = decode(stored.data, type(body))[0].body.blobs()
+    return payloads
 
 
 async def publish_item(
@@ -141,8 +141,8 @@ async def publish_item(
 ) -> bool:
     """Publish the task of an item for the target of a fan-out edge.
 
-    `header` is that of the request that asks. Returns whether another task for the item was there
-    before, which will do.
+    `header` belongs to the request that needs the item. Returns whether a task for the item was
+    stored already; one task serves all requests.
     """
     assert header.ticket is not None
     name = subjects.item_task(key)
@@ -157,7 +157,7 @@ async def publish_item(
 async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> bool:
     """Publish the tasks of the stages that take the request itself.
 
-    Return whether none of them was there before.
+    Return whether none of them was stored already.
     """
     part, is_first = pipeline.part_for(header.outputs, text_given=header.text_given), True
     for edge in part.edges_from(REQUEST, "task"):

@@ -1,4 +1,4 @@
-"""The loop that all roles share: consumers of queues, and for each delivery one handler.
+"""The loop of all workers: it consumes queues, and calls a handler for each delivery.
 
 A role that serves a stage is one function, `async def handle(task, tensors, job) -> Outcome`. The
 loop decodes the task, claims the job, calls the function, and settles the job by what it returns or
@@ -33,12 +33,12 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The stage's result goes to the stages that follow."""
+    """Publish the stage's result to the next stages."""
 
     result: Struct
     tensors: Sequence[TensorData] = field(default_factory=list)
     detour: bool = False
-    """The result goes to the stage of the detour, which forwards it in this stage's place."""
+    """Publish it to the stage of the detour, which forwards it in place of this stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Done:
 
     summary: OutputSummary = OutputSummary()  # noqa: RUF009
     on_end: Callable[[], None] | None = None
-    """Called once the end is in the log."""
+    """Called when the end is in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """An item task that nobody waits for any more, or whose payload is lost."""
+    """No request waits for the item any more, or its payload is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """The job goes back to its queue through no fault of its own."""
+    """Return the job to its queue. The attempt does not count as a failure."""
 
     after_s: float = 0.0
 
@@ -101,7 +101,7 @@ class WorkerLoop:
     ) -> None:
         """Serve this worker's stage for `models`, with a consumer for each model and lane.
 
-        With `load`, the part of this worker that is in use, the stage may have slots.
+        `load` returns the used share of this worker's capacity. A stage with slots needs it.
         """
 
         async def on_delivery(delivery: Delivery) -> None:
@@ -144,9 +144,9 @@ class WorkerLoop:
     def add_queue(
         self, consumer: Consumer, job_of: Callable[[Delivery], Job | None], handle: HandleJob
     ) -> None:
-        """Serve a queue whose messages are no tasks; `handle` settles the job itself.
+        """Serve a queue of other messages than tasks. `handle` settles the job itself.
 
-        `job_of` returns None for the delivery of a job that this worker has.
+        `job_of` returns None for another delivery of a job that this worker has.
         """
 
         async def on_delivery(delivery: Delivery) -> None:
@@ -156,18 +156,18 @@ class WorkerLoop:
         self._serving.append((consumer, on_delivery))
 
     def start(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` beside the queues until the drain is over."""
+        """Run `work` in the background until the drain is over."""
         self._background.start(work)
 
     def crash(self, error: BaseException) -> None:
-        """End `run` with `error` at once; running jobs come again after their ack wait."""
+        """End `run` with `error` at once. Running jobs are delivered again after their ack wait."""
         if not self._crash.done():
             self._crash.set_exception(error)
             self._context.shutdown.begin()
             self._context.shutdown.hurry.set()
 
     async def run(self) -> None:
-        """Handle deliveries until a shutdown is asked for and the drain is over."""
+        """Handle deliveries until a shutdown has begun and the drain is over."""
         drain_s = self._context.config.delivery.drain_s
         async with asyncio.TaskGroup() as group:
             for consumer, handle in self._serving:
@@ -181,7 +181,7 @@ class WorkerLoop:
         try:
             await handle(job)
         except asyncio.CancelledError:
-            # A crash that a running job may have caused counts as an attempt without an end.
+            # The running job may have caused the crash, so its attempt stays open and counts.
             if not (self._crash.done() and job.running):
                 await self._stage.requeue(job)
             raise
@@ -202,7 +202,7 @@ class WorkerLoop:
             return
         log.before_first = lambda: stage.start_followers(job)
         if log.output == TEXT and not log.records:
-            # Many requests may have been admitted before the first of them had stored anything.
+            # Many requests may have been admitted before any of them had stored a record.
             await self._context.quotas.check(job.tenant, LOG_STREAMS)
         try:
             outcome = await handle(task, tensors, job)
@@ -232,7 +232,7 @@ class WorkerLoop:
 async def create_queues(context: Context) -> None:
     """Create the consumers of all stages of all models.
 
-    So a queue whose workers have never run has a length, by which its pool is scaled.
+    A queue without a consumer has no length, and the autoscaler needs the length to start workers.
     """
     ack_wait_s = context.config.delivery.ack_wait_s
     for model, pipeline in context.pipelines.items():
@@ -246,9 +246,9 @@ async def create_queues(context: Context) -> None:
 async def serve(
     consumer: Puller, handle: HandleDelivery, shutdown: Shutdown, drain_s: float
 ) -> None:
-    """Run `handle` for every delivery until `shutdown`; then finish what is in hand.
+    """Run `handle` for every delivery until `shutdown`, then wait for the running handlers.
 
-    Handlers that are not done after `drain_s` are cancelled: they hand their job back.
+    Handlers that run longer than `drain_s` are cancelled, and requeue their jobs.
     """
     running: set[asyncio.Task[None]] = set()
     stop = asyncio.create_task(shutdown.asked.wait())

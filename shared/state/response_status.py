@@ -72,11 +72,11 @@ async def _why(bus: Bus, state: ResponseState) -> str:
         return f"no agent has begun it: {depth.num_pending} responses wait for one"
     if unlisted:
         return f"the tools of {unlisted[0]} are being listed"
-    if call is not None and call.sent and call.paints:
+    if call is not None and call.sendings and call.paints:
         name = painting_id(state.response_id, call.turn, call.number)
         return f"its image is painted: pagemill where {name}"
-    if call is not None and call.sent:
-        return f"a call was sent {len(call.sent)} times, and has no result yet"
+    if call is not None and call.sendings:
+        return f"a call was sent {len(call.sendings)} times, and has no result yet"
     if call is not None:
         return "a call is about to be sent"
     if len(state.turns) > len(state.answers):

@@ -99,13 +99,13 @@ def others_sent(state: ResponseState) -> list[Sending]:
     return [
         Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b", one.call.paints)
         for one in found
-        if isinstance(one, plan.CallTool) and not (one.call.paints and one.call.sent)
+        if isinstance(one, plan.CallTool) and not (one.call.paints and one.call.sendings)
     ]
 
 
 def after_call(one: plan.CallTool, flag: bool) -> Step:
     call = one.call
-    if call.paints and call.sent:
+    if call.paints and call.sendings:
         return Result(
             0, call.turn, call.number, "result" if flag else "failed", "A" if flag else None
         )

@@ -30,8 +30,8 @@ def check_calls(
     assert [one.call for one in calls] == pending
     for one in calls:
         call, attempt = one.call, one.attempt
-        assert attempt == sent.get((call.turn, call.number), 0) == len(call.sent)
-        assert attempt == 0 or call.sent[-1].may_repeat
+        assert attempt == sent.get((call.turn, call.number), 0) == len(call.sendings)
+        assert attempt == 0 or call.sendings[-1].may_repeat
         assert attempt < plan.MAX_ATTEMPTS
         assert call.tool is not None or call.paints
     assert state.num_server_calls <= state.begun.max_tool_calls  # type: ignore[union-attr]
@@ -52,7 +52,7 @@ def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
             case plan.CallTools(calls):
                 check_calls(state, calls, sent)
             case plan.SettleUnknown(call):
-                assert call.sent
+                assert call.sendings
                 assert call.is_pending
             case plan.AskModel(turn, withdrawn):
                 assert turn == len(state.turns) == len(state.answers)

@@ -311,7 +311,7 @@ async def test_a_requeued_response_has_no_history(bus: Bus) -> None:
         subject=subjects.response("m"),
         request_id=log.response_id,
         attempts=1,
-        error=error_info(Poisoned("16 workers died with this request in hand")),
+        error=error_info(Poisoned("16 workers died while they processed this request")),
         traceback="",
         history=[],
         request=b"",

@@ -1,4 +1,4 @@
-"""Client of MCP servers over streamable HTTP, bounded in bytes, time and connections."""
+"""HTTP client of MCP servers, with limits on bytes, time and connections."""
 
 import asyncio
 from collections import OrderedDict
@@ -25,7 +25,7 @@ ERA_FRESH_S = 300.0
 MAX_LISTINGS_BYTES = 16 * 2**20
 
 Mark = Callable[[], Awaitable[None]]
-"""Awaited when the connection stands, before the first byte of a request leaves."""
+"""Callback that is awaited when the connection is open, before the first byte is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,11 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Tools of a server, which are fresh until a time of the loop."""
+    """Cached tools of a server."""
 
     tools: list[ListedTool]
     until_s: float
+    """Time of the event loop at which the listing expires."""
 
 
 class McpClient:
@@ -61,7 +62,7 @@ class McpClient:
         # Each entry counts as one byte.
         self._eras = ByteLRU[Target, tuple[str, float]](MAX_ERAS)
         self.listings = ByteLRU[Server, Listing](MAX_LISTINGS_BYTES)
-        """Tools by server, tenant and headers."""
+        """Cached tools of each server, for each tenant and each set of headers."""
         self._number = 0
 
     async def close(self) -> None:
@@ -85,19 +86,19 @@ class McpClient:
         return pool
 
     async def trim(self) -> None:
-        """Close idle pools beyond the limit, first those that were not used for longest."""
+        """Close idle pools over the limit, least recently used first."""
         for server, pool in list(self._pools.items()):
             if len(self._pools) <= MAX_POOLS:
                 return
             # Closing a pool would break off the calls of other responses.
-            if all(one.is_idle() or one.is_closed() for one in pool.connections):
+            if all(c.is_idle() or c.is_closed() for c in pool.connections):
                 self._pools.pop(server, None)
                 await pool.aclose()
 
     def era_of(self, target: Target) -> str | None:
-        found, known_s = self._eras.get(target) or (None, 0.0)
-        fresh = asyncio.get_running_loop().time() - known_s < ERA_FRESH_S
-        return found if fresh else None
+        version, noted_s = self._eras.get(target) or (None, 0.0)
+        is_fresh = asyncio.get_running_loop().time() - noted_s < ERA_FRESH_S
+        return version if is_fresh else None
 
     def note_era(self, target: Target, version: str) -> None:
         self._eras.put(target, (version, asyncio.get_running_loop().time()), 1)
@@ -107,7 +108,7 @@ class McpClient:
         return self._number
 
     def deadline(self) -> float:
-        """Return the time of the loop at which a call, or a listing, that begins now must end."""
+        """Return the time of the event loop by which a call or a listing must end."""
         return asyncio.get_running_loop().time() + self._config.call_timeout_s
 
     async def post(
@@ -123,8 +124,8 @@ class McpClient:
     ) -> tuple[int, Mapping[str, str], Any]:
         """Return the status, the headers and the message of an answer.
 
-        `until_s` is the time of the loop at which the whole answer must be there. Raises NotSent,
-        OutcomeUnknown or McpFault.
+        `until_s` is the time of the event loop by which the whole answer must have arrived. Raises
+        NotSent, OutcomeUnknown or McpFault.
         """
         started = False
 
@@ -135,24 +136,26 @@ class McpClient:
                 if mark is not None:
                     await mark()
 
-        sent = [("Host", server.target.host_header), *headers, *server.headers]
-        sent.append(("Content-Length", str(len(body))))
+        request_headers = [("Host", server.target.host_header), *headers, *server.headers]
+        request_headers.append(("Content-Length", str(len(body))))
         try:
             async with (
                 asyncio.timeout_at(until_s),
                 self.pool_of(server).stream(
                     method,
                     url_of(server.target),
-                    headers=sent,
+                    headers=request_headers,
                     content=body,
                     extensions={"trace": trace},
                 ) as response,
             ):
-                shown = {name.decode().lower(): text.decode() for name, text in response.headers}
-                return response.status, shown, await self._read(response, shown, number)
+                response_headers = _headers_of(response)
+                message = await self._read(response, response_headers, number)
+                return response.status, response_headers, message
         except AddressBlocked:
             raise McpFault(
-                "the server's host is not on the internet, or without TLS not in agent.mcp_networks"
+                "the server's address is private, or is used without TLS, and is not in"
+                " agent.mcp_networks"
             ) from None
         except (
             OSError,
@@ -181,6 +184,7 @@ class McpClient:
             if size > limit:
                 raise McpFault(
                     f"the server's answer has more than {self._config.max_answer_mib} MiB"
+                    " (agent.max_answer_mib)"
                 )
             if events is None:
                 body += chunk
@@ -190,3 +194,7 @@ class McpClient:
             raise OutcomeUnknown("the server's stream ended without an answer")
         is_json = headers.get("content-type", "").startswith("application/json")
         return mcp.decode_json(bytes(body)) if body and is_json else None
+
+
+def _headers_of(response: httpcore2.Response) -> dict[str, str]:
+    return {name.decode().lower(): text.decode() for name, text in response.headers}

@@ -1,7 +1,7 @@
-"""Messages of MCP over streamable HTTP: requests of both eras of the protocol, and answers. Pure.
+"""Messages of MCP over streamable HTTP, for both eras of the protocol. Pure.
 
-Since version 2026-07-28 a call is one POST without handshake or session. Older servers are opened
-with `initialize`, and may give the session an id.
+Modern servers, since version 2026-07-28, answer a call in one POST, without handshake or session. A
+session with a legacy server begins with `initialize`, and may have an id.
 """
 
 import base64
@@ -22,7 +22,7 @@ LEGACY = "2025-11-25"
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_LISTING_BYTES = 256 * 1024
-"""Limit on what a response stores of all tools of a server; a step of 1 MiB has room for it."""
+"""Limit on all tools of a server. They are stored in one step, which has at most 1 MiB."""
 MAX_NAME_LEN = 128
 MAX_STREAM_EVENTS = 1024
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
@@ -35,7 +35,7 @@ _META = {
 
 
 class McpError(Exception):
-    """A request to an MCP server that has no result."""
+    """Raised when a request to an MCP server has no result."""
 
     retryable = False
     """Whether another attempt may succeed."""
@@ -48,13 +48,13 @@ class McpFault(McpError):
 
 
 class NotSent(McpError):
-    """No byte of the request has left: it may be made again."""
+    """No byte of the request was sent, so it may be repeated."""
 
     retryable = True
 
 
 class OutcomeUnknown(McpError):
-    """The request was sent, and no answer came: it may have been carried out."""
+    """The request was sent and not answered. It may have been carried out."""
 
     retryable = True
 
@@ -64,7 +64,7 @@ class OutcomeUnknown(McpError):
 
 
 class McpRefusal(McpError):
-    """The server has refused a request: nothing was carried out."""
+    """The server has refused the request. Nothing was carried out."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(error["message"])
@@ -87,11 +87,9 @@ class ServerBusy(McpRefusal):
 def request_body(
     version: str, number: int, method: str, params: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> bytes:
-    sent = dict(params)
-    about = {**(_META if version == MODERN else {}), **meta}
-    if about:
-        sent["_meta"] = about
-    return to_json({"jsonrpc": "2.0", "id": number, "method": method, "params": sent})
+    all_meta = {**(_META if version == MODERN else {}), **meta}
+    all_params = {**params, "_meta": all_meta} if all_meta else params
+    return to_json({"jsonrpc": "2.0", "id": number, "method": method, "params": all_params})
 
 
 def initialize_params() -> dict[str, Any]:
@@ -119,14 +117,14 @@ def request_headers(
 
 
 def _header_value(text: str) -> str:
-    """Return a text as the protocol writes it in a header, which has ASCII alone."""
+    """Return a text in the protocol's encoding for headers, which are ASCII."""
     if text.isascii() and text == text.strip() and not text.startswith("=?base64?"):
         return text
     return f"=?base64?{base64.b64encode(text.encode()).decode()}?="
 
 
 def decode_json(data: bytes) -> Any:
-    """Raises McpFault for bytes that are no JSON, or exceed the limits on it."""
+    """Return the decoded value. Raises McpFault for invalid JSON, or JSON over the limits."""
     try:
         check_json(data)
         return msgspec.json.decode(data)
@@ -139,7 +137,7 @@ def answer_of(
 ) -> dict[str, Any]:
     """Return the result in an answer. Raises an McpError.
 
-    `has_session` says whether the request has named a session.
+    `has_session` is true if the request had a session id.
     """
     is_error = isinstance(message, dict) and message.get("id") == number and "error" in message
     pause = headers.get("retry-after", "")
@@ -171,8 +169,9 @@ def _http_error(status: int, message: Any) -> dict[str, Any]:
 
 
 def result_of(message: Any, number: int) -> dict[str, Any]:
+    """Return the result in a message. Raises McpRefusal for an error, McpFault for neither."""
     if not isinstance(message, dict) or message.get("id") not in (number, None):
-        raise McpFault("the server's answer is not one to this request")
+        raise McpFault("the server's answer does not have the id of the request")
     error = message.get("error")
     if isinstance(error, dict):
         code, text = error.get("code"), error.get("message")
@@ -190,7 +189,7 @@ def result_of(message: Any, number: int) -> dict[str, Any]:
 
 
 class EventReader:
-    """Finds the answer to one request in a stream of events."""
+    """Parser that finds the answer to one request in a stream of events."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -220,19 +219,19 @@ class EventReader:
 
 
 def tools_of(result: Mapping[str, Any]) -> list[ListedTool]:
-    """Return the tools of one page of a listing. Raises McpFault for a tool that is none."""
+    """Return the tools of one page of a listing. Raises McpFault for an invalid tool."""
     tools = result.get("tools")
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise McpFault(f"the server has no list of at most {MAX_TOOLS} tools")
+        raise McpFault(f"the server's answer has no list of at most {MAX_TOOLS} tools")
     return [_tool_of(tool) for tool in tools]
 
 
 def fresh_s_of(result: Mapping[str, Any]) -> float:
-    """Return for how long a page of a listing may be cached, as far as the server limits it."""
-    given = result.get("ttlMs")
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    """Return how many seconds a page of a listing may be cached; infinity without a limit."""
+    ttl_ms = result.get("ttlMs")
+    if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, int | float):
         return math.inf
-    return max(0.0, given / 1000)
+    return max(0.0, ttl_ms / 1000)
 
 
 def check_listing(tools: list[ListedTool]) -> None:
@@ -243,21 +242,21 @@ def check_listing(tools: list[ListedTool]) -> None:
         raise McpFault(f"the server's tools have more than {MAX_LISTING_BYTES} bytes")
 
 
-def _tool_of(given: Any) -> ListedTool:
-    if not isinstance(given, dict):
-        raise McpFault("a tool of the server is no object")
-    name, schema = given.get("name"), given.get("inputSchema")
+def _tool_of(value: Any) -> ListedTool:
+    if not isinstance(value, dict):
+        raise McpFault("a tool of the server is not a JSON object")
+    name, schema = value.get("name"), value.get("inputSchema")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LEN or not name.isprintable():
         raise McpFault(f"a tool's name must have 1 to {MAX_NAME_LEN} printable characters")
     if not isinstance(schema, dict):
-        raise McpFault(f"the tool {name} has no schema")
+        raise McpFault(f"the tool {name} has no object inputSchema")
     if len(to_json(schema)) > MAX_SCHEMA_BYTES:
         raise McpFault(f"the schema of {name} has more than {MAX_SCHEMA_BYTES} bytes")
     if message := json_limit_error(schema):
         raise McpFault(f"the schema of {name}: {message}")
     if any(not ref.startswith("#") for ref in _references(schema)):
         raise McpFault(f"the schema of {name} refers to another document")
-    text, hints = given.get("description"), given.get("annotations")
+    text, hints = value.get("description"), value.get("annotations")
     return ListedTool(
         name,
         schema,
@@ -276,7 +275,7 @@ def _references(value: Any) -> list[str]:
 
 
 def output_of(result: Mapping[str, Any]) -> str:
-    """Return the result of a call as the model is told it."""
+    """Return the result of a call as a text for the model."""
     if result.get("resultType") == "input_required" or "inputRequests" in result:
         return "the tool asks for further input, which is not supported"
     texts, content = [], result.get("content")
@@ -295,9 +294,9 @@ def output_of(result: Mapping[str, Any]) -> str:
 
 
 def cut_output(text: str, max_bytes: int) -> str:
-    """Return the text, or its beginning with a note of how much is left out."""
+    """Return the text, or its beginning with the number of bytes that are left out."""
     data = text.encode()
     if len(data) <= max_bytes:
         return text
-    kept = data[:max_bytes].decode(errors="ignore")
-    return f"{kept}\n[{len(data) - len(kept.encode())} more bytes are left out]"
+    beginning = data[:max_bytes].decode(errors="ignore")
+    return f"{beginning}\n[{len(data) - len(beginning.encode())} more bytes are left out]"

@@ -30,9 +30,9 @@ RETRY_S = 0.25
 """Pause before the second attempt, and half of the pause before the third."""
 # Servers of older SDKs may never answer a method that they do not know.
 DISCOVERY_S = 5.0
-# The end of a response does not wait longer for its servers to end their sessions.
+# Limit on the wait for a server to end its session when the response has ended.
 CLOSE_S = 2.0
-# A proxy answers so for a server of any era.
+# A proxy answers with these for a server of any era.
 PROXY_STATUSES = (502, 503, 504)
 
 
@@ -43,7 +43,7 @@ class Request:
     method: str
     params: Mapping[str, Any]
     until_s: float
-    """Time of the loop at which its answer must be there."""
+    """Time of the event loop by which the answer must have arrived."""
     name: str | None = None
     """Name of the tool that is called."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -62,23 +62,23 @@ class McpSession:
         self._session_id: str | None = None
         self._is_open = False
         self._opening = asyncio.Lock()
-        """Held while a session is opened; several calls may want one at the same time. Requests
-        with a session are sent without it, because a lost session is opened again."""
+        """Held while a session is opened, because several calls may need one at the same time.
+        Requests in a session do not take the lock; if the session is lost, it is opened again."""
 
     async def list_tools(self) -> list[ListedTool]:
-        """Return the tools, which are cached for a while. Raises an McpError."""
+        """Return the tools, from the cache if they are fresh. Raises an McpError."""
         cached = self._client.listings.get(self._server)
         now_s = asyncio.get_running_loop().time()
         if cached is not None and now_s < cached.until_s:
             return cached.tools
         tools, fresh_s = await self._read_tools()
         if fresh_s > 0:
-            known = Listing(tools, now_s + fresh_s)
-            self._client.listings.put(self._server, known, len(to_json(tools)))
+            listing = Listing(tools, now_s + fresh_s)
+            self._client.listings.put(self._server, listing, len(to_json(tools)))
         return tools
 
     async def _read_tools(self) -> tuple[list[ListedTool], float]:
-        """Return the tools, and for how many seconds the server lets them be cached."""
+        """Return the tools, and the number of seconds for which they may be cached."""
         until_s = self._client.deadline()
         tools: list[ListedTool] = []
         fresh_s = MAX_LISTING_S
@@ -97,7 +97,7 @@ class McpSession:
     async def call(
         self, name: str, arguments: Mapping[str, Any], key: str | None, mark: Mark
     ) -> dict[str, Any]:
-        """Call a tool. `mark` is awaited once, before the first byte of the call leaves.
+        """Call a tool. `mark` is awaited once, before the first byte of the call is sent.
 
         Raises an McpError, and what `mark` raises.
         """
@@ -116,9 +116,9 @@ class McpSession:
     async def _request(self, request: Request, mark: Mark | None = None) -> dict[str, Any]:
         """Send a request, in a session if the server needs one, and return its result.
 
-        Another attempt follows a failure that may pass, if the request was certainly not carried
-        out. Only the first attempt is marked, so a refusal stays the outcome of a request that
-        does not reach the server again.
+        After a temporary failure it is sent again, if it was certainly not carried out. Attempts
+        after a refusal are not marked, so the refusal stays the outcome if none of them reaches the
+        server.
         """
         refusal: McpRefusal | None = None
         for number in range(NUM_TRIES):
@@ -149,26 +149,28 @@ class McpSession:
         session_id, number = self._session_id, self._client.next_number()
         body = mcp.request_body(self._version, number, request.method, request.params, request.meta)
         headers = mcp.request_headers(self._version, request.method, request.name, session_id)
-        status, shown, message = await self._client.post(
+        status, response_headers, message = await self._client.post(
             self._server, [*headers, *request.headers], body, number, request.until_s, mark
         )
         try:
             has_session = session_id is not None
-            result = mcp.answer_of(status, shown, message, number, has_session=has_session)
+            result = mcp.answer_of(
+                status, response_headers, message, number, has_session=has_session
+            )
         except SessionLost:
             # Another call may have opened a session since.
             if self._session_id == session_id:
                 self._session_id, self._is_open = None, False
             raise
-        begun = shown.get("mcp-session-id", "")
-        return result, begun if begun and begun.isascii() and begun.isprintable() else None
+        new_id = response_headers.get("mcp-session-id", "")
+        return result, new_id if new_id and new_id.isascii() and new_id.isprintable() else None
 
     # -- opening -----------------------------------------------------------------------------------
 
     async def open(self, until_s: float) -> None:
         """Find out which era the server belongs to, and open a session if it needs one.
 
-        Returns at once if that is done. Raises an McpError.
+        Returns at once if the server is open already. Raises an McpError.
         """
         try:
             async with asyncio.timeout_at(until_s):
@@ -177,7 +179,7 @@ class McpSession:
             raise NotSent("no session was opened in time, see agent.call_timeout_s") from None
         try:
             if not self._is_open:
-                # No request of the opening has a session, so none of them finds it lost.
+                # Requests that open a session have no session id, so they cannot raise SessionLost.
                 self._session_id = None
                 if not await self._open_modern(until_s):
                     await self._open_legacy(until_s)
@@ -187,11 +189,11 @@ class McpSession:
 
     async def _open_modern(self, until_s: float) -> bool:
         """Return whether the server belongs to the modern era, which has no sessions."""
-        known = self._client.era_of(self._server.target)
-        if known == LEGACY:
+        era = self._client.era_of(self._server.target)
+        if era == LEGACY:
             return False
         self._version = MODERN
-        if known is None:
+        if era is None:
             now_s = asyncio.get_running_loop().time()
             limit_s = now_s + min(DISCOVERY_S, (until_s - now_s) / 2)
             try:
@@ -209,7 +211,7 @@ class McpSession:
     async def _open_legacy(self, until_s: float) -> None:
         self._version = LEGACY
         request = Request("initialize", mcp.initialize_params(), until_s)
-        # Servers name a session in refusals as well, and do not know it afterwards.
+        # A refusal may have a session id as well, but the server does not keep that session.
         result, self._session_id = await self._send(request)
         version = result.get("protocolVersion")
         if isinstance(version, str) and version.isascii() and version.isprintable():

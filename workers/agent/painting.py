@@ -1,4 +1,4 @@
-"""Images of a response: each is an ordinary request, whose id tells the call that it is of."""
+"""Images of a response. Each is an ordinary request, with an id that is made from the call."""
 
 import asyncio
 import base64
@@ -19,24 +19,24 @@ from shared.state.step_log import StepLog
 from shared.state.token_log import last_record
 
 HEAD_BYTES = 4096
-"""Room in a message for what is stored beside an image."""
+"""Room in a message for the other fields of a step with an image."""
 NO_PROMPT = "not painted: the arguments have no prompt"
 
 
 class Painter:
-    """Has the images of one response painted."""
+    """Sender of the image requests of one response."""
 
     def __init__(self, bus: Bus, log: StepLog, timeout_s: float) -> None:
-        """`timeout_s` is that of requests."""
+        """`timeout_s` is the time limit of a request."""
         self._bus = bus
         self._log = log
         self._timeout_s = timeout_s
 
     async def paint(self, call: ServerCall) -> Result | ErrorInfo:
-        """Return the image of a call, or why there is none.
+        """Return the result of an image call, or the error that ends the response.
 
-        Nothing is painted twice: whoever does this again finds the log of the same request. An
-        error ends the response that has nothing but this image. Raises Fenced.
+        An error ends a response that consists of this image alone. No image is painted twice,
+        because a later attempt finds the log of the same request. Raises Fenced.
         """
         begun = self._log.state.begun
         assert begun is not None
@@ -45,7 +45,7 @@ class Painter:
         if prompt is None:
             return _failed(call, NO_PROMPT)
         name = painting_id(self._log.response_id, call.turn, call.number)
-        if not call.sent:
+        if not call.sendings:
             digest = hashlib.sha256(call.arguments.encode()).hexdigest()
             by = secrets.token_hex(8)
             sending = Sending(0, call.turn, call.number, 0, name, digest, by, may_repeat=True)
@@ -59,23 +59,23 @@ class Painter:
         )
         try:
             error = await self._await_end(request, name)
-            made = error or await self._image(name, tool)
+            image = error or await self._image(name, tool)
         except asyncio.CancelledError:
-            # Another agent that has taken the response over waits for the same image.
+            # If the response has not ended, another agent waits for the same image.
             if self._log.state.ended is not None:
                 await client.cancel(self._bus, name)
             raise
-        if isinstance(made, str):
-            return Result(0, call.turn, call.number, "result", made)
-        return made if tool.prompt is not None else _failed(call, made.message, made.code)
+        if isinstance(image, str):
+            return Result(0, call.turn, call.number, "result", image)
+        return image if tool.prompt is not None else _failed(call, image.message, image.code)
 
     async def _await_end(self, request: GenerateRequest, name: str) -> ErrorInfo | None:
-        """Return the error with which the request has ended, if it has one."""
+        """Wait for the end of the request. Return its error; None if it has succeeded."""
         records: AsyncIterator[LogRecord]
         if await last_record(self._bus, name) is not None:
             records = client.follow(self._bus, name, timeout_s=self._timeout_s)
         else:
-            # An earlier agent may have published it.
+            # An earlier agent may have published the request.
             records = client.ask(self._bus, request, name, self._log.tenant, is_repeated=True)
         async for record in records:
             if isinstance(record, Failure):
@@ -83,7 +83,7 @@ class Painter:
         return None
 
     async def _image(self, name: str, tool: PaintTool) -> str | ErrorInfo:
-        """Return the image in base64, or why there is none."""
+        """Return the image in base64, or an error."""
         records = client.follow_output(self._bus, name, tool.output, timeout_s=self._timeout_s)
         images = [record async for record in records if isinstance(record, ImageRecord)]
         if not images:
@@ -91,12 +91,12 @@ class Painter:
         file = await client.find_media(self._bus, images[0].media, self._log.tenant)
         if file is None:
             return error_info(WorkerFailure("the image is not stored any more"))
-        made = await asyncio.to_thread(base64.b64encode, file)
+        encoded = await asyncio.to_thread(base64.b64encode, file)
         limit = self._bus.max_payload - HEAD_BYTES
-        if len(made) > limit:
-            message = f"the image has {len(made)} bytes in base64, and a step at most {limit}"
+        if len(encoded) > limit:
+            message = f"the image has {len(encoded)} bytes in base64, and a step at most {limit}"
             return error_info(PayloadTooLarge(message))
-        return made.decode()
+        return encoded.decode()
 
 
 def _failed(call: ServerCall, message: str, code: str | None = None) -> Result:

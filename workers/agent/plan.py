@@ -1,7 +1,7 @@
-"""The next action of a response, from the state that its log tells. Pure.
+"""Choice of the next action of a response, from the state in its log. Pure.
 
-Whoever takes a response over asks this function first. So nothing but the log decides what is done
-again, and what must not be.
+An agent that takes over a response calls `next_action` first. So the log alone decides which calls
+are repeated, and which must not be.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shared.responses.state import UNKNOWN_OUTCOME, ResponseState
 from shared.responses.tools import schema_digest
 
 MAX_ATTEMPTS = 3
-"""The most calls that are made for one call of the model, where calls may be repeated."""
+"""Limit on attempts at one call, if it may be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallTool:
-    """Make a call, or have an image painted, after a step that says so."""
+    """Make a call, or publish the request of an image, after a Sending step."""
 
     call: ServerCall
     attempt: int
@@ -55,7 +55,7 @@ class CallTools:
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """Write the result of a call that is not made."""
+    """Append the result of a call that is not made."""
 
     call: ServerCall
     why: Literal["limit", "gone", "changed"]
@@ -63,7 +63,7 @@ class RefuseCall:
 
 @dataclass(frozen=True, slots=True)
 class SettleUnknown:
-    """Write that nobody knows the outcome of a call: it was sent, and who sent it is gone."""
+    """Append an unknown outcome: the call was sent, and the agent that sent it is gone."""
 
     call: ServerCall
 
@@ -112,13 +112,13 @@ def next_action(state: ResponseState) -> Action:
 def _fault_of_tools(state: ResponseState) -> Conclude | None:
     """Return how the response ends if it names a tool that its servers do not have."""
     assert state.begun is not None
-    known = {
+    label_to_names = {
         label: None if listed.error is not None else {tool.name for tool in listed.tools}
         for label, listed in state.listings.items()
     }
     for server in state.begun.servers:
         names = None if server.allowed is None else server.allowed.tool_names
-        listed_names = known[server.label]
+        listed_names = label_to_names[server.label]
         for name in names or [] if listed_names is not None else []:
             if name not in (listed_names or ()):
                 return _no_tool(server.label, name, "tools.allowed_tools")
@@ -126,7 +126,7 @@ def _fault_of_tools(state: ResponseState) -> Conclude | None:
     for ref in choice.tools or []:
         if ref.label is None:
             continue
-        listed_names = known.get(ref.label)
+        listed_names = label_to_names.get(ref.label)
         if listed_names is None and choice.mode == "required":
             listed = state.listings[ref.label]
             message = f"tool_choice needs the tools of {ref.label}: {listed.error}"
@@ -142,7 +142,7 @@ def _no_tool(label: str, name: str, field: str) -> Conclude:
 
 
 def _next_of_calls(state: ResponseState) -> Action:
-    """Settle first what is not called, then call the rest at the same time."""
+    """Settle the calls that are not made, one by one; then make the others at the same time."""
     calls: list[CallTool] = []
     for call in state.calls.values():
         if call.is_pending:
@@ -155,11 +155,11 @@ def _next_of_calls(state: ResponseState) -> Action:
 
 def _next_of_call(state: ResponseState, call: ServerCall) -> CallTool | RefuseCall | SettleUnknown:
     if call.paints and not call.over_limit:
-        return CallTool(call, len(call.sent))
-    if call.sent:
-        last = call.sent[-1]
-        if last.may_repeat and len(call.sent) < MAX_ATTEMPTS:
-            return CallTool(call, len(call.sent))
+        return CallTool(call, len(call.sendings))
+    if call.sendings:
+        last = call.sendings[-1]
+        if last.may_repeat and len(call.sendings) < MAX_ATTEMPTS:
+            return CallTool(call, len(call.sendings))
         return SettleUnknown(call)
     if call.over_limit:
         return RefuseCall(call, "limit")
@@ -193,5 +193,7 @@ def _next_turn(state: ResponseState) -> Action:
         return Conclude("incomplete", "max_output_tokens")
     turn = len(state.answers)
     if turn >= begun.max_turns:
-        return Conclude("failed", message=f"the response has reached {begun.max_turns} turns")
+        return Conclude(
+            "failed", message=f"the response has reached its limit of {begun.max_turns} turns"
+        )
     return AskModel(turn, withdrawn=state.num_server_calls >= begun.max_tool_calls)

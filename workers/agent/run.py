@@ -1,4 +1,4 @@
-"""One response in an agent: carries out the actions that follow from its log."""
+"""One response in an agent: the actions that follow from its log."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ from workers.agent.plan import Action, next_action
 from workers.agent.tools import ToolRunner, inherited_listing, refused
 
 MAX_KEPT_BYTES = 256 * 2**10
-"""Conversations of more bytes are read anew for each turn."""
+"""Longer conversations are not kept in memory, and are read again for each turn."""
 
 
 class ResponseRun:
@@ -57,28 +57,28 @@ class ResponseRun:
         client: McpClient,
         conversations: asyncio.Semaphore,
     ) -> None:
-        """`conversations` limits how many long ones are in memory at one time."""
+        """`conversations` limits the number of long conversations in memory."""
         self.task = task
         self._context = context
         self._bus = context.bus
         self._log = StepLog(context.bus, task.tenant, task.response_id)
         self._conversations = conversations
         self._before: list[Entry] | None = None
-        """Items of the responses that this one continues, if they are few."""
-        self._asked_here: set[int] = set()
+        """Items of the earlier responses; None before they are read, and if they are too long."""
+        self._own_turns: set[int] = set()
         self._tools = ToolRunner(context.config.agent, client, self._log)
         self._painter = Painter(self._bus, self._log, context.config.delivery.default_timeout_s)
 
     async def carry_out(self) -> bool:
-        """Return True when the response has ended, by whomever.
+        """Return True when the response has ended, in this or another process.
 
-        Return False when this agent shuts down: the next one goes on. Raises Unavailable or
-        Overloaded, after which another ResponseRun may carry out the rest.
+        Return False when this agent shuts down, so that another one continues. Raises Unavailable
+        or Overloaded, after which another ResponseRun may carry out the rest.
         """
         async with self._tools, self._log.watch() as watch:
             await self._await_beginning(watch)
             while True:
-                # From here on, an append is refused once the watch has read a step of another.
+                # From now on, an append is refused after the watch has read another process's step.
                 self._log.overtaken = False
                 action = next_action(self._log.state)
                 if isinstance(action, plan.Nothing):
@@ -89,20 +89,20 @@ class ResponseRun:
                 try:
                     await self._do_unless_overtaken(action, watch)
                 except Fenced as error:
-                    if error.reported:  # It is not about this log.
+                    if error.reported:  # The error is about another log.
                         raise
                     if await self._log.is_gone():
                         return True
 
     async def _await_beginning(self, watch: StepWatch) -> None:
-        """Read the log, whose first step the gateway may still be storing."""
+        """Read the log. The gateway may still be storing its first step."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BROKER_DEADLINE_S):
                 while self._log.state.num_steps == 0:
                     await watch.next()
 
     async def _do_unless_overtaken(self, action: Action, watch: StepWatch) -> None:
-        """Carry out an action, and drop it when another process appends a step."""
+        """Carry out an action, but cancel it when another process appends a step."""
         doing = asyncio.create_task(self._do(action))
         watching = asyncio.create_task(_wait_for_step(watch))
         try:
@@ -124,7 +124,7 @@ class ResponseRun:
         return begun is not None and begun.deadline_s is not None and self._now_s > begun.deadline_s
 
     async def _do(self, action: Action) -> None:
-        """Carry out an action, or end a response that is late, or at fault."""
+        """Carry out an action. End a response that is late, or has an error of the client."""
         try:
             if self.is_late:
                 raise DeadlineExceeded("the response has not ended in time")
@@ -159,25 +159,25 @@ class ResponseRun:
         """Make calls, a few at a time, each with its own steps in the log."""
         room = asyncio.Semaphore(self._context.config.agent.max_parallel_calls)
 
-        async def make(one: plan.CallTool) -> None:
+        async def run_call(action: plan.CallTool) -> None:
             async with room:
-                made = await self._make(one)
-                await (self._append(made) if isinstance(made, Result) else self.fail(made))
+                result = await self._call(action)
+                await (self._append(result) if isinstance(result, Result) else self.fail(result))
 
-        making = [asyncio.create_task(make(one)) for one in calls]
+        tasks = [asyncio.create_task(run_call(action)) for action in calls]
         try:
-            for done in asyncio.as_completed(making):
+            for done in asyncio.as_completed(tasks):
                 await done
         finally:
-            for task in making:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*making, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make(self, one: plan.CallTool) -> Result | ErrorInfo:
-        """Make a call, and return what became of it, or the error with which the response ends."""
-        if one.call.paints:
-            return await self._painter.paint(one.call)
-        return await self._tools.call(one.call, one.attempt)
+    async def _call(self, action: plan.CallTool) -> Result | ErrorInfo:
+        """Make a call, and return its result, or the error that ends the response."""
+        if action.call.paints:
+            return await self._painter.paint(action.call)
+        return await self._tools.call(action.call, action.attempt)
 
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None
@@ -196,16 +196,16 @@ class ResponseRun:
         await self._log.append(step)
 
     async def fail(self, error: ErrorInfo) -> None:
-        """End the response."""
+        """End the response with an error."""
         await self._append(Ended(0, "failed", self._now_s, error=error))
 
     # -- turns ------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _conversation(self) -> AsyncIterator[list[Entry]]:
-        """The whole conversation, which is freed afterwards if it is long.
+        """Return the whole conversation. A long one is released afterwards.
 
-        Raises NotFound if a response before it is deleted.
+        Raises NotFound if an earlier response was deleted.
         """
         begun = self._log.state.begun
         assert begun is not None
@@ -226,53 +226,53 @@ class ResponseRun:
             yield before + entries_of(self._log.state)
 
     async def _ask(self, turn: int, *, withdrawn: bool) -> None:
-        asked = Asked(0, turn, withdrawn=withdrawn)
+        step = Asked(0, turn, withdrawn=withdrawn)
         begun = self._log.state.begun
         assert begun is not None
         if begun.truncate:
             async with self._conversation() as entries:
-                asked = await self._truncated(asked, entries)
-        await self._append(asked)
-        self._asked_here.add(turn)
+                step = await self._truncated(step, entries)
+        await self._append(step)
+        self._own_turns.add(turn)
 
-    async def _truncated(self, asked: Asked, context: list[Entry]) -> Asked:
-        """Return the turn with as many items dropped as the model's context demands.
+    async def _truncated(self, turn: Asked, context: list[Entry]) -> Asked:
+        """Return the turn with the oldest items dropped, so that the prompt fits the context.
 
-        Raises ContextTooLong if nothing is left to drop, or what a renderer replies.
+        Raises ContextTooLong if nothing is left to drop, and the error in a renderer's reply.
         """
         while True:
-            request, sampling, _ = turn_request(self._log.state, asked, context)
+            request, sampling, _ = turn_request(self._log.state, turn, context)
             question = TokenizeRequest(request.messages, tools=request.tools)
             reply = await client.tokenize(self._bus, request.model, question, self.task.tenant)
             if reply.count + sampling.get("max_tokens", 1) <= reply.max_model_len:
-                return asked
-            rest = context[asked.num_dropped :]
+                return turn
+            rest = context[turn.num_dropped :]
             dropped = oldest_group(rest)
             if dropped >= len(rest):
                 raise ContextTooLong(
                     "the last items alone are longer than the model's context", field="input"
                 )
-            asked = replace(asked, num_dropped=asked.num_dropped + dropped)
+            turn = replace(turn, num_dropped=turn.num_dropped + dropped)
 
     async def _read_answer(self, turn: int) -> None:
         state = self._log.state
         async with self._conversation() as entries:
-            request, sampling, found = turn_request(state, state.turns[turn], entries)
+            request, sampling, syntax = turn_request(state, state.turns[turn], entries)
         name = turn_id(self.task.response_id, turn)
         records: AsyncIterator[LogRecord]
-        if turn not in self._asked_here and await last_record(self._bus, name) is not None:
+        if turn not in self._own_turns and await last_record(self._bus, name) is not None:
             timeout_s = self._context.config.delivery.default_timeout_s
             records = client.follow(self._bus, name, timeout_s=timeout_s)
         else:
-            # The gateway, or an earlier agent, may have published it.
-            tenant, is_repeated = self.task.tenant, turn not in self._asked_here
+            # The gateway or an earlier agent may have published the request.
+            tenant, is_repeated = self.task.tenant, turn not in self._own_turns
             records = client.ask(
                 self._bus, request, name, tenant, sampling or None, is_repeated=is_repeated
             )
         try:
-            end = await _collect(records, turn, found, keeps_logprobs=_wants_logprobs(sampling))
+            end = await _collect(records, turn, syntax, keeps_logprobs=_wants_logprobs(sampling))
         except asyncio.CancelledError:
-            # Somebody has ended the response. A drain leaves the turn to the next agent.
+            # Another process has ended the response. A drain leaves the turn to the next agent.
             if not self._context.shutdown.asked.is_set():
                 await client.cancel(self._bus, name)
             raise
@@ -284,7 +284,7 @@ class ResponseRun:
 
 async def _wait_for_step(watch: StepWatch) -> None:
     while True:
-        # Without a broker no other process appends a step either, and what is being done goes on.
+        # Without a broker, no other process can append a step, so the action continues.
         with contextlib.suppress(Unavailable):
             if await watch.next():
                 return
@@ -295,10 +295,10 @@ def _wants_logprobs(sampling: dict[str, object]) -> bool:
 
 
 async def _collect(
-    records: AsyncIterator[LogRecord], turn: int, found: TurnFormat, *, keeps_logprobs: bool
+    records: AsyncIterator[LogRecord], turn: int, syntax: TurnFormat, *, keeps_logprobs: bool
 ) -> Answered | Failure:
     """Read the log of a turn to its end."""
-    text, reason = found.new_text(), None
+    text, reason = syntax.new_text(), None
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     usage = Usage(0, 0)

@@ -1,4 +1,7 @@
-"""Tools of a response: listed, and called with a step in the log before the first byte leaves."""
+"""Listing and calls of a response's tools.
+
+Each call has a step in the log before its first byte is sent.
+"""
 
 import asyncio
 import hashlib
@@ -24,7 +27,7 @@ from workers.agent.mcp_session import McpSession
 
 
 class ToolRunner:
-    """The servers of one response."""
+    """Client of the MCP servers of one response."""
 
     def __init__(self, config: AgentConfig, client: McpClient, log: StepLog) -> None:
         self._config = config
@@ -41,14 +44,14 @@ class ToolRunner:
     # -- listing ----------------------------------------------------------------------------------
 
     async def list_tools(self, label: str) -> Listed:
-        """Return the tools of a server, or why they are not known."""
+        """Return the tools of a server, or the reason why they are unknown."""
         try:
             return Listed(0, label, await self._session(label).list_tools())
         except McpError as error:
             return Listed(0, label, error=str(error), retryable=error.retryable)
 
     def _session(self, label: str) -> McpSession:
-        """Return the session with a server. Raises McpFault for one that may not be used."""
+        """Return the session with a server. Raises McpFault if the server may not be used."""
         if label not in self._sessions:
             self._sessions[label] = McpSession(self._client, self._server(label))
         return self._sessions[label]
@@ -56,13 +59,13 @@ class ToolRunner:
     def _server(self, label: str) -> Server:
         begun = self._log.state.begun
         assert begun is not None
-        known = self._config.servers.get(label)
+        config = self._config.servers.get(label)
         use = next(server for server in begun.servers if server.label == label)
-        url = use.url if known is None else known.url
+        url = use.url if config is None else config.url
         target = None if url is None else parse_target(url)
         if target is None:
             raise McpFault(f"there is no server {label!r} in the configuration of this agent")
-        variables = {} if known is None else known.headers_env
+        variables = {} if config is None else config.headers_env
         headers = tuple((name, os.environ.get(key, "")) for name, key in variables.items())
         for name, value in headers:
             if not value:
@@ -74,10 +77,10 @@ class ToolRunner:
     # -- calls ------------------------------------------------------------------------------------
 
     async def call(self, call: ServerCall, attempt: int) -> Result:
-        """Make a call, and return what became of it. Raises Fenced before anything is sent."""
+        """Make a call, and return its result. Raises Fenced before anything is sent."""
         arguments = _arguments_of(call)
         if arguments is None:
-            return _failed(call, "the arguments are no JSON object")
+            return _failed(call, "the arguments are not a JSON object")
         response_id = self._log.response_id
         key = f"{response_id}.{call.turn}.{call.number}"
         digest = hashlib.sha256(call.arguments.encode()).hexdigest()
@@ -91,14 +94,14 @@ class ToolRunner:
             secrets.token_hex(8),
             self._may_repeat(call),
         )
-        known = self._config.servers.get(call.label)
-        sent_key = key if known is not None and known.idempotency == "header" else None
+        server = self._config.servers.get(call.label)
+        takes_key = server is not None and server.idempotency == "header"
         try:
             result = await self._session(call.label).call(
-                call.name, arguments, sent_key, lambda: self._mark(sending)
+                call.name, arguments, key if takes_key else None, lambda: self._mark(sending)
             )
         except McpRefusal as error:
-            if attempt > 0:  # It says nothing about the attempts before.
+            if attempt > 0:  # The refusal says nothing about earlier attempts.
                 return self.unknown(call, str(error))
             return Result(0, call.turn, call.number, "failed", error=error.error)
         except McpError as error:
@@ -109,22 +112,23 @@ class ToolRunner:
         await self._log.append(sending)
 
     def _may_repeat(self, call: ServerCall) -> bool:
-        known = self._config.servers.get(call.label)
-        if known is None or call.tool is None or call.tool.listed is None:
+        server = self._config.servers.get(call.label)
+        if server is None or call.tool is None or call.tool.listed is None:
             return False
         listed = call.tool.listed
-        trusted = known.trust_annotations and (is_read_only(listed) or is_idempotent(listed))
-        return trusted or known.idempotency == "header"
+        trusted = server.trust_annotations and (is_read_only(listed) or is_idempotent(listed))
+        return trusted or server.idempotency == "header"
 
     def _after_fault(self, call: ServerCall, message: str) -> Result:
-        """Return the result of a call without an answer that can be read.
+        """Return the result of a call without a readable answer.
 
-        If it was sent, now or in an attempt before, it may have been carried out. It was not if a
-        session could not be opened for it.
+        If the call was sent, in this attempt or an earlier one, it may have been carried out. It
+        was not sent if no session could be opened.
         """
-        return self.unknown(call, message) if call.sent else _failed(call, message)
+        return self.unknown(call, message) if call.sendings else _failed(call, message)
 
     def unknown(self, call: ServerCall, reason: str) -> Result:
+        """Return the result of a call with an unknown outcome, by the setting `agent.unknown`."""
         error = unknown_error(reason)
         ask, fatal = self._config.unknown == "approve", self._config.unknown == "fail"
         return Result(0, call.turn, call.number, "unknown", error=error, ask=ask, fatal=fatal)
@@ -168,7 +172,7 @@ def _failed(call: ServerCall, message: str) -> Result:
 
 def _arguments_of(call: ServerCall) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(call.arguments or "{}")
+        arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return arguments if isinstance(arguments, dict) else None

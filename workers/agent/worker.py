@@ -1,7 +1,7 @@
-"""Agent: carries out responses, step by step, and is the only role that dials out to tools.
+"""Agent: carries out responses step by step. It is the only role that connects to MCP servers.
 
-A response stays in its queue until it has ended. Whoever takes it reads the log of its steps, and
-the log alone decides what is next. So an agent may be killed at any moment.
+A response stays in its queue until it has ended. The agent that takes it reads the log of its
+steps, and the log alone decides on the next step. So an agent may be killed at any moment.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from workers.agent.core_dumps import forbid_core_dumps
 from workers.agent.mcp_client import McpClient
 from workers.agent.run import ResponseRun
 
-# An agent that is killed leaves its responses for so long, if `delivery.ack_wait_s` is not shorter.
+# Time until another agent gets the responses of a killed one. `delivery.ack_wait_s` may shorten it.
 ACK_WAIT_S = 5.0
-# Long conversations that are in memory at one time, each up to `agent.max_conversation_mib`.
+# Limit on the number of long conversations in memory, each up to `agent.max_conversation_mib`.
 MAX_LONG_CONVERSATIONS = 4
 
 
@@ -88,9 +88,9 @@ class Agent:
         await (self._stage.finish(job) if has_ended else self._stage.requeue(job))
 
     async def _may_begin(self, job: Job, task: ResponseTask) -> bool:
-        """Record this attempt. Raises Poisoned for a response that agents die of.
+        """Record this attempt. Raises Poisoned for a response that has ended too many agents.
 
-        Return False if an agent that had the response may be dead; the job is settled then.
+        Return False, with the job back in its queue, if an earlier agent may still be alive.
         """
         claims, num_steps = self._stage.claims, 1
         if job.delivery.attempt > 1:
@@ -106,9 +106,9 @@ class Agent:
     async def _carry_out(self, task: ResponseTask) -> bool:
         """Carry out a response, and return whether it has ended.
 
-        A step that nothing has room for, or that no part of the system answers, is repeated for at
-        most as long as a request may take. The delivery is kept meanwhile: with a record of each of
-        these attempts, the responses that wait would fill the stream of attempts.
+        A step that fails with Overloaded or Unavailable is repeated, at most for the time that a
+        request may take. The delivery is kept meanwhile. If each of these attempts were a delivery
+        with a record, waiting responses would fill the stream of attempts.
         """
         shutdown, clock = self._context.shutdown, asyncio.get_running_loop().time
         num_steps, num_tries, until_s = -1, 0, 0.0
@@ -122,7 +122,7 @@ class Agent:
                     until_s = clock() + self._delivery.default_timeout_s
                 decision = retry.decide(error, num_tries, self._delivery, random.random())
                 if not isinstance(decision, retry.RetryLater) or not run.num_steps:
-                    raise  # Without a step, the log could not be read.
+                    raise  # The log could not be read.
                 self._log_interruption(task, num_tries + 1, error)
                 if run.is_late:
                     raise DeadlineExceeded("the response has not ended in time") from error
@@ -143,15 +143,15 @@ class Agent:
         )
 
     async def _keep(self, job: Job) -> None:
-        """Keep the response while this process lives; a loop that hangs loses it."""
+        """Keep the response while this process lives. A hanging event loop loses it."""
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
             await job.delivery.progress()
 
     async def _end(self, job: Job, error: PagemillError) -> None:
-        """End a response that is given up, unless it has ended or its log cannot be read.
+        """End a response with an error, unless it has ended or its log cannot be read.
 
-        If the store has no room for the end, a gateway ends the response when it is late.
+        If the broker has no room for this step, a gateway ends the response when it is late.
         """
         task = _task_of(job.delivery)
         if task is None:

@@ -83,9 +83,9 @@ def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
             continue
         made = run.made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
-        if made > len(call.sent):
-            yield f"A2 {name}: made {made} times, with {len(call.sent)} steps that say so"
-        if len(call.sent) > 1 and not run.may_repeat:
-            yield f"A2 {name}: sent {len(call.sent)} times"
+        if made > len(call.sendings):
+            yield f"A2 {name}: made {made} times, with {len(call.sendings)} steps that say so"
+        if len(call.sendings) > 1 and not run.may_repeat:
+            yield f"A2 {name}: sent {len(call.sendings)} times"
         if call.result is not None and call.result.outcome == "result" and not made:
             yield f"A4 {name}: has a result, and was never made"

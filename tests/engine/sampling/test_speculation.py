@@ -213,7 +213,8 @@ def rows_for(*best: int) -> Tensor:
 
 def drafted(drafts: tuple[int, ...], **params: Any) -> ScheduledSequence:
     request = EngineRequest("r", [1, 2], [], SamplingParams(temperature=0, **params))
-    sequence = Sequence(request, 0, 0, [1, 2], 20, num_computed_tokens=1)
+    sequence = Sequence(request, 0, 0, [1, 2], 20)
+    sequence.num_computed_tokens = 1
     return ScheduledSequence(sequence, 1 + len(drafts), True, draft_token_ids=drafts)
 
 

@@ -74,17 +74,17 @@ def code2wav(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED = [
-    ("stages.a.b", "no name for a stage", {"a.b": SPEECH}),
-    ("stages.request", "no name for a stage", {"request": SPEECH}),
+    ("stages.a.b", "the name of a stage must be", {"a.b": SPEECH}),
+    ("stages.request", "the name of a stage must be", {"request": SPEECH}),
     ("stages.speech.role", "no role 'singer'", speech(role="singer")),
     ("stages.speech.role", "no role 'speech'", speech(role=None)),
     ("stages.speech.inputs", "no input", speech(inputs={})),
     (
         "stages.speech.output",
-        "no name for an output",
+        "the name of an output must be",
         output("a.b"),
     ),
-    ("stages.speech.output", "no name for an output", output("")),
+    ("stages.speech.output", "the name of an output must be", output("")),
     ("stages.speech.output", "reserved", output("ends")),
     ("stages.speech.output", "kind 'text'", output("speech", "text")),
     ("stages.speech.output", "kind 'text'", output("text")),
@@ -144,7 +144,7 @@ REFUSED = [
         "'renderer' write no output",
         {"renderer": {"output": {"name": "words", "kind": "codes"}}},
     ),
-    ("stages.speech.chunks", "only a stage that follows 'codes'", speech(chunks={})),
+    ("stages.speech.chunks", "only a stage with an input 'codes'", speech(chunks={})),
     (
         "stages.code2wav.chunks.max_ahead",
         "31 is less than 32",
@@ -155,11 +155,11 @@ REFUSED = [
         "of kind 'text', not 'codes'",
         code2wav(inputs={"codes": {"from": "engine", "function": "follow", "mode": "stream"}}),
     ),
-    ("stages.speech.sizes", "only then", speech(sizes=["8x8"])),
-    ("stages.dit.sizes", "only then", {"dit": PAINTER | {"sizes": []}}),
+    ("stages.speech.sizes", "if and only if", speech(sizes=["8x8"])),
+    ("stages.dit.sizes", "if and only if", {"dit": PAINTER | {"sizes": []}}),
     (
         "stages.dit.sampling_defaults.size",
-        "'8x9' is none of the stage's sizes",
+        "'8x9' is not in `sizes`",
         {"dit": PAINTER | {"sampling_defaults": {"size": "8x9"}}},
     ),
     (
@@ -243,7 +243,7 @@ def test_a_detour_needs_the_prefix_cache() -> None:
         {"demo": ModelConfig("nowhere", prefill="prefill")},
         engine=EngineConfig(prefix_caching=False),
     )
-    with pytest.raises(ConfigError, match=r"engine\.prefix_caching, which is off") as caught:
+    with pytest.raises(ConfigError, match=r"engine\.prefix_caching: true") as caught:
         check_pipelines(config, (*ROLES, "prefill"), "pagemill.yaml")
     assert caught.value.field == "models.demo.stages.prefill.inputs.tokens"
 

@@ -64,8 +64,9 @@ class PrefixCache:
     def is_being_computed(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Return True if a sequence of higher priority computes the next full block of this one.
 
-        That sequence gets its share of each step's budget first, so waiting for it costs at most
-        the rest of a step. Blocks that came with the request, and are not restored yet, count too.
+        The other sequence gets its share of each step's budget first, so waiting for it costs at
+        most the rest of a step. Blocks that came with the request and are not restored yet count
+        as being computed.
         """
         received = sequence.request.received
         if received is not None and received.runs:

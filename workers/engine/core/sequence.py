@@ -185,48 +185,64 @@ class SampledToken(NamedTuple):
     """The codes of a talker's further codebooks."""
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of one request."""
 
-    request: EngineRequest
-    choice: int
-    seed: int
-    token_ids: list[int]
-    """Prompt and output so far."""
-    max_tokens: int
-    end_token_ids: tuple[int, ...] = ()
-    """Tokens banned before `min_tokens`: the model's end tokens and the request's stop tokens."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each bad word."""
-    token_mask: TokenMask | None = None
-    drafter: Drafter | None = None
-    prompt_logprobs: dict[int, TokenLogprobs] | None = None
-    """Prompt log probabilities computed so far, by position; None if not requested."""
-    embedding: bytes = b""
-    """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
-    residuals: list[list[int]] = field(default_factory=list)
-    """For a talker: the codes of further codebooks of each output token."""
-    speech: SpokenText | None = None
-    """Text that a talker speaks, as far as it has arrived."""
-    pooling: Pooling = LAST_TOKEN
-    hidden_sums: dict[int, Any] = field(default_factory=dict)
-    """Sums of the hidden states of leading tokens, by the number of tokens: before and after the
-    last step. A repeated step begins with the same sum."""
-    num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the KV cache."""
-    block_table: list[int] = field(default_factory=list)
-    status: Status = Status.WAITING
-    priority: tuple[int, int] = (0, 0)
-    """Scheduling priority; lower values are scheduled first."""
-    num_verified_tokens: int = 0
-    """Computed tokens verified by a later sample; see `prefix_cache`."""
-    block_hashes: list[str] = field(default_factory=list)
-    """Hashes of the first blocks, computed on demand."""
-    num_registered_blocks: int = 0
-    """Leading blocks of the block table that are registered in the prefix cache."""
-    num_cached_tokens: int | None = None
-    """Prompt tokens found in the cache on first admission; None before it."""
+    def __init__(
+        self,
+        request: EngineRequest,
+        choice: int,
+        seed: int,
+        token_ids: list[int],
+        max_tokens: int,
+        *,
+        end_token_ids: tuple[int, ...] = (),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        token_mask: TokenMask | None = None,
+        drafter: Drafter | None = None,
+        prompt_logprobs: dict[int, TokenLogprobs] | None = None,
+        speech: SpokenText | None = None,
+        pooling: Pooling = LAST_TOKEN,
+    ) -> None:
+        self.request = request
+        self.choice = choice
+        self.seed = seed
+        self.token_ids = token_ids
+        """Prompt and output so far."""
+        self.max_tokens = max_tokens
+        self.end_token_ids = end_token_ids
+        """Tokens banned before `min_tokens`: the model's end tokens and the request's stop tokens.
+        """
+        self.bad_words = bad_words
+        """Token ids of each bad word."""
+        self.token_mask = token_mask
+        self.drafter = drafter
+        self.prompt_logprobs = prompt_logprobs
+        """Prompt log probabilities computed so far, by position; None if not requested."""
+        self.speech = speech
+        """Text that a talker speaks, as far as it has arrived."""
+        self.pooling = pooling
+        self.embedding = b""
+        """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
+        self.residuals: list[list[int]] = []
+        """For a talker: the codes of further codebooks of each output token."""
+        self.hidden_sums: dict[int, Any] = {}
+        """Sums of the hidden states of leading tokens, by the number of tokens: before and after
+        the last step. A repeated step begins with the same sum."""
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in the KV cache."""
+        self.block_table: list[int] = []
+        self.status = Status.WAITING
+        self.priority = (0, 0)
+        """Scheduling priority; lower values are scheduled first."""
+        self.num_verified_tokens = 0
+        """Computed tokens verified by a later sample; see `prefix_cache`."""
+        self.block_hashes: list[str] = []
+        """Hashes of the first blocks, computed on demand."""
+        self.num_registered_blocks = 0
+        """Leading blocks of the block table that are registered in the prefix cache."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the cache on first admission; None before it."""
 
     @property
     def request_id(self) -> str:

@@ -77,9 +77,9 @@ class PrefillLimit:
 def max_batch_tokens(cost: StepCost, num_interactive_tokens: int) -> int | None:
     """Return the limit on tokens of the batch lane in a step; None for no limit.
 
-    Where weights are read once for all tokens of a step, as on a GPU, tokens of the batch lane cost
-    little, and many are allowed. A step without interactive tokens is kept short, because
-    interactive sequences are expected soon.
+    A GPU reads the weights once for all tokens of a step, so tokens of the batch lane cost little,
+    and many are allowed. A step without interactive tokens is kept short, because interactive
+    sequences are expected soon.
     """
     if not cost.is_known:
         return None

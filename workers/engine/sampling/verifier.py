@@ -10,6 +10,7 @@ sampling (Leviathan et al., 2023) would preserve only the distribution.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -72,8 +73,9 @@ def _with_drafts(s: ScheduledSequence, num_drafts: int) -> Sequence:
     """Return the sequence with its first `num_drafts` drafts appended to the output."""
     if num_drafts == 0:
         return s.sequence
-    token_ids = [*s.sequence.token_ids, *s.draft_token_ids[:num_drafts]]
-    return replace(s.sequence, token_ids=token_ids)
+    sequence = copy(s.sequence)
+    sequence.token_ids = [*s.sequence.token_ids, *s.draft_token_ids[:num_drafts]]
+    return sequence
 
 
 def _num_accepted(s: ScheduledSequence, token_ids: list[int]) -> int:

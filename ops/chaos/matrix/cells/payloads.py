@@ -149,7 +149,7 @@ async def forged_reference(deployment: Deployment) -> None:
 
 @_cell(
     "shared memory: owner frozen",
-    "kill -STOP of a renderer whose payloads are unread",
+    "kill -STOP of a renderer with unread payloads",
     f"{FROZEN_S:.0f} s",
     load_s=4,
 )

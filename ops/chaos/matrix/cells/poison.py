@@ -102,7 +102,7 @@ async def raises_in_render(deployment: Deployment) -> None:
             await _check_poison(deployment, id, "worker_failure", answering)
 
 
-@cell("poison: hangs the step", "for ever, in every engine", "its deadline", on="poison", load_s=8)
+@cell("poison: hangs the step", "forever, in every engine", "its deadline", on="poison", load_s=8)
 async def hangs(deployment: Deployment) -> None:
     """Hang the step of every engine for ever with a request that has a deadline of 15 s."""
     engines = deployment.slots_of("engine")

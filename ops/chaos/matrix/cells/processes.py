@@ -33,11 +33,11 @@ async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) 
     await deployment.replaced(slot, pid)
 
 
-@cell_of_each_role("SIGSTOP", f"kill -STOP, {STOP_S:.0f} s, kill -CONT", "5 s beside it", load_s=22)
+@cell_of_each_role("SIGSTOP", f"kill -STOP, {STOP_S:.0f} s, kill -CONT", "5 s meanwhile", load_s=22)
 @cell(
     "slow: gateway stalls",
     "kill -STOP, 5 s, kill -CONT",
-    "5 s beside it",
+    "5 s meanwhile",
     on="gateways",
     load_s=9,
     role="gateway",
