@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,8 @@ from shared.config.schema import Config, ModelConfig
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
 from shared.protocol.names import split_id
-from shared.protocol.records import ChoiceDelta
+from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk
+from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
 from workers.engine.core.engine import EngineCore
@@ -36,6 +38,9 @@ CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
 # Requests in flight at once. Answers must not depend on this number, as every run shows.
 AT_ONCE = 64
 NUM_BLOCKS = 4096
+# Shortened answers have a multiple of this many tokens, so that runs with similar logs share files
+# of the cache.
+LENGTH_STEP = 64
 
 T = TypeVar("T")
 
@@ -54,6 +59,27 @@ class Expected(Struct):
 
     prompt_tokens: int
     choices: list[ExpectedChoice]
+
+
+def shortened(planned: Planned, log: Sequence[LogRecord]) -> Planned:
+    """Return the request for as many tokens as its log is compared with.
+
+    A client that cancels, or has a short deadline, requests far more tokens than there is time for.
+    Of an answer that has not ended, the checks compare the tokens that are in the log.
+    """
+    if planned.behaviour not in ("cancel", "deadline") or not planned.writes:
+        return planned
+    deltas = [d for record in log if isinstance(record, TokenChunk) for d in record.choices]
+    if any(delta.finish_reason for delta in deltas) or any(isinstance(r, Finish) for r in log):
+        return planned
+    lengths = Counter[int]()
+    for delta in deltas:
+        lengths[delta.index] += len(delta.token_ids)
+    max_tokens = LENGTH_STEP * (1 + max(lengths.values(), default=0) // LENGTH_STEP)
+    sampling = planned.request.sampling_params
+    assert isinstance(sampling, SamplingParams)
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens or max_tokens, max_tokens))
+    return replace(planned, request=replace(planned.request, sampling_params=sampling))
 
 
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:

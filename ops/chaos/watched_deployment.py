@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.expected_answers import expect
+from ops.chaos.expected_answers import expect, shortened
 from ops.chaos.expected_images import expect_images
 from ops.chaos.expected_speech import expect_speeches
 from ops.chaos.history import FinalState, Journal, WorkerEvent, read_events
@@ -279,7 +279,9 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
     settings = msgspec.json.decode((load_folder / "settings.json").read_bytes(), type=Settings)
     planned = make_requests(settings)
     config = product_settings.load_config(folder / "pagemill.yaml")
-    expected = expect(settings, config, planned)
+    final = msgspec.msgpack.decode((load_folder / "final.msgpack").read_bytes(), type=FinalState)
+    written = [shortened(request, final.logs.get(request.id, [])) for request in planned]
+    expected = expect(settings, config, written)
     processes = {}
     for file in sorted((folder / "workers").glob("*.jsonl")):
         role, _, pid = file.stem.rpartition("-")
@@ -298,6 +300,6 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
         pool=[event for event in read_events(folder / "pool.jsonl") if event.t >= since],
         workers=[event for events in processes.values() for event in events],
         processes=processes,
-        final=msgspec.msgpack.decode((load_folder / "final.msgpack").read_bytes(), type=FinalState),
+        final=final,
         bounds=bounds_of(settings),
     )
