@@ -36,7 +36,7 @@ from shared.telemetry import logs
 
 MAX_SHOWN = 20
 FAULTS_FOR_BUGS = 8
-"""Faults that hit agents with a planted bug, unless it is found before."""
+"""Number of faults after which agents with a planted bug are stopped."""
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
@@ -55,14 +55,14 @@ def run(
     requests: int | None = None,
     keep: bool = False,
 ) -> int:
-    """Run one of the long runs that the documents report.
+    """Run one of the long runs of docs/contribute/reliability.md.
 
     Parameters
     ----------
     seed
         Seed of the requests, the faults and the behaviour of clients.
     requests
-        Number of requests, in place of that of the run.
+        Number of requests, by default the number that the run has.
     keep
         Keep the folder of the run even if it is clean.
     """
@@ -74,10 +74,10 @@ def run(
 
 @app.command
 def quick(*names: str, seed: int = 1) -> int:
-    """Run short scenarios, or those named; every role is killed, with fake and real engines.
+    """Run the short scenarios, or the named ones, with fake and real engines; every role is killed.
 
-    Each has a separate process. They run one at a time: the checks have bounds on recovery, which
-    a machine of two cores exceeds while others start their workers.
+    Each scenario has a separate process. They run one at a time: two at once would be slower than
+    the bounds on recovery, on a machine of two cores.
     """
     if len(names) == 1:
         return 0 if _run(names[0], replace(QUICK[names[0]], seed=seed)) else 1
@@ -86,15 +86,15 @@ def quick(*names: str, seed: int = 1) -> int:
         command = [sys.executable, "-m", "ops.chaos", "quick", name, "--seed", str(seed)]
         return subprocess.run(command, check=False).returncode
 
-    # All of them run even if one fails, because two failures show more than one.
+    # The others run even if one fails: two failures show more than one does.
     return max([run_alone(name) for name in names or QUICK])
 
 
 @app.command
 def bugs(*names: str) -> int:
-    """Plant each bug, or those named, in its scenario; the checker must find each of them.
+    """Plant each bug, or the named ones, in its scenario; the checker must find each of them.
 
-    The scenarios without a bug are run first, and must be clean.
+    The same scenarios run first without a bug, and must be clean.
     """
     chosen = names or tuple(BUGS)
     scenarios = dict.fromkeys(BUGS[name].scenario for name in chosen)
@@ -130,10 +130,11 @@ def _plant(name: str) -> Counter[str]:
 
 
 def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """Call a function, whose result is small, in a process of its own.
+    """Call a function in a separate process, and return its result, which must be small.
 
-    A scenario hides torch from all that its process runs later, if it needs none. Workers that are
-    forked from it end by SystemExit, which nothing on the stack may catch.
+    A scenario without models hides torch, and later scenarios in the same process would not find
+    it. Workers that are forked from a scenario end by SystemExit, which nothing on the stack may
+    catch.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
@@ -143,23 +144,23 @@ def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> 
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     if not receiver.poll():
-        raise ChildProcessError(f"a scenario has ended its process with status {status}")
+        raise ChildProcessError(f"the process of a scenario ended with status {status}")
     value: Value = receiver.recv()
     return value
 
 
 @app.command
 def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool = False) -> int:
-    """Kill and stop agents while they call a tool that counts, and check every response.
+    """Kill and stop agents while they call a tool that counts its calls, and check each response.
 
     Parameters
     ----------
     kills
-        Faults that have to hit an agent at work.
+        Number of faults that hit an agent at work.
     at_once
         Responses in flight.
     restarts
-        Kill gateways in place of agents, and restart all while calls wait for approval.
+        Kill gateways instead of agents, and restart all processes while calls wait for approval.
     """
     # Not at the top: the tool server has threads, and other runs fork.
     from ops.chaos.agents.kills import run_agents
@@ -180,7 +181,7 @@ def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool 
 
 @app.command(name="check")
 def check_again(folder: Path, /) -> int:
-    """Check a recorded run again; its folder was kept because a check failed."""
+    """Check a recorded run again. The folder of a run is kept if a check fails."""
     run = read_run(folder)
     verdict = check(run)
     for violation in verdict.violations:
@@ -211,7 +212,7 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
 
 
 def _scaled_line(figures: dict[str, float]) -> str:
-    """The figures of a scaled pool."""
+    """Return a line with the figures of a scaled pool."""
     ratio = figures["engine_s"] / (figures["simulated_engine_s"] or 1.0)
     return (
         f"pool: {figures['peak_engines']:.0f} engines at most, each ready after"
@@ -223,7 +224,7 @@ def _scaled_line(figures: dict[str, float]) -> str:
 
 
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
-    """A row of the table in docs/contribute/reliability.md."""
+    """Return a row of the table in docs/contribute/reliability.md."""
     figures, counts = verdict.figures, verdict.counts
     faults = ", ".join(f"{count} {what}" for what, count in sorted(counts["faults"].items()))
     ends = ", ".join(f"{count} {what}" for what, count in counts["ends"].most_common())

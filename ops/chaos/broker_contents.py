@@ -22,7 +22,7 @@ from shared.protocol.records import LogRecord, OutputEnds, OutputRecord
 from shared.state.log_records import decode_record
 
 SETTLE_S = 30.0
-# Releases of payloads arrive after the last record, and show in heartbeats a second later.
+# Releases of payloads arrive after the last record, and are in heartbeats a second later.
 PINS_S = 5.0
 CHECK_S = 0.25
 ANSWER_S = 5.0
@@ -44,9 +44,9 @@ class Logs(NamedTuple):
 
     requests: dict[str, list[LogRecord]]
     outputs: dict[str, dict[str, list[OutputRecord]]]
-    """The logs of outputs beside the text, by name."""
+    """Logs of the outputs other than the text, by name."""
     ends: dict[str, OutputEnds]
-    """The lists of the outputs that have ended."""
+    """Lists of the outputs that have ended."""
 
 
 class Store:
@@ -135,7 +135,7 @@ class Store:
     async def logs(self) -> Logs:
         found = Logs({}, {}, {})
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
-            # The logs of other outputs have a name of their own behind the request id.
+            # Subjects of other outputs have the name of the output after the request id.
             id = subjects.id_of_log(subject)
             output = subject.removeprefix(subjects.tokens(id)).split(".")[1:]
             if output == [ENDS]:

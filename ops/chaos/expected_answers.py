@@ -1,7 +1,7 @@
-"""The answers that the requests of a plan must yield, computed by an undisturbed engine core.
+"""Expected answers to the requests of a plan, computed by an undisturbed engine core.
 
-Without broker, workers and log, nothing can fail between them. The demo model's answers take
-minutes, so they are cached in a file that is named by a digest of all their inputs.
+There is no broker, worker or log that could fail. The answers of the demo model take long, so they
+are cached in a file that is named by a digest of all inputs.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ def shortened(planned: Planned, log: Sequence[LogRecord]) -> Planned:
 
 
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
-    """Return the expected answers by request id, cached where the engine is a real one."""
+    """Return the expected answers by request id, cached if the engine is a real one."""
     model = config.models[next(iter(config.models))]
     files = sorted(Path(model.path).iterdir())
     for package in ("workers/engine", "shared/models"):
@@ -104,7 +104,7 @@ def cached(
     kind: type[T],
     compute: Callable[[], T],
 ) -> T:
-    """Return the result of `compute`, from a file where it takes minutes.
+    """Return the result of `compute`, from a file if the engine is a real one.
 
     The file is named by a digest of all inputs and of the content of `files`.
     """
@@ -188,7 +188,7 @@ def _as_it_is(tensor: Any) -> Any:
 
 
 def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> EngineRequest:
-    """Return the request as coordinator and renderer would hand it to an engine."""
+    """Return the request as an engine receives it from coordinator and renderer."""
     request = planned.request
     data = msgspec.json.encode(request)
     pipelines = pipelines_of(config)

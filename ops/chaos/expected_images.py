@@ -1,4 +1,4 @@
-"""The images that the requests of a plan must yield: painted by themselves, by a plain loop."""
+"""Expected images of the requests of a plan, each painted alone by a plain loop."""
 
 import functools
 import hashlib

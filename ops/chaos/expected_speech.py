@@ -1,5 +1,4 @@
-"""The speeches that the requests of a plan must yield: their codes by a talker that nothing
-disturbs, and their sound in one piece."""
+"""Expected speeches of the requests of a plan, by an undisturbed talker and in one piece."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def _text_of(planned: Planned, answers: Mapping[str, Expected]) -> str:
 
 
 def _speak(settings: Settings, config: Config, texts: list[str]) -> dict[str, ExpectedSpeech]:
-    """Return the speech of each text, cached where the talker is a real one."""
+    """Return the speech of each text, cached if the talker is a real one."""
     name, model = next(iter(config.models.items()))
     pipeline = pipelines_of(config)[name]
     talker, generator = pipeline.stage(TALKER), pipeline.stage(VOCODER)

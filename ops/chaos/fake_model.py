@@ -40,17 +40,17 @@ from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.renderer.processing import prompt
 
 VOCAB_SIZE = 771
-"""As many as the demo's models have: the real renderer's prompts must be valid for the fake
-engine."""
+"""The size of the demo models' vocabulary, so that the fake engine accepts the real renderer's
+prompts."""
 EOS_TOKEN_IDS = frozenset(range(0, 768, 128))
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 512
 IMAGE_TOKEN_ID = 700
 IMAGE_KIB = (4, 40, 300, 2048)
-"""Sizes of fake images; small ones travel in the message, large ones beside it."""
+"""Sizes of fake images. Small ones travel in the message, large ones outside of it."""
 MAX_MODEL_LEN = 2048
 NUM_CODES = 40
-"""Codes of the fake talker: the tokens from 1 on. Token 0 ends a speech."""
+"""Number of codes of the fake talker, which are the tokens from 1. Token 0 ends a speech."""
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 # Seeds by which a request does harm. The request carries the harm, so every engine meets it.
@@ -72,9 +72,9 @@ def _piece(token_id: int) -> str:
 class FakeRunner:
     """A runner whose KV cache holds, in each slot, a hash of all tokens up to it.
 
-    Like keys and values, these depend on all tokens before, so that a slot which another sequence
-    has overwritten is found. Verifying all slots at every step would cost more than the step, so a
-    sequence is verified whenever it has filled a block.
+    Like keys and values, a hash depends on all tokens before, so that the runner detects slots that
+    another sequence has overwritten. Verifying all slots at every step would cost more than the
+    step, so a sequence is verified whenever it has filled a block.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
 
 
 def build_talker(step_s: float, num_blocks: int, max_num_seqs: int) -> EngineCore:
-    """Return the engine core of a talker whose speeches have 40 codes on average."""
+    """Return the engine core of a talker. Its speeches have 40 codes on average."""
     return build_core(FakeRunner(step_s, None, NUM_CODES + 1), num_blocks, max_num_seqs)
 
 
 def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) -> CodeOutput:
-    """Return what the fake talker writes for its stage; its tokens of a text are bytes."""
+    """Return the output of the fake talker's stage; the tokens of a text are its bytes."""
     sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
     return CodeOutput(
         bus,

@@ -93,9 +93,9 @@ def write_config(settings: Settings, folder: Path, delivery: Mapping[str, int] =
 
 
 def _hearing_folder(folder: Path) -> Path:
-    """Make a folder of the demo's model that hears, with a template that writes images as well.
+    """Make a folder of the demo model that hears, with a template that accepts images as well.
 
-    Its eyes are not trained, and see all the same.
+    Its vision tower is not trained, but it works.
     """
     model = folder / "hearing"
     model.mkdir()
@@ -132,7 +132,7 @@ def fake_roles(settings: Settings) -> dict[str, bool]:
 
 
 def _speech_stages(settings: Settings) -> dict[str, object]:
-    """The stages of a voice; that of the demo, in short chunks, so that a speech has many."""
+    """Return the stages of the demo voice, with short chunks, so that a speech has many."""
     if not settings.talkers:
         return {}
     return {
@@ -156,7 +156,7 @@ def _speech_stages(settings: Settings) -> dict[str, object]:
 
 
 def _image_stages(settings: Settings) -> dict[str, object]:
-    """The stage of a painter; that of the demo, whose small images take little time."""
+    """Return the stage of the demo painter, with small images, which take little time."""
     if not settings.painters:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Sounds for requests, and clips that have one: a model hears them alone, or with the frames."""
+"""Sounds for requests, and clips with a sound. A model hears it alone, or with the frames."""
 
 import base64
 import functools
@@ -19,7 +19,7 @@ RATE = 16_000
 NUM_FRAMES = 9
 FPS = 4
 SIZE = (84, 56)
-# With so few files, many requests want the same clip with its sound or without.
+# With few clips, many requests have the same clip with its sound or without.
 HEARD_SHARE = 0.7
 
 
@@ -31,7 +31,7 @@ def make_part(rng: random.Random) -> AudioPart | VideoPart:
 
 
 def _draw_tones(number: int, num_samples: int) -> NDArray[np.float32]:
-    """Return tones of a tenth of a second each, no two of which are alike."""
+    """Return different tones of a tenth of a second each."""
     rng = np.random.default_rng(number)
     pitches = np.repeat(rng.uniform(0.05, 1.5, -(-num_samples // 1600)), 1600)[:num_samples]
     return np.asarray(0.4 * np.sin(np.cumsum(pitches)), np.float32)

@@ -37,7 +37,7 @@ from workers.gateway.openai.speech import SPEECH
 from workers.keyring import Keyring
 from workers.supervisor.preloader import Preloader
 
-# Clients do not name their speeches, so gateways make the ids.
+# Gateways make the ids of speeches.
 UNNAMED = f"{SPEECH.id_prefix}-"
 WARM = "warm-"
 NUM_WARM_UPS = 24

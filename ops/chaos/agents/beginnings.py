@@ -1,7 +1,7 @@
 """Gateways that die while they begin a response: between its first step, its task and its turn.
 
-G3  a response that has begun ends once, and one that has not is none; no first turn is generated
-    twice; a client that sends its request again, under the same name, gets its response
+G3  a response that has begun ends once, and one that has not begun does not exist; no first turn is
+    generated twice; a client that repeats a request under the same name gets the response
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from shared.protocol.steps import decode_step, turn_id
 PATH = "/v1/responses"
 BODY = {"model": MODEL, "input": "Hello."}
 DEATH_S = 60.0
-# What a client has named is given to agents behind its first step, and they publish its first turn.
+# A gateway gives a named request to agents after its first step, and they publish the first turn.
 NAMED = ({STEP}, {STEP, TASK})
 UNNAMED = (
     {STEP},
@@ -43,7 +43,7 @@ def script(request: GenerateRequest, request_id: str) -> str:
 
 
 class _Beginning(Struct):
-    """What a gateway has left."""
+    """Parts of a response that a gateway stored before it died."""
 
     parts: set[str]
     response_id: str
@@ -56,10 +56,10 @@ class _Beginning(Struct):
 
 
 class Beginnings:
-    """Kills gateways behind every part of a beginning, and checks what becomes of the responses."""
+    """Kills gateways after each part of a beginning, and checks the ends of the responses."""
 
     def __init__(self, folder: Path) -> None:
-        # A gateway ends what no agent has gone on with in this time, and a pause behind it.
+        # After this time and a pause, a gateway ends a response that no agent has continued.
         self._system = AgentSystem(folder, {}, 1.0, default_timeout_s=60.0)
         self._model: ScriptedModel
 
@@ -73,12 +73,12 @@ class Beginnings:
     async def _kill_and_check(
         self, bus: Bus, beginnings: Sequence[set[str]], *, are_named: bool
     ) -> list[str]:
-        left = [await self._kill_behind(parts, is_named=are_named) for parts in beginnings]
+        left = [await self._kill_after(parts, is_named=are_named) for parts in beginnings]
         await self._system.start("gateway")
-        await asyncio.sleep(BROKER_DEADLINE_S + 1)  # An agent waits so long for a first step.
+        await asyncio.sleep(BROKER_DEADLINE_S + 1)  # An agent waits this long for a first step.
         return [text for one in left for text in await self._violations(bus, one)]
 
-    async def _kill_behind(self, parts: set[str], *, is_named: bool) -> _Beginning:
+    async def _kill_after(self, parts: set[str], *, is_named: bool) -> _Beginning:
         headers = {"idempotency-key": secrets.token_hex(8)} if is_named else {}
         await self._system.kill("gateway")
         report = await self._system.start_watched("gateway", "gateway", dies_after=parts)
@@ -96,8 +96,8 @@ class Beginnings:
                 again = await http.post(PATH, json=BODY, headers=one.headers)
                 told: dict[str, Any] = again.json()
                 if (told.get("id"), told.get("status")) != (one.response_id, "completed"):
-                    return [f"G3 {name}: the client that came again got {again.text}"]
-            # A stream follows a response to its end, whatever it is.
+                    return [f"G3 {name}: the repeated request got {again.text}"]
+            # A stream follows a response to its end, also to a failed one.
             followed = await http.get(f"{PATH}/{one.response_id}?stream=true")
         num_answers = self._model.answered[turn_id(one.response_id, 0)]
         found = [f"G3 {name}: {num_answers} answers"] if num_answers > 1 else []

@@ -1,7 +1,7 @@
-"""Gateways that are killed after each event of a stream, and a restart of all while approvals wait.
+"""Gateways that are killed after each event, and a restart of all processes during approvals.
 
-G1  the events before a kill and those of another gateway behind it are those of a whole stream
-G2  what waits for approval is called once after the restart, and not before
+G1  the events before a kill and the later events from another gateway make one whole stream
+G2  a call that waits for approval is made once after the restart, and not before
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Restarts:
             rest = await self._events(response_id, f"&starting_after={seen[-1]['sequence_number']}")
             whole = await self._events(response_id)
             if seen + rest != whole:
-                found.append(f"G1 {name}: killed behind {number}, the streams are not the whole")
+                found.append(f"G1 {name}: killed after event {number}, it has other streams")
             if has_ended:
                 return found
             number += 1
@@ -105,7 +105,7 @@ class Restarts:
             async with self._system.http() as http:
                 body = {"model": MODEL, "input": "Book.", "tools": [tool]}
                 waiting = (await http.post(PATH, json=body)).json()
-            # A scripted model has no drain, so it ends before the broker does.
+            # A scripted model has no drain, so it must end before the broker does.
             model.stop()
             await self._system.kill()
             self._system.broker.kill()

@@ -21,7 +21,7 @@ class CountingServer(LocalToolServer):
         self._rng = rng
 
     def start(self) -> str:
-        # Clients that are killed are what this is about.
+        # Killed clients are expected here.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         return super().start()
 

@@ -42,7 +42,7 @@ def other_seed_on_resume() -> None:
 
 @bug("engine", "hearing, resumes", "I3")
 def media_rows_off_by_one_on_resume() -> None:
-    """A resumed request has each embedding of its media in the row behind its own."""
+    """After a resume, each embedding of a medium is in the row after its place."""
     from collections.abc import Sequence
 
     from workers.engine.core.sequence import EngineRequest

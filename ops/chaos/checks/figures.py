@@ -79,7 +79,7 @@ def _over_http(run: RecordedRun) -> Counter[str]:
 
 
 def _spoken(run: RecordedRun) -> Counter[str]:
-    """Count the speeches, their ends, and the outputs that another worker has gone on with."""
+    """Count the speeches, their ends, and the outputs that another worker has resumed."""
     found: Counter[str] = Counter()
     for id in run.final.ends.keys() - run.images.keys():
         log = run.final.logs.get(id, []) or run.final.unnamed.get(id, [])
@@ -94,7 +94,7 @@ def _spoken(run: RecordedRun) -> Counter[str]:
 
 
 def _images_painted(run: RecordedRun) -> Counter[str]:
-    """Count the requests for images, and those that another worker has gone on with."""
+    """Count the requests for images, their ends, and the ones that another worker has resumed."""
     found: Counter[str] = Counter()
     for id in run.images:
         log, records = run.final.logs.get(id, []), run.final.outputs.get(id, {}).get(PAINTED, [])

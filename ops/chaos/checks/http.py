@@ -1,8 +1,8 @@
 """Invariants I1 to I3, I5, I10 and I12 for requests that came through gateways.
 
-The log determines what a client must see: one event for each record, or one answer made of all of
-them. These are computed here with the gateway's own code; the text is also compared with the
-expected one.
+The log determines the events that a client must receive: one for each record, or one answer made of
+all records. They are computed here with the gateway's own code. The text is also compared with the
+expected text.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Invariants I2 to I4 and I16 of painted images: each once, and with the bytes of a run alone."""
+"""Invariants I2 to I4 and I16 of painted images: each once, with the bytes of a run alone."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 
 
 def first_images(run: RecordedRun) -> list[tuple[float, float]]:
-    """When each request for images was sent first, and when its first image came, in order."""
+    """Return the time of each first request for images and of its first image, in order."""
     asked: dict[str, float] = {}
     seen: dict[str, float] = {}
     for event in run.clients:

@@ -27,8 +27,8 @@ from shared.state.log_records import is_final
 
 # Tasks of a dead coordinator are redelivered to another after their ack wait of a second.
 REDELIVERY_S = 1.2
-# The broker goes on to deliver to the pull requests of a stopped worker, and again after each ack
-# wait, until they have expired.
+# The broker delivers to the pull requests of a stopped worker, and again after each ack wait, until
+# the pull requests have expired.
 STOPPED_PULLS_S = 6.0
 # A leader is the member of a cluster that must agree to every write of a stream.
 BROKER_ROLES = ("broker", "leader")
@@ -84,7 +84,7 @@ class HttpSession:
 
 @dataclass
 class RecordedRun:
-    """A plan, the events of all processes, and the state that they have left."""
+    """A plan, the events of all processes, and the state after the run."""
 
     settings: Settings
     planned: dict[str, Planned]
@@ -96,7 +96,7 @@ class RecordedRun:
     final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
     speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
-    """What the requests that are spoken must sound like."""
+    """Expected speeches of the requests that are spoken."""
     processes: dict[tuple[str, int], list[AnyEvent]] = field(default_factory=dict)
     """Events of each worker, by role and process id."""
     images: dict[str, list[str]] = field(default_factory=dict)

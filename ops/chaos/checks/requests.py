@@ -101,7 +101,7 @@ def check_log(run: RecordedRun, planned: Planned) -> Iterator[str]:
             wanted = positions.get(delta.index, 0)
             if delta.position != wanted:
                 yield (
-                    f"choice {delta.index} goes on at token {delta.position} instead of {wanted},"
+                    f"choice {delta.index} continues at token {delta.position} instead of {wanted},"
                     f" in record {record.index}"
                 )
             positions[delta.index] = delta.position + len(delta.token_ids)
@@ -167,7 +167,7 @@ def _choice_faults(log: Sequence[LogRecord], expected: Expected, finished: bool)
 
 
 def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the first index at which one differs from the other, or ends."""
+    """Return the first index at which the sequences differ or one of them ends."""
     pairs = zip(found, wanted, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(wanted)))
 
@@ -210,12 +210,12 @@ def check_errors(run: RecordedRun, planned: Planned) -> Iterator[str]:
 
 
 def _outlived_workers(run: RecordedRun, planned: Planned, code: str) -> bool:
-    """Return whether a request was given up because as many workers as allowed died with it."""
+    """Return whether a request failed because the allowed number of workers died with it."""
     return code == "poison" and _count_deaths(run, planned) >= run.settings.max_deaths
 
 
 def _count_deaths(run: RecordedRun, planned: Planned) -> int:
-    """Return how many workers of one role died with the request in hand and added nothing to it."""
+    """Return how many workers of one role died while they held the request without adding to it."""
     died = {
         (event.role, event.pid)
         for event in run.pool
@@ -224,12 +224,12 @@ def _count_deaths(run: RecordedRun, planned: Planned) -> int:
     roles = Counter(
         role
         for (role, pid), events in run.processes.items()
-        if (role, pid) in died and _ends_in_hand(events, planned.bus_id)
+        if (role, pid) in died and _is_held_at_end(events, planned.bus_id)
     )
     return max(roles.values(), default=0)
 
 
-def _ends_in_hand(events: list[AnyEvent], id: str) -> bool:
+def _is_held_at_end(events: list[AnyEvent], id: str) -> bool:
     held = False
     for event in events:
         if not isinstance(event, WorkerEvent) or event.id != id:
@@ -252,7 +252,7 @@ def _left_by_dead_client(run: RecordedRun, planned: Planned) -> bool:
     )
 
 
-# -- I11: poison harms nobody else ------------------------------------------------------------
+# -- I11: poison harms no other request -------------------------------------------------------
 
 
 def check_harm(run: RecordedRun, planned: Planned) -> Iterator[str]:

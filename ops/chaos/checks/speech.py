@@ -1,7 +1,7 @@
-"""Invariants I1 to I5 and I16 of speeches: codes and samples of each, once and the right ones.
+"""Invariants I1 to I5 and I16 of speeches: the right codes and samples of each, once.
 
-Codes and samples are compared with those of a run without faults, which computes a speech in one
-piece. The samples of a log are then also those that the vocoder makes of the codes of that log.
+Codes and samples are compared with a run without faults, which computes each speech in one piece.
+So the samples of a log are also the vocoder's output for the codes of that log.
 """
 
 import base64
@@ -27,7 +27,7 @@ from shared.protocol.records import (
 from shared.state.log_records import is_final
 
 Faults = Iterator[tuple[str, str]]
-"""Invariants, and what is wrong."""
+"""Pairs of an invariant and a description of its violation."""
 
 OUTPUTS = (CODES, AUDIO)
 TRANSIENT_CODES = ("connection", "silence", "503")
@@ -60,7 +60,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 
 
 def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
-    """The sound that each session received, by request and session."""
+    """Return the sound that each session received, by request and session."""
     found: dict[str, dict[int, Sound]] = defaultdict(dict)
     for event in run.clients:
         if isinstance(event, RequestSent) and run.planned[event.id].speaks:
@@ -73,7 +73,7 @@ def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
 
 
 def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
-    """When each speech was asked for first, and when its first samples came, in order."""
+    """Return the time of each first request for a speech and of its first samples, in order."""
     sounds = sounds_of(run)
     asked: dict[str, float] = {}
     for event in run.clients:
@@ -86,7 +86,7 @@ def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
     return sorted((asked[id], min(times)) for id, times in heard.items() if times)
 
 
-# -- what clients have heard -------------------------------------------------------------------
+# -- sounds at clients -------------------------------------------------------------------------
 
 
 def _client_faults(run: RecordedRun, planned: Planned, sounds: Mapping[int, Sound]) -> Faults:
@@ -113,7 +113,7 @@ def _bus_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> F
 
 def _gateway_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> Faults:
     if planned.behaviour == "deadline":
-        return  # Whatever failed may have been late.
+        return  # Each failure may be the deadline.
     failures = run.session_failures.get(planned.id, [])
     for failed in failures:
         if failed.code not in TRANSIENT_CODES:
@@ -145,7 +145,7 @@ def _sound_faults(sound: Sound, speech: ExpectedSpeech) -> Faults:
 def _unnamed_faults(
     run: RecordedRun, id: str, log: Sequence[LogRecord], speech: ExpectedSpeech | None
 ) -> Faults:
-    """Check the logs of a speech over HTTP, whose own log has its end and nothing else."""
+    """Check the logs of a speech over HTTP. Its own log contains its end and nothing else."""
     if speech is None:
         yield "I5", "a speech that no client has asked for"
         return
@@ -176,14 +176,14 @@ def _log_faults(
 
 
 def output_faults(records: Sequence[OutputRecord]) -> Faults:
-    """Check one output's log: no gap, nothing twice, one end, no attempt behind a later one."""
+    """Check one output's log: no gap, nothing twice, one end, no attempt after a later one."""
     position = 0
     for wanted, record in enumerate(records):
         if record.index != wanted:
             kind = "repeated" if record.index < wanted else "missing"
             yield "I2", f"record {record.index} instead of {wanted}: {kind}"
             return
-        # A coordinator that cuts an output has attempts of its own.
+        # A coordinator that cuts an output counts its attempts separately.
         is_cut = isinstance(record, OutputEnd) and record.cut
         if wanted and not is_cut and record.attempt < records[wanted - 1].attempt:
             yield "I4", f"record {wanted} is of attempt {record.attempt}, after a later one"
@@ -199,7 +199,7 @@ def output_faults(records: Sequence[OutputRecord]) -> Faults:
             case _:
                 continue
         if at != position:
-            yield "I2", f"goes on at {at} instead of {position}, in record {wanted}"
+            yield "I2", f"continues at {at} instead of {position}, in record {wanted}"
         position = at + length
 
 
@@ -214,9 +214,9 @@ def sound_of(outputs: Mapping[str, Sequence[OutputRecord]]) -> bytes:
 
 
 def _speech_of_codes(run: RecordedRun, id: str) -> ExpectedSpeech | None:
-    """A planned speech that has the codes of a log.
+    """Return a planned speech with the codes of a log.
 
-    Its gateway died before its client learned the id that the gateway had made.
+    Its gateway died before the client received the id that the gateway had made.
     """
     codes = codes_of(run.final.outputs.get(id, {}))
     over_http = (one.id for one in run.planned.values() if one.speaks and one.http)
@@ -245,6 +245,6 @@ def end_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
         elif isinstance(end, Finish) and last.cut:
             yield "I16", f"{name}: was cut, although the request finished"
         elif isinstance(end, Finish) and end.outputs.get(name) != last.summary:
-            yield "I16", f"{name}: the request says other than the output's own end"
+            yield "I16", f"{name}: the end of the request differs from the output's own end"
     if isinstance(end, Finish) and ends.ended.keys() != set(ends.expected):
         yield "I16", f"finished with the ends of {sorted(ends.ended)} alone"

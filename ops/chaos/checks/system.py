@@ -55,8 +55,8 @@ def check_letters(run: RecordedRun) -> Iterator[tuple[str, str]]:
 # -- I6 to I8: no resource is leaked ----------------------------------------------------------
 
 
-# Thread pools start their threads one by one under load: those of rendering, and asyncio's own, in
-# which workers connect to the owners of payloads.
+# Thread pools start their threads one by one under load: the pool of rendering, and the pool of
+# asyncio, which connects workers to the owners of payloads.
 POOL_THREADS = {
     "renderer": 8,
     "encoder": 7,
@@ -126,7 +126,7 @@ def check_transports(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield name, f"maps {held.mappings} arenas, and is connected to {near} workers"
         # Each neighbour may read by shared memory and by TCP.
         if held.readers > 2 * max(len(arenas) - 1, 0):
-            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} workers beside it"
+            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} other workers"
     ours = {event.id for event in run.did if event.what == "arena"}
     if left := set(run.final.sockets) & ours - living:
         yield "system", f"{len(left)} sockets of arenas whose workers have ended"
@@ -176,7 +176,7 @@ def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield f"{role} {pid}", f"used {rss_mib:.0f} MiB of {budget:.0f} MiB"
 
 
-# Requests do not go through these; what a pool at zero waits for is I15.
+# Requests do not go through these. The wait of a pool at zero is I15.
 OFF_THE_PATH = ("load", "autoscaler")
 
 
@@ -186,7 +186,7 @@ OFF_THE_PATH = ("load", "autoscaler")
 def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
     """Return, for each kill, the seconds until the first record of a later request.
 
-    Kills without a request soon after them are left out, and so are stops, which go on for longer.
+    Kills without a request soon after them are left out, and so are stops, which last longer.
     """
     over_nats = sorted(
         (sessions[0].opened.t, sessions[0].received[0].t)

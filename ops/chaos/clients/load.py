@@ -1,8 +1,8 @@
 """The clients of a run, all in one process, which may itself be killed and started again.
 
 Every client sends one request, follows its log, and acts in the middle of it as planned: it
-cancels, sends the request again under the same id, or starts a second reader. Everything that it
-receives goes to the journal, from which the successor of a killed process continues.
+cancels, sends the request again under the same id, or starts a second reader. It writes all that it
+receives to the journal. The successor of a killed process reads the journal and continues.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from shared.telemetry import logs
 PATIENCE_S = 20.0
 # The pause before a new session after an error.
 RETRY_PAUSE_S = 0.3
-# The end of an output is stored before that of its request; one that was refused has none.
+# The end of an output is stored before the end of its request. A refused request has no output.
 OUTPUT_S = 5.0
 
 app = App(name="chaos-load")
@@ -60,7 +60,7 @@ class LoadClients:
     def __init__(
         self, url: str, gateways: list[str], settings: Settings, file: Path, keys: Path | None
     ) -> None:
-        """`keys` is the folder of the keys of a broker that asks for them."""
+        """`keys` is the folder of the keys, for a broker that requires them."""
         self._login = Login(url, OPERATOR, keys and seed_file(keys, OPERATOR))
         self._settings = settings
         self._ends, self._sessions, began = _read_journal(file)
@@ -102,7 +102,7 @@ class LoadClients:
         bus.publish = watched
 
     async def _run_clients(self) -> None:
-        """Run one client after the other, each no earlier than the schedule says."""
+        """Run one client after the other, each at its scheduled time or later."""
         while self._next_index < self._settings.requests:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
@@ -144,7 +144,7 @@ class LoadClients:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
                     if output is not None and is_final(record):
-                        # An answer has ended when its sound, or its images, have, too.
+                        # An answer has ended when its sound or its images have ended, too.
                         await asyncio.wait([output], timeout=OUTPUT_S)
                     self._journal.write(RecordReceived(now(), planned.id, session, record))
                     if beside is not None and record.index == planned.after_records:
@@ -170,7 +170,7 @@ class LoadClients:
     def _read_output(
         self, planned: Planned, session: int, beside: list[asyncio.Task[bool]] | None
     ) -> asyncio.Task[None] | None:
-        """Read the sound or the images of a request; a client without a text acts meanwhile."""
+        """Read the sound or the images of a request. A client that gets no text acts meanwhile."""
         if not (planned.speaks or planned.paints):
             return None
         read = read_images if planned.paints else read_sound
@@ -209,7 +209,7 @@ class LoadClients:
 
 
 def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
-    """Read what killed predecessors wrote: ends and sessions by request, and their start time."""
+    """Read the journal of killed predecessors: ends and sessions by request, and the start time."""
     began: float | None = None
     ends: Counter[str] = Counter()
     sessions: dict[str, int] = {}
@@ -221,7 +221,7 @@ def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | Non
         elif isinstance(event, SpeechNamed):
             through_gateways.add(event.id)
         elif isinstance(event, SoundEnded):
-            # Elsewhere, the end of the request's own log counts.
+            # Other requests end with their own log.
             ends[event.id] += event.id in through_gateways
         elif (isinstance(event, RecordReceived) and is_final(event.record)) or (
             isinstance(event, EventReceived) and event.data == DONE

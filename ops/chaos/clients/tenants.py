@@ -1,7 +1,7 @@
-"""Clients of tenants on the bus, which have keys of their own and use a stock library.
+"""Clients of tenants on the bus, with the tenants' keys and a stock library.
 
-They follow the live log. After a loss of the connection they read the last record, which says how
-the request has ended: the broker gives them no other part of an old log.
+They follow the live log. After a lost connection they read the last record, which says how the
+request ended. The broker gives them no other part of an old log.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Reader(NamedTuple):
-    """What a client has read of its log in the current session."""
+    """Progress of a client in its log in the current session."""
 
     session: int
     next: int
@@ -61,7 +61,7 @@ class _Reader(NamedTuple):
 
 
 class TenantClients:
-    """The clients of all tenants: one connection each, which also listens to all that it may."""
+    """Clients of all tenants: one connection each, which also subscribes to all permitted logs."""
 
     def __init__(
         self, url: str, keys: Path | None, journal: Journal, session_of: Callable[[str], int]
@@ -136,7 +136,7 @@ class TenantClients:
     def _note(
         self, planned: Planned, reader: _Reader, record: LogRecord, num_reconnects: int
     ) -> _Reader:
-        """Note a record, in a session of its own if records before it may have been missed."""
+        """Note a record, in a new session if records before it may have been missed."""
         session = reader.session
         if record.index > reader.next and reader.num_reconnects != num_reconnects:
             session = self._session_of(planned.id)
@@ -191,7 +191,7 @@ async def _next_record(nc: Client, live: Subscription, id: str) -> LogRecord | N
 
 
 class Peeking:
-    """Clients that ask gateways for the requests of other tenants."""
+    """Clients that try to read the requests of other tenants from gateways."""
 
     def __init__(self, gateways: list[str], tenants: tuple[str, ...], journal: Journal) -> None:
         self._gateways = itertools.cycle(gateways)
@@ -203,7 +203,7 @@ class Peeking:
         await self._http.aclose()
 
     async def look(self, planned: Planned) -> None:
-        """Ask for the state and for the answer of a request, with the keys of all others."""
+        """Request the state and the answer of a request with the keys of all other tenants."""
         for tenant in self._tenants:
             if tenant == planned.tenant:
                 continue

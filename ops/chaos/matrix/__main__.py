@@ -47,7 +47,7 @@ class Result(Struct, frozen=True):
 async def run_matrix(
     seeds: Sequence[int], names: Sequence[str] = (), out: Path | None = None
 ) -> list[Result]:
-    """Run all cells that can run here, or those whose names contain one of `names`."""
+    """Run all cells that can run here, or only cells whose names contain one of `names`."""
     chosen = [cell for cell in CELLS if not names or any(name in cell.name for name in names)]
     results = []
     for cell in chosen:

@@ -13,7 +13,7 @@ Run = TypeVar("Run", bound=Callable[..., Coroutine[Any, Any, None]])
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell: `run` injects the fault; without it `why_not` says why the cell cannot run."""
+    """A cell. `run` injects the fault; without it, `why_not` is the reason."""
 
     name: str
     how: str

@@ -1,7 +1,7 @@
 """A small Pagemill system on which the cells of the fault matrix run, one after the other.
 
-Its start takes most of the time of a cell, so it is reused for the next cell as long as it comes to
-rest after each. Every process connects to the broker through a proxy of its own.
+A start takes most of the time of a cell, so a deployment is reused for the next cell if it has come
+to rest. Every process connects to the broker through a separate proxy.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ PROBE_PATIENCE_S = 2.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a cell: its own findings, and the verdict of the checker."""
+    """Result of a cell: violations and figures of the cell, and the verdict of the checker."""
 
     violations: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Deployment(WatchedDeployment):
     # -- one cell ---------------------------------------------------------------------------
 
     async def run(self, settings: Settings, disturb: "Disturb") -> Outcome:
-        """Run load and disturbance, wait for rest, and check. Raises TimeoutError if it hangs."""
+        """Run load and fault, wait for rest, and check. Raises TimeoutError if the cell hangs."""
         self.outcome = outcome = Outcome()
         self.rng = random.Random(f"cell:{settings.seed}")
         self._load = settings

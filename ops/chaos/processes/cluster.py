@@ -33,7 +33,7 @@ _Down = (NatsError, OSError, TimeoutError)
 
 
 class Cluster:
-    """Three servers; `url` lists all of them, separated by commas, as `Bus.connect` expects."""
+    """Three servers. `url` lists all of them, separated by commas, as `Bus.connect` expects."""
 
     def __init__(self, folder: Path, ports: list[int] | None = None) -> None:
         """With `ports` the servers listen on these, and else on free ones."""
@@ -162,7 +162,7 @@ async def _ask(nc: Client, what: str) -> dict[str, Any]:
 
 
 async def _missing(nc: Client) -> str:
-    """Return the first defect that is found, or an empty string if there is none."""
+    """Return the first defect of a stream or consumer, or an empty string if there is none."""
     listed = await _ask(nc, "STREAM.LIST")
     if "error" in listed:
         return str(listed["error"].get("description"))
@@ -184,8 +184,8 @@ def _lacking(info: dict[str, Any]) -> str:
     if not cluster.get("leader"):
         return "no leader"
     replicas = cluster.get("replicas") or []
-    behind = [r["name"] for r in replicas if not _follows(r)]
-    return f"behind: {', '.join(behind)}" if behind else ""
+    late = [r["name"] for r in replicas if not _follows(r)]
+    return f"not current: {', '.join(late)}" if late else ""
 
 
 def _follows(replica: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ class Gateways:
     """Ports of the gateways; a restarted gateway keeps its predecessor's port."""
 
     def __init__(self, count: int, tenant: str = "") -> None:
-        """`tenant` is the one whose key warm-up requests and probes have."""
+        """Warm-up requests and probes have the key of `tenant`, if any."""
         self._tenant = tenant
         self._ports = [free_port() for _ in range(count)]
         self.warm_up_ids: set[str] = set()
@@ -98,7 +98,7 @@ async def time_to_first_event(
 
 
 def plan_ids(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
-    """Translate ids on the bus to those of the plan; other ids stay."""
+    """Translate ids on the bus to ids of the plan; other ids are unchanged."""
     names = {one.bus_id: one.id for one in planned}
     return [names.get(id, id) for id in bus_ids]
 

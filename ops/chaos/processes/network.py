@@ -1,10 +1,9 @@
 """Packet loss and partitions below TCP, in a network namespace with its own loopback device.
 
-`isolate` moves this process, and every process that it starts from then on, into a network
-namespace: its 127.0.0.1 is not the machine's. There the kernel's packet filter drops packets by
-port, by chance (`iptables -m statistic`), or by the process that sends or receives them (its
-cgroup). Delay and reordering of packets would need `tc netem`, which not every kernel has; the
-proxy delays bytes instead.
+`isolate` moves this process, and every process that it starts later, into a network namespace with
+a separate 127.0.0.1. There the kernel's packet filter drops packets by port, by chance, or by the
+cgroup of the process that sends or receives them. Delay and reordering of packets would need `tc
+netem`, which not every kernel has; the proxy delays bytes instead.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 CLONE_NEWNET = 0x40000000
-# Mount points of the version 2 hierarchy: beside version 1, and alone.
+# Mount points of the version 2 hierarchy: together with version 1, and alone.
 _HIERARCHIES = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 _TRY = "-p tcp --dport 9 -m statistic --mode random --probability 0.5 -j DROP"
 
@@ -28,7 +27,7 @@ BOTH_DIRECTIONS: tuple[Direction, ...] = ("to", "from")
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why packets cannot be dropped here, or None if they can, as a child process tries."""
+    """Return why packets cannot be dropped here, or None if a child process can drop them."""
     if os.geteuid() != 0:
         return "needs root for a network namespace"
     for tool in ("ip", "iptables", "unshare"):
@@ -59,7 +58,7 @@ def _hierarchy() -> Path | None:
 
 @contextlib.contextmanager
 def started_in(group: str) -> Iterator[None]:
-    """Start processes in the cgroup `group`, to which all sockets that they open belong.
+    """Start processes in the cgroup `group`; their sockets belong to it.
 
     A socket belongs to the group of its process at the time of its creation, so a process cannot be
     moved later. Without cgroups this has no effect.
@@ -83,7 +82,7 @@ def started_in(group: str) -> Iterator[None]:
 
 
 def remove_group(group: str) -> None:
-    """Remove a group whose processes have ended."""
+    """Remove a group without processes."""
     root = _hierarchy()
     if root is not None:
         with contextlib.suppress(OSError):

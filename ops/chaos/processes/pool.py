@@ -35,7 +35,7 @@ from workers.supervisor.supervisor import Process
 READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
-# One of so many faults may hit a process that is not ready yet.
+# One fault of this number may hit a process that is not ready yet.
 STARTING_TOO = 8
 # A process whose drain takes longer hangs.
 EXIT_TIMEOUT_S = 30.0
@@ -48,13 +48,13 @@ FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
-# Workers of these stages → their roles in the product.
+# Roles in the product of the workers of these stages.
 STAGE_ROLES = {TALKER: "engine", VOCODER: "generator", PAINTER: "generator"}
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place for one process of a role, and the process that fills it at the moment."""
+    """A place for one process of a role, with its current process."""
 
     role: str
     number: int
@@ -91,7 +91,7 @@ class Pool:
         journal: Journal,
         preloaders: Mapping[str, Preloader] = {},
     ) -> None:
-        """`counts` are given by role. Every slot needs a command before it is started.
+        """`counts` has the number of slots by role. Every slot needs a command before its start.
 
         Workers of a role are forked from the role's preloader; without one, they are executed.
         """
@@ -123,7 +123,7 @@ class Pool:
         await self.wait_ready()
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until all workers are ready. Raises TimeoutError, naming those that are not."""
+        """Wait until all workers are ready. Raises TimeoutError with the names of the others."""
         deadline = now() + timeout_s
         while missing := [f"{s.role}-{s.number}" for s in self._runs if not s.is_up]:
             self._raise_failures()
@@ -185,7 +185,7 @@ class Pool:
                 self.journal.write(Ready(now(), role, number, pid, 0.0))
 
     def _pick(self, role: str, pick: int) -> Slot | None:
-        """Pick a process, in most cases one that is ready.
+        """Pick a process, in most cases a ready one.
 
         A starting process has no work to lose, and on a slow machine none would become ready.
         """

@@ -1,7 +1,7 @@
 """A TCP proxy that misbehaves on demand, between a client and a nats-server.
 
-It handles bytes and connections without their meaning. A direction may delay all bytes, or hold
-them, as in a partition: nothing arrives and nothing is lost, and after `heal` all of it arrives.
+It does not interpret the bytes. A direction may delay all bytes, or hold them, as in a partition:
+no byte arrives and none is lost, and after `heal` all of them arrive.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Building blocks of cells: bounds, other commands for workers, requests of their own."""
+"""Building blocks of cells: bounds, other commands for workers, additional requests."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ async def replace_processes(deployment: Deployment, slots: list[Slot]) -> None:
 
 
 def one_of_each(deployment: Deployment) -> list[Slot]:
-    """Return worker 0 of every role."""
+    """Return worker 0 of each role."""
     return [slot for slot in deployment.pool.slots if slot.role != LOAD and slot.number == 0]
 
 

@@ -33,7 +33,7 @@ from workers.renderer.decoding.pool import SPAWNER
 NUM_VIDEOS = 12
 # The model that hears has 768 tokens for two large frames, and its context is 2,048.
 NUM_FRAMES = 2
-# Decoding one takes tens of milliseconds, so that there is time to kill its decoder.
+# Decoding such an image takes tens of milliseconds, so that there is time to kill its decoder.
 SIZE = (2800, 2100)
 POLL_S = 0.001
 KILLED_SHARE = 0.5
@@ -42,15 +42,15 @@ KILL_SPAWNER_EACH = 4
 
 @cell(
     "renderer: decoders killed",
-    "kill -9 of half of the decoders of videos, or of what they are forked from",
+    "kill -9 of half of the decoders of videos, or of the process that forks them",
     "the same tokens",
     on="encoders",
     load_s=14,
 )
 async def decoders_killed(deployment: Deployment) -> None:
-    """Kill many decoders, and now and then what they are forked from.
+    """Kill many decoders, and now and then the process that forks them.
 
-    The answers must be those of the same videos, under other hashes, without kills.
+    The answers must equal the answers about the same videos, under other hashes, without kills.
     """
     async with deployment.bus("decoders") as bus:
         expected = await _ask(bus, "calm")
@@ -101,7 +101,7 @@ def _make_video(number: int, nonce: bytes) -> bytes:
 
 
 async def _kill_decoders(deployment: Deployment) -> None:
-    """Kill some of the decoders that are seen, and at times their spawner."""
+    """Kill some of the decoders that run, and at times the process that forks them."""
     figures = deployment.outcome.figures
     seen: set[int] = set()
     while True:

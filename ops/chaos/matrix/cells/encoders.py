@@ -1,4 +1,4 @@
-"""Cells about encoders: all of them stop, or die with embeddings that no engine has read.
+"""Cells about encoders, which stop, or die with embeddings that no engine has read.
 
 The requests have images, clips and sounds in turn.
 """
@@ -55,7 +55,7 @@ NUM_REQUESTS = 6
     load_s=14,
 )
 async def all_away(deployment: Deployment) -> None:
-    """Stop all encoders: text is answered meanwhile, requests with images afterwards."""
+    """Stop all encoders. Text is answered meanwhile, and requests with images afterwards."""
     await wait_for_load(deployment)
     async with deployment.bus("away") as bus:
         with stopped(deployment, "encoder"):
@@ -108,7 +108,7 @@ async def _ask(bus: Bus, number: int) -> list[LogRecord]:
 
 
 def _new_part(number: int) -> ContentPart:
-    """Return a medium that no worker has seen."""
+    """Return a medium that no worker has cached."""
     file = io.BytesIO()
     if number % 3 == 2:
         noise = np.random.default_rng().uniform(-0.5, 0.5, 8_000)

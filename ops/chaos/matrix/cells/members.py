@@ -50,7 +50,7 @@ async def member_killed(deployment: Deployment, *, leader: bool, times: int = 2)
 @_cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", count=2)
 @_cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", count=3)
 async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0) -> None:
-    """Kill members: without a majority requests are refused, with one they are served again."""
+    """Kill members. Requests are refused without a majority, and served again with one."""
     brokers = _brokers(deployment)
     await wait_for_load(deployment)
     first = await _leader(deployment)
@@ -134,7 +134,7 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
 
 @_cell_of_slots("slots: all queues change leaders", "step down, five times", "10 s")
 async def leaders_of_queues_change(deployment: Deployment) -> None:
-    """Have the consumers of all slots elect other leaders, which know no pull of before."""
+    """Have the consumers of all slots elect other leaders, which do not have earlier pulls."""
     queues = [queue for lane in subjects.LANES for queue in _engine_queues(deployment, lane)]
     await wait_for_load(deployment)
     for _ in range(5):
@@ -165,7 +165,7 @@ async def rolling_members(deployment: Deployment) -> None:
 
 @_cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s")
 async def leader_disk_full(deployment: Deployment) -> None:
-    """Fill the disk of the leader; every member has a small disk of its own."""
+    """Fill the disk of the leader; every member has a separate small disk."""
     brokers = _brokers(deployment)
     await wait_for_load(deployment)
     number = await _leader(deployment)

@@ -32,7 +32,7 @@ from shared.protocol.sampling import SamplingParams
     load_s=14,
 )
 async def bad_network(deployment: Deployment, role: str) -> None:
-    """Lose 30 % of the packets, delay them by 200 ms, then end connections in three ways."""
+    """Drop 30 % of the packets, delay bytes by 200 ms, then end connections in three ways."""
     await wait_for_load(deployment)
     slot = deployment.pick(role)
     proxy = deployment.proxies[slot]
@@ -78,7 +78,7 @@ async def blackholed(
 def _outage_of_clients(
     deployment: Deployment, role: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Return an outage for faults that delay the requests themselves."""
+    """Return an outage if a fault of this role delays the requests themselves."""
     if role in (LOAD, "gateway"):
         return deployment.outage("client")
     return contextlib.nullcontext()
@@ -86,7 +86,7 @@ def _outage_of_clients(
 
 @cell("partition: one way", "proxy holds one direction", "7 s", load_s=20)
 async def one_way(deployment: Deployment) -> None:
-    """Hold what an engine sends, and later what it receives."""
+    """Hold the bytes that an engine sends, and later the bytes that it receives."""
     await blackholed(deployment, "engine", down=False, lasts_s=7.0)
     await blackholed(deployment, "engine", up=False, lasts_s=7.0)
 

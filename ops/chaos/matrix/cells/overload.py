@@ -49,9 +49,9 @@ async def engine_slower_than_renderer(deployment: Deployment) -> None:
     count_answers(deployment, "waited", answers)
 
 
-@cell("slow: flood in the batch lane", "10x beside the load (run before there were tenants)")
+@cell("slow: flood in the batch lane", "10x the load, next to it (run before there were tenants)")
 async def batch_flood(deployment: Deployment) -> None:
-    """Send ten times the load in the batch lane, beside the load."""
+    """Send ten times the load in the batch lane, next to the load."""
     await wait_for_load(deployment)
     async with deployment.bus("flood") as bus:
         requests = []
@@ -90,7 +90,7 @@ async def batch_flood(deployment: Deployment) -> None:
     change={"mix": Mix(deadline=0), "rate": 20.0, "requests": 120},
 )
 async def only_load(deployment: Deployment) -> None:
-    """Add no fault, because the load itself is one."""
+    """Inject no fault, because the load itself is one."""
 
 
 @cell("overload: 1,000 queued, then cancelled", "engines stopped meanwhile", "30 s")
@@ -138,7 +138,10 @@ async def _in_parallel(function: Callable[[str], Awaitable[object]], ids: list[s
 
 @cell("overload: max_ack_pending", "has none", load_s=1)
 async def no_common_credit(deployment: Deployment) -> None:
-    """Check that no consumer bounds what all workers together hold: one could use it up alone."""
+    """Check that no consumer limits the tasks of all workers together.
+
+    One worker could use up such a limit alone.
+    """
     async with deployment.bus("credit") as bus:
         js = bus.connection.js
         for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM):

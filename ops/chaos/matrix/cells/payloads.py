@@ -1,4 +1,4 @@
-"""Cells about large payloads: owners and readers die, freeze, forge keys, or have no room."""
+"""Cells about large payloads: owners and readers that die, freeze, forge keys, or lack memory."""
 
 import asyncio
 import base64
@@ -47,8 +47,8 @@ from shared.protocol.requests import (
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 
-# Each of three transports waits for an answer before the image is rendered again. Tasks of a frozen
-# worker are redelivered after the ack wait.
+# Each of the three transports waits for an answer before the image is rendered again. Tasks of a
+# frozen worker are redelivered after the ack wait.
 FROZEN_S = 10.0
 FROZEN_REQUESTS = 6
 NUM_LARGE_IMAGES = 5
@@ -73,7 +73,7 @@ _cell = partial(cell, on="payloads")
     role="engine",
 )
 async def killed_while_read(deployment: Deployment, role: str) -> None:
-    """Kill owners or readers of payloads, each of which engines read for half a second."""
+    """Kill owners or readers of payloads while engines read each of them for half a second."""
     async with altered(deployment, deployment.slots_of("engine"), *environment(slow_reader)):
         await sigkill(deployment, role)
 
@@ -173,7 +173,7 @@ async def owner_frozen(deployment: Deployment) -> None:
             deployment.pool.resume(pid)
     deployment.outcome.figures["beside_frozen"] = took_s
     if took_s > FROZEN_S:
-        deployment.note(f"I9: {took_s:.1f} s until the last answer beside a frozen owner")
+        deployment.note(f"I9: {took_s:.1f} s until the last answer, with a frozen owner")
     count_answers(deployment, "frozen", answers)
     await deployment.probe("after_frozen", WORKER_S)
 
@@ -184,7 +184,7 @@ async def owner_frozen(deployment: Deployment) -> None:
     "no error",
 )
 async def arena_full(deployment: Deployment) -> None:
-    """Send requests of 10 MiB, of which the arena holds one, while engines are stopped."""
+    """Send requests of 10 MiB while engines are stopped; the arena has room for one of them."""
     async with (
         altered(deployment, deployment.slots_of("renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
         deployment.bus("full") as bus,
@@ -213,7 +213,7 @@ async def arena_full(deployment: Deployment) -> None:
 async def without_transports(
     deployment: Deployment, alteration: Callable[[], None], left: str
 ) -> None:
-    """Let engines connect to no owner by some transports; they must use the one that is left."""
+    """Refuse engines' connections by some transports; they must use the remaining one."""
     async with altered(deployment, deployment.slots_of("engine"), *environment(alteration)):
         began = now()
         async with deployment.bus("transports") as bus:
@@ -265,7 +265,7 @@ async def _references(deployment: Deployment, bus: Bus, request_id: str) -> list
     task, _ = envelope.decode(stored.data, Task[EngineBody])
     refs = task.body.blobs()
     if not refs:
-        deployment.note("a large image did not travel beside the message")
+        deployment.note("a large image travelled in the message")
     return refs
 
 

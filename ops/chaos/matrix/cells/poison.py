@@ -33,7 +33,7 @@ cannot_run("poison: raises in encode", "a test: tests/encoder/test_tower.py")
     code="poison",
 )
 async def harm_engines(deployment: Deployment, seed: int, code: str, count: int = 2) -> None:
-    """Send requests that harm their engine: each ends with a dead letter and harms no other."""
+    """Send requests that harm their engine. Each ends with a dead letter and harms no other."""
     await wait_for_load(deployment)
     async with deployment.bus("poison") as bus:
         tasks = []
@@ -102,9 +102,9 @@ async def raises_in_render(deployment: Deployment) -> None:
             await _check_poison(deployment, id, "worker_failure", answering)
 
 
-@cell("poison: hangs the step", "for ever, in every engine", "its deadline", on="poison", load_s=8)
+@cell("poison: hangs the step", "forever, in every engine", "its deadline", on="poison", load_s=8)
 async def hangs(deployment: Deployment) -> None:
-    """Hang the step of every engine for ever with a request that has a deadline of 15 s."""
+    """Hang the step of every engine forever with a request that has a deadline of 15 s."""
     engines = deployment.slots_of("engine")
     command = (*environment(hanging_engine), "PAGEMILL_ENGINE__STEP_TIMEOUT_S=3")
     async with altered(deployment, engines, *command), deployment.bus("poison") as bus:

@@ -25,7 +25,7 @@ async def sigkill(deployment: Deployment, role: str, times: int = 3) -> None:
 
 
 async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) -> None:
-    """Wait until a new request is served, and until the process has a successor."""
+    """Wait until a new request is served and the process has a successor."""
     if slot.role == LOAD:
         await asyncio.sleep(1.0)
         return
@@ -33,11 +33,11 @@ async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) 
     await deployment.replaced(slot, pid)
 
 
-@cell_of_each_role("SIGSTOP", f"kill -STOP, {STOP_S:.0f} s, kill -CONT", "5 s beside it", load_s=22)
+@cell_of_each_role("SIGSTOP", f"kill -STOP, {STOP_S:.0f} s, kill -CONT", "5 s meanwhile", load_s=22)
 @cell(
     "slow: gateway stalls",
     "kill -STOP, 5 s, kill -CONT",
-    "5 s beside it",
+    "5 s meanwhile",
     on="gateways",
     load_s=9,
     role="gateway",
@@ -100,7 +100,7 @@ async def rolling(deployment: Deployment, role: str, rounds: int = 2) -> None:
                 await asyncio.sleep(1.5)
 
 
-# A process without memory may write half a line, which this removes before the next start.
+# A process without memory may write half a line. This removes it before the next start.
 _WHOLE_LINES = 'f=$1; shift; [ -n "$(tail -c1 $f 2>/dev/null)" ] && sed -i "$ d" $f; exec "$@"'
 
 

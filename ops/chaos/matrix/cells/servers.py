@@ -36,7 +36,7 @@ def _broker(deployment: Deployment) -> OneBroker:
 
 
 async def _broker_back(deployment: Deployment, old: int) -> None:
-    # The restart happens in another process, of which asyncio gets no event.
+    # Another process restarts the server, so asyncio gets no event.
     while _broker(deployment).pid() == old or deployment.brokers.pick_victim() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
@@ -143,7 +143,7 @@ async def _refusal(deployment: Deployment) -> float | None:
     change={"mix": Mix(deadline=0)},
 )
 async def queue_at_its_limit(deployment: Deployment) -> None:
-    """Fill REQUESTS to its limit in bytes: refused at once, accepted again when there is room."""
+    """Fill REQUESTS to its limit in bytes. Requests are refused at once, until there is room."""
     refused_s = []
     with stopped(deployment, "engine"):
         async with deployment.bus("limit") as bus:
