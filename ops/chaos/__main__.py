@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -101,9 +101,9 @@ def bugs(*names: str) -> int:
     unclean = [name for name in scenarios if not in_fork(_run_without_bug, name)]
     missed = []
     for name in chosen:
-        found = in_fork(_plant, name)
-        caught = BUGS[name].invariants & set(found)
-        console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(found)}")
+        violations = in_fork(_plant, name)
+        caught = BUGS[name].invariants & set(violations)
+        console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(violations)}")
         missed += [] if caught else [name]
     console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
     if unclean:
@@ -204,8 +204,7 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     console.print(_row(name, settings, verdict, took_s), markup=False)
     for kind in ("payloads", "http", "speech", "images"):
         if counts := verdict.counts[kind]:
-            line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-            console.print(f"  {kind}: {line}", markup=False)
+            console.print(f"  {kind}: {_listed(sorted(counts.items()))}", markup=False)
     if "engine_s" in verdict.figures:
         console.print(f"  {_scaled_line(verdict.figures)}", markup=False)
     return verdict.clean
@@ -226,13 +225,11 @@ def _scaled_line(figures: dict[str, float]) -> str:
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
     """Return a row of the table in docs/contribute/reliability.md."""
     figures, counts = verdict.figures, verdict.counts
-    faults = ", ".join(f"{count} {what}" for what, count in sorted(counts["faults"].items()))
-    ends = ", ".join(f"{count} {what}" for what, count in counts["ends"].most_common())
     cells = (
         name,
         settings.seed,
-        f"{figures['requests']:.0f}: {ends}",
-        faults or "none",
+        f"{figures['requests']:.0f}: {_listed(counts['ends'].most_common())}",
+        _listed(sorted(counts["faults"].items())) or "none",
         f"{figures['resumed']:.0f}",
         f"{figures['p50_s']:.2f} / {figures['p99_s']:.2f} / {figures['max_s']:.1f}",
         f"{figures['longest_gap_s']:.1f}",
@@ -240,6 +237,10 @@ def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
         len(verdict.violations),
     )
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _listed(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts)
 
 
 if __name__ == "__main__":

@@ -110,9 +110,9 @@ class Store:
 
     async def queued_ids(self) -> list[str]:
         """Return the message ids of the first requests that are still queued."""
-        found: list[str] = []
+        ids: list[str] = []
         sequence = 0
-        while len(found) < MAX_LEFT:
+        while len(ids) < MAX_LEFT:
             try:
                 message = await self._js.get_msg(
                     subjects.REQUESTS_STREAM,
@@ -122,9 +122,9 @@ class Store:
                 )
             except NotFoundError:
                 break
-            found.append((message.headers or {}).get("Nats-Msg-Id", "?"))
+            ids.append((message.headers or {}).get("Nats-Msg-Id", "?"))
             sequence = message.seq or 0
-        return found
+        return ids
 
     async def consumers(self) -> dict[str, int]:
         return {name: (await self._js.stream_info(name)).state.consumer_count for name in COUNTED}
@@ -133,20 +133,20 @@ class Store:
         return await self._bus.heartbeats.read()
 
     async def logs(self) -> Logs:
-        found = Logs({}, {}, {})
+        logs = Logs({}, {}, {})
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
             # Subjects of other outputs have the name of the output after the request id.
             id = subjects.id_of_log(subject)
             output = subject.removeprefix(subjects.tokens(id)).split(".")[1:]
             if output == [ENDS]:
-                found.ends[id] = _ends(data)
+                logs.ends[id] = _ends(data)
                 continue
             record = decode_record(data)
             if output and isinstance(record, OutputRecord):
-                found.outputs.setdefault(id, {}).setdefault(output[0], []).append(record)
+                logs.outputs.setdefault(id, {}).setdefault(output[0], []).append(record)
             elif not output and isinstance(record, LogRecord):
-                found.requests.setdefault(id, []).append(record)
-        return found
+                logs.requests.setdefault(id, []).append(record)
+        return logs
 
     async def gateway_records(self) -> list[str]:
         """Return the ids of the requests for which gateways have stored a record."""

@@ -149,15 +149,15 @@ def _compute(
         engine = replace(config.engine, max_num_seqs=AT_ONCE, num_blocks=NUM_BLOCKS)
         # The answer must be the same wherever the embeddings are computed.
         core = build_core(load(replace(model, tower="engine"), engine), engine)
-    written = [one for one in planned if one.request.given_text is None and not one.paints]
-    requests = (_rendered(one, render, config, settings.engine) for one in written)
+    written = [entry for entry in planned if entry.request.given_text is None and not entry.paints]
+    requests = (_rendered(entry, render, config, settings.engine) for entry in written)
     by_bus_id = run_alone(core, requests)
-    return {one.id: by_bus_id.get(one.bus_id, Expected(0, [])) for one in planned}
+    return {entry.id: by_bus_id.get(entry.bus_id, Expected(0, [])) for entry in planned}
 
 
 def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
     """Run all requests on one core, and return their answers by request id."""
-    found: dict[str, Expected] = {}
+    answers: dict[str, Expected] = {}
     waiting = iter(requests)
     num_in_flight = 0
     while True:
@@ -165,14 +165,14 @@ def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, 
             core.add(request)
             num_in_flight += 1
             choices = [ExpectedChoice() for _ in range(request.sampling.n)]
-            found[request.request_id] = Expected(len(request.prompt_token_ids), choices)
+            answers[request.request_id] = Expected(len(request.prompt_token_ids), choices)
         if not num_in_flight:
-            return found
+            return answers
         for output in core.step():
             if output.error is not None:
                 raise output.error
             for delta in output.choices:
-                _extend(found[output.request_id].choices[delta.index], delta)
+                _extend(answers[output.request_id].choices[delta.index], delta)
             num_in_flight -= output.usage is not None
 
 
@@ -227,7 +227,7 @@ async def _read(parts: list[prompt.MediaPart], config: Config) -> list[bytes]:
     in_thread: Any = asyncio.to_thread
     media = MediaLoader(config.renderer, in_thread)
     try:
-        return [await media.read(one.url, one.field, "", one.modality) for one in parts]
+        return [await media.read(part.url, part.field, "", part.modality) for part in parts]
     finally:
         await media.close()
 

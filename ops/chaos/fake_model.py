@@ -37,7 +37,7 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
 from workers.engine.core.sequence import Sequence as EngineSequence
-from workers.renderer.processing import prompt
+from workers.renderer.processing.prompt import SizedMedia, expand
 
 VOCAB_SIZE = 771
 """The size of the demo models' vocabulary, so that the fake engine accepts the real renderer's
@@ -138,8 +138,8 @@ class FakeRunner:
 
     def next_token(self, sequence: EngineSequence) -> int:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
-        seen = self._seen[sequence.request_id]
-        digest = hashlib.blake2b(before + seen, digest_size=8).digest()
+        images = self._seen[sequence.request_id]
+        digest = hashlib.blake2b(before + images, digest_size=8).digest()
         return int.from_bytes(digest, "big") % self._num_sampled
 
     def _harm(self, sequence: EngineSequence, allows: Callable[[int, str], bool]) -> None:
@@ -165,8 +165,8 @@ class FakeRunner:
         before = b""
         for position in range(_stop(s)):
             before = _content(s.sequence, position, before)
-            found = self._slots[_slot(s.sequence, position)]
-            assert found == before, "a block holds what another sequence has written"
+            content = self._slots[_slot(s.sequence, position)]
+            assert content == before, "a block holds what another sequence has written"
 
 
 def _stop(s: ScheduledSequence) -> int:
@@ -249,8 +249,8 @@ class FakeProcessor:
     def check(self, messages: Sequence[Message]) -> None:
         pass
 
-    def tokenize(self, asked: Prompt) -> list[int]:
-        return [token_id for message in asked.messages for token_id in _token_ids(message)]
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        return [token_id for message in prompt.messages for token_id in _token_ids(message)]
 
     def hash_media(
         self,
@@ -284,11 +284,11 @@ class FakeProcessor:
     def expand(
         self,
         token_ids: list[int],
-        media: Sequence[prompt.SizedMedia],
+        media: Sequence[SizedMedia],
         field: str = "messages",
         embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
+        return expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
 
 def render(

@@ -199,11 +199,11 @@ class MemorySample(Event, frozen=True):
 class WorkerEvent(Event, frozen=True):
     """A step of a worker.
 
-    The meaning of `id` and `at` depends on the kind of step: a request id and an attempt, a key and
-    a process id, a number of bytes.
+    The meaning of `id` and `at` depends on the step: a request id and an attempt, a key and a
+    process id, a number of bytes.
     """
 
-    what: str
+    step: str
     id: str = ""
     at: int = 0
 

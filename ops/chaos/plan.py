@@ -82,7 +82,7 @@ class Mix(Struct, frozen=True):
     """Share of all harmless requests that are spoken."""
     paints: float = 0.0
     """Share of all harmless requests without a speech that are answered with images."""
-    given: float = 0.5
+    given_text: float = 0.5
     """Share of the speeches over NATS with a given text. Speeches over HTTP always have one."""
 
 
@@ -316,7 +316,7 @@ def _painted(planned: Planned, rng: random.Random) -> Planned:
 def _spoken(planned: Planned, rng: random.Random, settings: Settings) -> Planned:
     """Turn a request for text into a request for a speech."""
     request = planned.request
-    if planned.http or rng.random() < settings.mix.given:
+    if planned.http or rng.random() < settings.mix.given_text:
         text = " ".join(rng.choices(_WORDS, k=rng.randint(2, 12)))
         request = replace(
             request, messages=None, sampling_params=UNSET, given_text=text, outputs=[AUDIO]
@@ -359,30 +359,30 @@ def _sampling(
 ) -> dict[str, object]:
     low, high = settings.max_tokens
     max_tokens, num_choices = rng.randint(low, high), rng.choice([1, 1, 2, 3])
-    given: dict[str, object] = {
+    params: dict[str, object] = {
         "max_tokens": max_tokens,
         "n": min(num_choices, settings.max_choices),
     }
     kind = rng.random()
     if kind < 0.4:
-        given["temperature"] = 0.0
+        params["temperature"] = 0.0
     else:
-        given["temperature"] = rng.choice([0.7, 1.0])
+        params["temperature"] = rng.choice([0.7, 1.0])
         if kind < 0.8:
-            given["seed"] = rng.randrange(2**31)
+            params["seed"] = rng.randrange(2**31)
     if rng.random() < settings.stops:
-        given["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
+        params["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
     if behaviour in ("deadline", "cancel"):
         # These are far more tokens than there is time for.
-        given |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
+        params |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
     elif behaviour in ("resubmit_during", "follow"):
-        given |= {"max_tokens": high, "ignore_eos": True, "stop": []}
+        params |= {"max_tokens": high, "ignore_eos": True, "stop": []}
     elif settings.engine == "demo" and rng.random() < 0.5:
         # The model ends its own answers after a few words.
-        given["ignore_eos"] = True
+        params["ignore_eos"] = True
     if harm is not None:
-        given |= {"temperature": 1.0, "seed": harm}
-    return given
+        params |= {"temperature": 1.0, "seed": harm}
+    return params
 
 
 def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:

@@ -104,10 +104,10 @@ def _hearing_folder(folder: Path) -> Path:
             (model / file.name).symlink_to(file)
     template = (DEMO_MODEL / "chat_template.jinja").read_text()
     sound = "'<|audio_bos|><|AUDIO|><|audio_eos|>'"
-    heard = f"{{%- if part.type == 'audio' -%}}{{{{- {sound} -}}}}{{%- endif -%}}"
+    sound_branch = f"{{%- if part.type == 'audio' -%}}{{{{- {sound} -}}}}{{%- endif -%}}"
     begin = "{%- for part in content or [] -%}"
     assert begin in template
-    (model / "chat_template.jinja").write_text(template.replace(begin, begin + heard))
+    (model / "chat_template.jinja").write_text(template.replace(begin, begin + sound_branch))
     return model
 
 

@@ -200,6 +200,6 @@ QUICK: dict[str, Settings] = {
         step_ms=10.0,
         max_tokens=(4, 24),
         max_codes=48,
-        mix=Mix(http=0.4, speech=0.6, given=0.6, paints=0.4),
+        mix=Mix(http=0.4, speech=0.6, given_text=0.6, paints=0.4),
     ),
 }

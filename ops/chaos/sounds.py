@@ -50,21 +50,21 @@ def _clip_url(number: int) -> str:
     noise = np.random.default_rng(number)
     file = io.BytesIO()
     with av.open(file, "w", format="avi") as output:
-        seen = output.add_stream("mjpeg", rate=FPS)
-        seen.width, seen.height, seen.pix_fmt = *SIZE, "yuvj420p"
-        seen.codec_context.thread_count = 1
-        heard = output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        video = output.add_stream("mjpeg", rate=FPS)
+        video.width, video.height, video.pix_fmt = *SIZE, "yuvj420p"
+        video.codec_context.thread_count = 1
+        audio = output.add_stream("pcm_s16le", rate=RATE, layout="mono")
         for place in range(NUM_FRAMES):
             pixels = noise.integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
             frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuvj420p")
             frame.pts, frame.time_base = place, Fraction(1, FPS)
-            output.mux(seen.encode(frame))
-        output.mux(seen.encode())
+            output.mux(video.encode(frame))
+        output.mux(video.encode())
         samples = _draw_tones(100 + number, RATE * (1 + number) // 2)
         sound = av.AudioFrame.from_ndarray((samples * 2**15).astype(np.int16)[None], "s16", "mono")
         sound.sample_rate, sound.pts = RATE, 0
-        output.mux(heard.encode(sound))
-        output.mux(heard.encode())
+        output.mux(audio.encode(sound))
+        output.mux(audio.encode())
     return _data_url("video/avi", file)
 
 

@@ -288,7 +288,7 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
         processes[role, int(pid)] = [
             event
             for event in read_events(file)
-            if event.t >= since or (isinstance(event, WorkerEvent) and event.what in LASTING)
+            if event.t >= since or (isinstance(event, WorkerEvent) and event.step in LASTING)
         ]
     return RecordedRun(
         settings=settings,

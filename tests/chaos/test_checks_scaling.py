@@ -68,7 +68,7 @@ def make_run(pool: list[Event], scaled: Scaled = SCALED, ends: list[float] = END
 
 
 def faults(run: RecordedRun) -> list[str]:
-    return [violation.what for violation in scaling.find(run)]
+    return [violation.text for violation in scaling.find(run)]
 
 
 def test_a_pool_that_grows_and_goes_back_is_clean() -> None:

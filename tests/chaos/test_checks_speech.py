@@ -108,7 +108,7 @@ def run_of(
 
 
 def found(run: RecordedRun) -> list[str]:
-    return [f"{violation.invariant}: {violation.what}" for violation in speech.find(run)]
+    return [f"{violation.invariant}: {violation.text}" for violation in speech.find(run)]
 
 
 def of(codes: list[OutputRecord] = CODES, sound: list[OutputRecord] = AUDIO) -> Any:

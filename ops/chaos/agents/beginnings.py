@@ -67,8 +67,8 @@ class Beginnings:
         """Return all violations."""
         async with self._system.running(script) as self._model, self._system.bus() as bus:
             await self._system.start()
-            found = await self._kill_and_check(bus, NAMED, are_named=True)
-            return found + await self._kill_and_check(bus, UNNAMED, are_named=False)
+            named = await self._kill_and_check(bus, NAMED, are_named=True)
+            return named + await self._kill_and_check(bus, UNNAMED, are_named=False)
 
     async def _kill_and_check(
         self, bus: Bus, beginnings: Sequence[set[str]], *, are_named: bool
@@ -76,7 +76,7 @@ class Beginnings:
         left = [await self._kill_after(parts, is_named=are_named) for parts in beginnings]
         await self._system.start("gateway")
         await asyncio.sleep(BROKER_DEADLINE_S + 1)  # An agent waits this long for a first step.
-        return [text for one in left for text in await self._violations(bus, one)]
+        return [text for beginning in left for text in await self._violations(bus, beginning)]
 
     async def _kill_after(self, parts: set[str], *, is_named: bool) -> _Beginning:
         headers = {"idempotency-key": secrets.token_hex(8)} if is_named else {}
@@ -89,27 +89,27 @@ class Beginnings:
             await asyncio.gather(request, return_exceptions=True)
         return _Beginning(parts, report.read_text(), headers)
 
-    async def _violations(self, bus: Bus, one: _Beginning) -> list[str]:
-        name = f"{one.response_id}, {'+'.join(sorted(one.parts))}"
+    async def _violations(self, bus: Bus, beginning: _Beginning) -> list[str]:
+        name = f"{beginning.response_id}, {'+'.join(sorted(beginning.parts))}"
         async with self._system.http() as http:
-            if one.headers:
-                again = await http.post(PATH, json=BODY, headers=one.headers)
-                told: dict[str, Any] = again.json()
-                if (told.get("id"), told.get("status")) != (one.response_id, "completed"):
+            if beginning.headers:
+                again = await http.post(PATH, json=BODY, headers=beginning.headers)
+                answer: dict[str, Any] = again.json()
+                if (answer.get("id"), answer.get("status")) != (beginning.response_id, "completed"):
                     return [f"G3 {name}: the repeated request got {again.text}"]
             # A stream follows a response to its end, also to a failed one.
-            followed = await http.get(f"{PATH}/{one.response_id}?stream=true")
-        num_answers = self._model.answered[turn_id(one.response_id, 0)]
-        found = [f"G3 {name}: {num_answers} answers"] if num_answers > 1 else []
-        has_begun = one.headers or STEP in one.parts
+            followed = await http.get(f"{PATH}/{beginning.response_id}?stream=true")
+        num_answers = self._model.answered[turn_id(beginning.response_id, 0)]
+        faults = [f"G3 {name}: {num_answers} answers"] if num_answers > 1 else []
+        has_begun = beginning.headers or STEP in beginning.parts
         if followed.is_success != bool(has_begun):
-            found.append(f"G3 {name}: {followed.text}")
-        stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", one.response_id))
+            faults.append(f"G3 {name}: {followed.text}")
+        stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", beginning.response_id))
         steps = [step for message in stored if (step := decode_step(message.data)) is not None]
         if has_begun:
-            must_complete = bool(one.headers) or one.ends_well
+            must_complete = bool(beginning.headers) or beginning.ends_well
             run = AgentRun(name, steps, {}, may_repeat=False, must_complete=must_complete)
-            found += [f"G3 {text}" for text in violations(run)]
+            faults += [f"G3 {text}" for text in violations(run)]
         elif steps:
-            found.append(f"G3 {name}: it has steps")
-        return found
+            faults.append(f"G3 {name}: it has steps")
+        return faults

@@ -35,7 +35,7 @@ class AgentRun(Struct, frozen=True):
 
     response_id: str
     steps: list[Step]
-    made: Mapping[tuple[int, int], int]
+    num_made: Mapping[tuple[int, int], int]
     """Number of times that each call was made, by turn and number."""
     may_repeat: bool
     """Whether its server is configured so that calls may be made again."""
@@ -81,11 +81,11 @@ def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
     for (turn, number), call in state.calls.items():
         if call.paints:  # It is a request, and repeated publications have the same id.
             continue
-        made = run.made.get((turn, number), 0)
+        num_made = run.num_made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
-        if made > len(call.sent):
-            yield f"A2 {name}: made {made} times, with {len(call.sent)} steps that announce it"
+        if num_made > len(call.sent):
+            yield f"A2 {name}: made {num_made} times, with {len(call.sent)} steps that announce it"
         if len(call.sent) > 1 and not run.may_repeat:
             yield f"A2 {name}: sent {len(call.sent)} times"
-        if call.result is not None and call.result.outcome == "result" and not made:
+        if call.result is not None and call.result.outcome == "result" and not num_made:
             yield f"A4 {name}: has a result, and was never made"

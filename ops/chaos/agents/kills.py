@@ -182,8 +182,8 @@ class AgentScenario:
         stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", log.response_id))
         steps = [step for message in stored if (step := decode_step(message.data)) is not None]
         name, verdict = log.response_id, self._verdict
-        made = {
-            (turn, number): self._tool.made[f"{name}/{turn}/{number}"]
+        num_made = {
+            (turn, number): self._tool.num_made[f"{name}/{turn}/{number}"]
             for turn in range(TURNS)
             for number in range(CALLS)
         }
@@ -193,7 +193,7 @@ class AgentScenario:
         verdict.num_responses += 1
         verdict.num_unknown += sum(isinstance(s, Result) and s.outcome == "unknown" for s in steps)
         verdict.num_repeated += sum(isinstance(s, Sending) and s.attempt > 0 for s in steps)
-        run = AgentRun(name, steps, made, repeatable, must_complete=True)
+        run = AgentRun(name, steps, num_made, repeatable, must_complete=True)
         verdict.violations += violations(run)
 
 

@@ -75,7 +75,7 @@ def frame_lost_on_resume() -> None:
     def without_last(
         logged: Any, self: CodeOutput, records: Sequence[AnyRecord], n: int
     ) -> list[LoggedChoice]:
-        return [LoggedChoice(found.token_ids[:-1], False) for found in logged(self, records, n)]
+        return [LoggedChoice(choice.token_ids[:-1], False) for choice in logged(self, records, n)]
 
 
 @bug("talker", "speeches", "I1", "I10", "I16")

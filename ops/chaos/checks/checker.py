@@ -25,6 +25,6 @@ class Verdict:
 def check(run: RecordedRun) -> Verdict:
     """Apply all checks to a run."""
     checks = (requests, http, speech, images, system, scaling, tenants)
-    found = [violation for module in checks for violation in module.find(run)]
+    violations = [violation for module in checks for violation in module.find(run)]
     measured = figures.measure(run) | scaling.measure(run)
-    return Verdict(sorted(found), measured, figures.count(run))
+    return Verdict(sorted(violations), measured, figures.count(run))

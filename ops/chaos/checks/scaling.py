@@ -29,8 +29,8 @@ def find(run: RecordedRun) -> Iterator[Violation]:
     """Yield the violations of a run with a scaled pool; other runs have none."""
     if (scaled := run.settings.scaled) is not None:
         for check in (_drain_faults, _size_faults, _end_faults):
-            for subject, what in check(run, scaled):
-                yield Violation("I15", subject, what)
+            for subject, text in check(run, scaled):
+                yield Violation("I15", subject, text)
 
 
 def measure(run: RecordedRun) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _began(run: RecordedRun) -> float:
 
 def sizes(run: RecordedRun) -> list[tuple[float, int]]:
     """Return the number of the pool's processes that do not drain, after each change."""
-    found, present, gone = [], set[int](), set[int]()
+    changes, present, gone = [], set[int](), set[int]()
     for event in _own(run):
         match event:
             case Started():
@@ -137,8 +137,8 @@ def sizes(run: RecordedRun) -> list[tuple[float, int]]:
                 present.discard(event.pid)
             case Drained():
                 gone.add(event.pid)
-        found.append((event.t, len(present - gone)))
-    return found
+        changes.append((event.t, len(present - gone)))
+    return changes
 
 
 def _alive(run: RecordedRun) -> set[int]:

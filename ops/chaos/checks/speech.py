@@ -50,40 +50,40 @@ def find(run: RecordedRun) -> Iterator[Violation]:
                 log = run.final.logs.get(planned.id, [])
                 speech = run.speeches[planned.id]
                 faults = chain(faults, _log_faults(run, planned.id, log, speech))
-            yield from (Violation(invariant, planned.id, what) for invariant, what in faults)
+            yield from (Violation(invariant, planned.id, text) for invariant, text in faults)
     named = {e.bus_id: run.speeches[e.id] for e in run.clients if isinstance(e, SpeechNamed)}
     for id, log in run.final.unnamed.items():
         faults = _unnamed_faults(run, id, log, named.get(id) or _speech_of_codes(run, id))
-        yield from (Violation(invariant, id, what) for invariant, what in faults)
+        yield from (Violation(invariant, id, text) for invariant, text in faults)
     for id in run.final.outputs.keys() - run.final.logs.keys() - run.final.unnamed.keys():
         yield Violation("I5", id, "outputs of a request that has no log")
 
 
 def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
     """Return the sound that each session received, by request and session."""
-    found: dict[str, dict[int, Sound]] = defaultdict(dict)
+    sounds: dict[str, dict[int, Sound]] = defaultdict(dict)
     for event in run.clients:
         if isinstance(event, RequestSent) and run.planned[event.id].speaks:
-            found[event.id][event.session] = Sound([], [])
+            sounds[event.id][event.session] = Sound([], [])
         elif isinstance(event, SoundReceived):
-            found[event.id][event.session].pieces.append(event)
+            sounds[event.id][event.session].pieces.append(event)
         elif isinstance(event, SoundEnded):
-            found[event.id][event.session].ends.append(event)
-    return found
+            sounds[event.id][event.session].ends.append(event)
+    return sounds
 
 
 def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
     """Return the time of each first request for a speech and of its first samples, in order."""
     sounds = sounds_of(run)
-    asked: dict[str, float] = {}
+    sent_at: dict[str, float] = {}
     for event in run.clients:
         if isinstance(event, RequestSent) and run.planned[event.id].speaks:
-            asked.setdefault(event.id, event.t)
-    heard = {
+            sent_at.setdefault(event.id, event.t)
+    received_at = {
         id: [sound.pieces[0].t for sound in sessions.values() if sound.pieces]
         for id, sessions in sounds.items()
     }
-    return sorted((asked[id], min(times)) for id, times in heard.items() if times)
+    return sorted((sent_at[id], min(times)) for id, times in received_at.items() if times)
 
 
 # -- sounds at clients -------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
 def _client_faults(run: RecordedRun, planned: Planned, sounds: Mapping[int, Sound]) -> Faults:
     speech = run.speeches[planned.id]
     for session, sound in sounds.items():
-        for invariant, what in _sound_faults(sound, speech):
-            yield invariant, f"session {session}: {what}"
+        for invariant, text in _sound_faults(sound, speech):
+            yield invariant, f"session {session}: {text}"
     whole = {session for session, sound in sounds.items() if _is_whole(sound)}
     find_more = _gateway_client_faults if planned.http else _bus_client_faults
     yield from find_more(run, planned, whole)
@@ -161,45 +161,45 @@ def _log_faults(
 ) -> Faults:
     outputs = run.final.outputs.get(id, {})
     for name, records in outputs.items():
-        for invariant, what in output_faults(records):
-            yield invariant, f"{name}: {what}"
+        for invariant, text in output_faults(records):
+            yield invariant, f"{name}: {text}"
     finished = bool(log) and isinstance(log[-1], Finish)
-    made: list[tuple[str, Sequence[int], Sequence[int]]] = [
+    pairs: list[tuple[str, Sequence[int], Sequence[int]]] = [
         (CODES, codes_of(outputs), speech.codes),
         (AUDIO, sound_of(outputs), speech.sound),
     ]
-    for name, found, wanted in made:
-        if found != wanted[: None if finished else len(found)]:
-            at = first_difference(found, wanted)
-            yield "I3", f"{name}: {at} of {len(found)} differs, {len(wanted)} are right"
+    for name, values, targets in pairs:
+        if values != targets[: None if finished else len(values)]:
+            at = first_difference(values, targets)
+            yield "I3", f"{name}: {at} of {len(values)} differs, {len(targets)} are right"
     yield from end_faults(run, id, log)
 
 
 def output_faults(records: Sequence[OutputRecord]) -> Faults:
     """Check one output's log: no gap, nothing twice, one end, no attempt after a later one."""
     position = 0
-    for wanted, record in enumerate(records):
-        if record.index != wanted:
-            kind = "repeated" if record.index < wanted else "missing"
-            yield "I2", f"record {record.index} instead of {wanted}: {kind}"
+    for index, record in enumerate(records):
+        if record.index != index:
+            kind = "repeated" if record.index < index else "missing"
+            yield "I2", f"record {record.index} instead of {index}: {kind}"
             return
         # A coordinator that cuts an output counts its attempts separately.
         is_cut = isinstance(record, OutputEnd) and record.cut
-        if wanted and not is_cut and record.attempt < records[wanted - 1].attempt:
-            yield "I4", f"record {wanted} is of attempt {record.attempt}, after a later one"
-        if isinstance(record, OutputEnd) and wanted + 1 < len(records):
-            yield "I16", f"{len(records) - wanted - 1} records follow its end"
+        if index and not is_cut and record.attempt < records[index - 1].attempt:
+            yield "I4", f"record {index} is of attempt {record.attempt}, after a later one"
+        if isinstance(record, OutputEnd) and index + 1 < len(records):
+            yield "I16", f"{len(records) - index - 1} records follow its end"
             return
         match record:
             case CodeChunk(position=at, frames=frames):
                 length = len(frames)
             case AudioChunk(first_sample=at, num_samples=length, pcm=pcm):
                 if 2 * length != len(base64.b64decode(pcm)):
-                    yield "I2", f"record {wanted} says that it has {length} samples"
+                    yield "I2", f"record {index} says that it has {length} samples"
             case _:
                 continue
         if at != position:
-            yield "I2", f"continues at {at} instead of {position}, in record {wanted}"
+            yield "I2", f"continues at {at} instead of {position}, in record {index}"
         position = at + length
 
 
@@ -219,8 +219,8 @@ def _speech_of_codes(run: RecordedRun, id: str) -> ExpectedSpeech | None:
     Its gateway died before the client received the id that the gateway had made.
     """
     codes = codes_of(run.final.outputs.get(id, {}))
-    over_http = (one.id for one in run.planned.values() if one.speaks and one.http)
-    speeches = (run.speeches[one] for one in over_http)
+    over_http = (planned for planned in run.planned.values() if planned.speaks and planned.http)
+    speeches = (run.speeches[planned.id] for planned in over_http)
     return next((s for s in speeches if s.codes[: len(codes)] == codes), None)
 
 

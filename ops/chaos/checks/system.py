@@ -22,8 +22,8 @@ DEAD_LETTER_CODES = ("poison", "worker_failure")
 def find(run: RecordedRun) -> Iterator[Violation]:
     """Yield the violations of the system as a whole."""
     for invariant, check in CHECKS:
-        for subject, what in check(run):
-            yield Violation(invariant, subject, what)
+        for subject, text in check(run):
+            yield Violation(invariant, subject, text)
 
 
 # -- I5: no work is removed without an end ----------------------------------------------------
@@ -78,7 +78,7 @@ def check_blocks(run: RecordedRun) -> Iterator[tuple[str, str]]:
             if load.get(name):
                 yield beat.worker, f"{name} is {load[name]:g} although the worker is idle"
     for event in run.did:
-        if event.what == "leak":
+        if event.step == "leak":
             yield "engine", f"{event.at} blocks were in use while no sequence ran"
 
 
@@ -105,8 +105,8 @@ def check_pins(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def _count_orphaned_keys(run: RecordedRun) -> Counter[str]:
     """Count, by owner, the keys that a process borrowed and did not end before it died."""
     living = {beat.pid for beat in run.final.beats}
-    borrowed = {e.id for e in run.did if e.what == "borrowed" and e.at not in living}
-    ended = {e.id for e in run.did if e.what in ("returned", "forwarded")}
+    borrowed = {e.id for e in run.did if e.step == "borrowed" and e.at not in living}
+    ended = {e.id for e in run.did if e.step in ("returned", "forwarded")}
     return Counter(id.partition(":")[0] for id in borrowed - ended)
 
 
@@ -127,7 +127,7 @@ def check_transports(run: RecordedRun) -> Iterator[tuple[str, str]]:
         # Each neighbour may read by shared memory and by TCP.
         if held.readers > 2 * max(len(arenas) - 1, 0):
             yield name, f"serves {held.readers} readers, with {len(arenas) - 1} other workers"
-    ours = {event.id for event in run.did if event.what == "arena"}
+    ours = {event.id for event in run.did if event.step == "arena"}
     if left := set(run.final.sockets) & ours - living:
         yield "system", f"{len(left)} sockets of arenas whose workers have ended"
 
@@ -140,28 +140,28 @@ def check_files(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def check_resources(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for role, before, after in _pairs(run):
         for name in ("fds", "threads", "tasks", "subscriptions"):
-            was, found = getattr(before, name), getattr(after, name)
+            num_before, num_after = getattr(before, name), getattr(after, name)
             spare = POOL_THREADS.get(role, 0) if name == "threads" else 0
-            if found > was + spare:
-                yield f"{role} {after.pid}", f"{name}: {found}, {was} at first"
-    for stream, was in run.final.consumers_before.items():
-        found = run.final.consumers.get(stream, 0)
-        if found > was:
-            yield stream, f"{found} consumers, {was} at first"
+            if num_after > num_before + spare:
+                yield f"{role} {after.pid}", f"{name}: {num_after}, {num_before} at first"
+    for stream, num_before in run.final.consumers_before.items():
+        num_after = run.final.consumers.get(stream, 0)
+        if num_after > num_before:
+            yield stream, f"{num_after} consumers, {num_before} at first"
 
 
 def _pairs(run: RecordedRun) -> Iterator[tuple[str, Snapshot, Snapshot]]:
     """Pair the most that any process of a role held at first with each process at the end."""
     most: dict[str, Snapshot] = {}
-    for taken in run.final.before:
-        largest = most.setdefault(taken.role, taken)
+    for snapshot in run.final.before:
+        largest = most.setdefault(snapshot.role, snapshot)
         more = {
-            name: max(getattr(largest, name), getattr(taken, name)) for name in COUNTED_RESOURCES
+            name: max(getattr(largest, name), getattr(snapshot, name)) for name in COUNTED_RESOURCES
         }
-        most[taken.role] = replace(taken, **more)
-    for taken in run.final.after:
-        if taken.role in most:
-            yield taken.role, most[taken.role], taken
+        most[snapshot.role] = replace(snapshot, **more)
+    for snapshot in run.final.after:
+        if snapshot.role in most:
+            yield snapshot.role, most[snapshot.role], snapshot
 
 
 def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
@@ -199,7 +199,7 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
         for id, sessions in run.http_sessions.items()
         if run.planned[id].streamed and any(session.events for session in sessions)
     )
-    found = []
+    delays = []
     for fault in run.pool:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role in OFF_THE_PATH:
             continue
@@ -208,13 +208,13 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
             firsts = spoken
         elif fault.role == PAINTER:
             firsts = painted
-        sent = [t for t, _ in firsts]
+        sent_at = [t for t, _ in firsts]
         # All requests of the next two seconds count, because the first of them may be a long one.
-        start, stop = bisect.bisect(sent, fault.t), bisect.bisect(sent, fault.t + 2.0)
+        start, stop = bisect.bisect(sent_at, fault.t), bisect.bisect(sent_at, fault.t + 2.0)
         if start < stop:
             first = min(got for _, got in firsts[start:stop])
-            found.append((fault, first - fault.t))
-    return found
+            delays.append((fault, first - fault.t))
+    return delays
 
 
 def check_recovery(run: RecordedRun) -> Iterator[tuple[str, str]]:

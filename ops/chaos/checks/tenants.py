@@ -16,8 +16,8 @@ def find(run: RecordedRun) -> Iterator[Violation]:
             planned = run.planned.get(event.id)
             owner = None if planned is None or planned.http else planned.tenant
             if owner != event.tenant:
-                what = f"{event.tenant} received record {event.record.index} of its log"
-                yield Violation("I17", event.id, what)
+                text = f"{event.tenant} received record {event.record.index} of its log"
+                yield Violation("I17", event.id, text)
         elif isinstance(event, Peeked) and event.status not in REFUSALS:
-            what = f"{event.tenant} requested it, and was answered with {event.status}"
-            yield Violation("I17", event.id, what)
+            text = f"{event.tenant} requested it, and was answered with {event.status}"
+            yield Violation("I17", event.id, text)

@@ -107,8 +107,8 @@ class LoadClients:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
             again = planned.behaviour == "resubmit_after" and not (planned.http and planned.speaks)
-            wanted = 2 if again else 1
-            if self._ends[planned.id] >= wanted:
+            num_ends = 2 if again else 1
+            if self._ends[planned.id] >= num_ends:
                 continue
             await asyncio.sleep(self._began + index / self._settings.rate - now())
             await self._run_client(planned)
@@ -176,8 +176,8 @@ class LoadClients:
         read = read_images if planned.paints else read_sound
 
         async def act(number: int) -> None:
-            given = planned.paints or planned.request.given_text is not None
-            if given and beside is not None and number == planned.after_records:
+            has_no_text = planned.paints or planned.request.given_text is not None
+            if has_no_text and beside is not None and number == planned.after_records:
                 await self._intervene(planned, beside)
 
         return asyncio.create_task(read(self._bus, planned, session, self._journal, act))

@@ -101,8 +101,8 @@ class TenantClients:
             session = self._session_of(planned.id)
             self._journal.write(RequestSent(now(), planned.id, session, 0, True))
             if not await self._read(planned, session, give_up_at, again=number > 0):
-                what = "no final record"
-                self._journal.write(SessionFailed(now(), planned.id, session, "silence", what))
+                reason = "no final record"
+                self._journal.write(SessionFailed(now(), planned.id, session, "silence", reason))
 
     async def _read(
         self, planned: Planned, session: int, give_up_at: float, *, again: bool

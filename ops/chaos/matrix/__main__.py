@@ -132,7 +132,7 @@ def markdown(results: Sequence[Result]) -> str:
             lines.append(f"| {cell.name} | - | - | cannot run here | {cell.reason} |")
         elif own:
             passed = sum(not result.violations for result in own)
-            note = f"; {cell.known}" if cell.known and passed < len(own) else ""
+            note = f"; {cell.limit}" if cell.limit and passed < len(own) else ""
             lines.append(
                 f"| {cell.name} | {cell.how} | {cell.bound} | {passed} of {len(own)} |"
                 f" {_worst(own)}{note} |"

@@ -155,8 +155,8 @@ class Cluster:
             await nc.close()
 
 
-async def _ask(nc: Client, what: str) -> dict[str, Any]:
-    answer = await nc.request(f"$JS.API.{what}", b"", timeout=ANSWER_TIMEOUT_S)
+async def _ask(nc: Client, operation: str) -> dict[str, Any]:
+    answer = await nc.request(f"$JS.API.{operation}", b"", timeout=ANSWER_TIMEOUT_S)
     decoded: dict[str, Any] = json.loads(answer.data)
     return decoded
 
@@ -168,12 +168,12 @@ async def _missing(nc: Client) -> str:
         return str(listed["error"].get("description"))
     for stream in listed.get("streams") or []:
         name = stream["config"]["name"]
-        if found := _lacking(stream):
-            return f"stream {name}: {found}"
+        if defect := _lacking(stream):
+            return f"stream {name}: {defect}"
         consumers = await _ask(nc, f"CONSUMER.LIST.{name}")
         for consumer in consumers.get("consumers") or []:
-            if found := _lacking(consumer):
-                return f"consumer {name}/{consumer['name']}: {found}"
+            if defect := _lacking(consumer):
+                return f"consumer {name}/{consumer['name']}: {defect}"
     if listed.get("missing") or listed.get("offline"):
         return "streams that do not answer"
     return ""

@@ -99,7 +99,7 @@ async def time_to_first_event(
 
 def plan_ids(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
     """Translate ids on the bus to ids of the plan; other ids are unchanged."""
-    names = {one.bus_id: one.id for one in planned}
+    names = {entry.bus_id: entry.id for entry in planned}
     return [names.get(id, id) for id in bus_ids]
 
 
@@ -112,7 +112,7 @@ def letters_by_plan_id(
     planned: Iterable[Planned], letters: Iterable[DeadLetter]
 ) -> list[DeadLetter]:
     """Translate the requests of dead letters to the ids of the plan."""
-    names = {one.bus_id: one.id for one in planned}
+    names = {entry.bus_id: entry.id for entry in planned}
     return [
         replace(letter, request_id=names.get(letter.request_id or "", letter.request_id))
         for letter in letters

@@ -106,14 +106,14 @@ def drop(
     chance = f"-m statistic --mode random --probability {probability}" if probability < 1 else ""
     for way in ways:
         option = "--dports" if way == "to" else "--sports"
-        what = f"-p tcp -m multiport {option} {','.join(map(str, ports))} {chance} -j DROP"
+        rule = f"-p tcp -m multiport {option} {','.join(map(str, ports))} {chance} -j DROP"
         if group is None:
-            _iptables(f"-A INPUT {what}")
+            _iptables(f"-A INPUT {rule}")
         else:
             # Incoming packets have a group only after the connection is established; outgoing ones
             # always have one.
-            _iptables(f"-A INPUT -m cgroup --path {group} {what}")
-            _iptables(f"-A OUTPUT -m cgroup --path {group} {what}")
+            _iptables(f"-A INPUT -m cgroup --path {group} {rule}")
+            _iptables(f"-A OUTPUT -m cgroup --path {group} {rule}")
 
 
 def heal() -> None:

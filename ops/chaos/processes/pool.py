@@ -280,14 +280,14 @@ class Pool:
         waiting = {s.pid: s.role for s in self._runs if s.is_up and s.role != ACTUATOR}
         for pid in waiting:
             os.kill(pid, signal.SIGUSR2)
-        found: dict[int, Snapshot] = {}
-        while len(found) < len(waiting) and now() < began + timeout_s:
+        snapshots: dict[int, Snapshot] = {}
+        while len(snapshots) < len(waiting) and now() < began + timeout_s:
             await asyncio.sleep(WATCH_S)
             for pid, role in waiting.items():
                 for event in read_events(self._journal_of(role, pid)):
                     if isinstance(event, Snapshot) and event.t >= began:
-                        found[pid] = event
-        return list(found.values())
+                        snapshots[pid] = event
+        return list(snapshots.values())
 
     async def stop(self) -> None:
         """Drain all processes, then stop the brokers; exit codes are in the journal."""
@@ -312,7 +312,7 @@ class Pool:
 def has_announced(journal: Path) -> bool:
     """Return whether the worker that writes this journal is ready."""
     events = read_events(journal)
-    return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
+    return any(isinstance(event, WorkerEvent) and event.step == "ready" for event in events)
 
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:

@@ -106,8 +106,8 @@ class ScaledEngines:
         """Return whether clients have seen the ends of all requests of a lane."""
         events = read_events(self._folder / "clients.jsonl")
         ended = {e.id for e in events if isinstance(e, RecordReceived) and is_final(e.record)}
-        wanted = (one for one in make_requests(self._settings) if one.request.lane == lane)
-        return all(one.id in ended for one in wanted)
+        planned = make_requests(self._settings)
+        return {entry.id for entry in planned if entry.request.lane == lane} <= ended
 
 
 async def _until(is_true: Callable[[], bool]) -> None:

@@ -22,8 +22,8 @@ _TOKENS = to_json(TokenChunk(0, 0, [])).partition(b",")[0]
 def watch(journal: Journal, crash: CrashPoints) -> None:
     """Wrap the product's methods in this process."""
 
-    def record(what: str, id: str = "", at: int = 0) -> None:
-        journal.write(WorkerEvent(now(), what, id, at))
+    def record(step: str, id: str = "", at: int = 0) -> None:
+        journal.write(WorkerEvent(now(), step, id, at))
 
     _watch_start(record)
     _watch_deliveries(record, crash)

@@ -56,14 +56,14 @@ async def decoders_killed(deployment: Deployment) -> None:
         expected = await _ask(bus, "calm")
         killing = asyncio.create_task(_kill_decoders(deployment))
         try:
-            found = await _ask(bus, "killed")
+            answers = await _ask(bus, "killed")
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one is None or other is None:
+    for number, (calm, killed) in enumerate(zip(expected, answers, strict=True)):
+        if calm is None or killed is None:
             deployment.note(f"I10: the request with video {number} failed")
-        elif one != other:
+        elif calm != killed:
             deployment.note(f"I3: with killed decoders, the answer to video {number} differs")
     if not deployment.outcome.figures.get("killed"):
         deployment.note("no decoder was killed")
@@ -103,14 +103,14 @@ def _make_video(number: int, nonce: bytes) -> bytes:
 async def _kill_decoders(deployment: Deployment) -> None:
     """Kill some of the decoders that run, and at times the process that forks them."""
     figures = deployment.outcome.figures
-    seen: set[int] = set()
+    decoders: set[int] = set()
     while True:
         for slot in deployment.slots_of("renderer"):
             for spawner in filter(_is_spawner, _children(slot.pid)):
                 for decoder in _children(spawner):
-                    if decoder in seen:
+                    if decoder in decoders:
                         continue
-                    seen.add(decoder)
+                    decoders.add(decoder)
                     if deployment.rng.random() > KILLED_SHARE:
                         continue
                     each = int(figures.get("killed", 0)) % KILL_SPAWNER_EACH
@@ -122,11 +122,11 @@ async def _kill_decoders(deployment: Deployment) -> None:
 
 def _children(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
-    found = []
+    pids = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+            pids += [int(child) for child in (task / "children").read_text().split()]
+    return pids
 
 
 def _is_spawner(pid: int) -> bool:

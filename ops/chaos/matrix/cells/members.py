@@ -70,7 +70,7 @@ async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0)
     "cluster: SIGSTOP leader",
     "kill -STOP, 15 s",
     "10 s",
-    known="a frozen server is missed after 6 s, and a new leader elected 4 to 9 s after that",
+    limit="a frozen server is missed after 6 s, and a new leader elected 4 to 9 s after that",
 )
 async def leader_stopped(deployment: Deployment) -> None:
     cluster = _brokers(deployment).cluster
@@ -99,7 +99,7 @@ async def leader_stopped(deployment: Deployment) -> None:
     "iptables by cgroup, 12 s",
     "10 s",
     needs=network.why_unavailable,
-    known="a client of the server that is cut off sees nothing new until it is back",
+    limit="a client of the server that is cut off sees nothing new until it is back",
     leader=False,
 )
 async def member_isolated(deployment: Deployment, *, leader: bool) -> None:
@@ -187,7 +187,7 @@ async def leader_disk_full(deployment: Deployment) -> None:
     "cluster: follower corrupted",
     "one bit of its .blk files, then fail over",
     "detected",
-    known="a documented limit of nats-server (Jepsen, issue 7549)",
+    limit="a documented limit of nats-server (Jepsen, issue 7549)",
 )
 async def follower_corrupted(deployment: Deployment) -> None:
     """Flip bits in a follower's store while it is down; then kill the leader."""

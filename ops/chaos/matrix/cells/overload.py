@@ -129,11 +129,11 @@ async def _end_of(bus: Bus, id: str) -> str:
 async def _in_parallel(function: Callable[[str], Awaitable[object]], ids: list[str]) -> list[str]:
     limit = asyncio.Semaphore(64)
 
-    async def one(id: str) -> object:
+    async def call(id: str) -> object:
         async with limit:
             return await function(id)
 
-    return [str(result) for result in await asyncio.gather(*(one(id) for id in ids))]
+    return [str(result) for result in await asyncio.gather(*(call(id) for id in ids))]
 
 
 @cell("overload: max_ack_pending", "has none", load_s=1)

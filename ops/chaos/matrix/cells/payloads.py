@@ -285,12 +285,12 @@ def _arenas(pid: int) -> list[str]:
     return [link for link in links if os.readlink(link).startswith("/memfd:pagemill")]
 
 
-async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what: str) -> None:
+async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, kind: str) -> None:
     try:
         (await blobs.get(ref)).close()
     except BlobLost:
         return
-    deployment.note(f"I7: a payload could be read by a key {what}")
+    deployment.note(f"I7: a payload could be read by a key {kind}")
 
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
@@ -300,7 +300,7 @@ async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:
     return sum(
-        isinstance(event, WorkerEvent) and event.what == f"read by {transport}" and event.t > since
+        isinstance(event, WorkerEvent) and event.step == f"read by {transport}" and event.t > since
         for file in (deployment.folder / "workers").glob("engine-*.jsonl")
         for event in read_events(file)
     )

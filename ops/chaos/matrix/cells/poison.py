@@ -61,15 +61,15 @@ async def _check_poison(
         deployment.note(f"I11: {id} did not end within 40 s: {error!r}")
         return
     end = records[-1]
-    found = end.error.code if isinstance(end, Failure) else "finish"
+    end_code = end.error.code if isinstance(end, Failure) else "finish"
     deployment.outcome.note_largest("poison_s", took_s)
-    if found != code:
-        deployment.note(f"I11: {id} ended with {found} instead of {code}")
+    if end_code != code:
+        deployment.note(f"I11: {id} ended with {end_code} instead of {code}")
     harmed = [
         event
         for file in (deployment.folder / "workers").glob("*.jsonl")
         for event in read_events(file)
-        if isinstance(event, WorkerEvent) and event.what == "harm" and event.id == id
+        if isinstance(event, WorkerEvent) and event.step == "harm" and event.id == id
     ]
     deployment.outcome.note_largest("harmed", len(harmed))
     if code == "poison" and len(harmed) > deployment.settings.max_deaths:

@@ -82,7 +82,7 @@ async def drain(deployment: Deployment, role: str) -> None:
     late = [
         event
         for event in read_events(deployment.folder / "workers" / f"{role}-{pid}.jsonl")
-        if isinstance(event, WorkerEvent) and event.what == "received" and event.t > began + 0.2
+        if isinstance(event, WorkerEvent) and event.step == "received" and event.t > began + 0.2
     ]
     if late:
         deployment.note(f"{role}: received {len(late)} messages more than 0.2 s after SIGTERM")
