@@ -13,6 +13,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from ops.chaos.history import now
+from ops.chaos.processes.cluster import ignore_error
 from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.protocol import subjects
@@ -59,15 +60,11 @@ class Store:
 
     @classmethod
     async def connect(cls, url: str) -> "Store":
-        async def report(error: Exception) -> None:
-            # Lost connections are expected, because runs kill the broker.
-            pass
-
         seed = Login.of_operator(url).seed_file
         nc = await nats.connect(
             url.split(","),
             max_reconnect_attempts=-1,
-            error_cb=report,
+            error_cb=ignore_error,
             nkeys_seed=None if seed is None else str(seed),
         )
         return cls(nc, await Bus.connect(url, "chaos-dump", 30.0))

@@ -19,7 +19,7 @@ from ops.chaos.expected_speech import expect_speeches
 from ops.chaos.history import FinalState, Journal, WorkerEvent, read_events
 from ops.chaos.plan import AUDIO, MODEL, PAINTED, PAINTER, TALKER, VOCODER, Settings, make_requests
 from ops.chaos.processes.brokers import Brokers, OneBroker, ThreeBrokers
-from ops.chaos.processes.gateways import Gateways, key_by_plan_id, letters_by_plan_id, plan_ids
+from ops.chaos.processes.gateways import Gateways
 from ops.chaos.processes.pool import ACTUATOR, LOAD, Pool, Slot, worker_command
 from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, keys_folder, write_config
 from ops.chaos.worker.payload_events import LASTING
@@ -204,11 +204,16 @@ class WatchedDeployment:
         if settings.encoders:
             # Embeddings that no engine has fetched expire.
             await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
-        planned = make_requests(settings)
+        # Ids on the bus, and the same ids in the plan.
+        names = {entry.bus_id: entry.id for entry in make_requests(settings)}
         requests, outputs, ends = await store.logs()
-        logs = key_by_plan_id(planned, requests)
+        logs = {names.get(id, id): log for id, log in requests.items()}
         logs = {id: log for id, log in logs.items() if self.is_own(id)}
-        records = plan_ids(planned, await store.gateway_records())
+        records = [names.get(id, id) for id in await store.gateway_records()]
+        letters = [
+            replace(letter, request_id=names.get(letter.request_id or "", letter.request_id))
+            for letter in await store.letters()
+        ]
         # Heartbeats of dead workers stay for some seconds. Heartbeats are read before the wait, at
         # the end of which all payloads have expired and no worker tries to release one.
         pids = {slot.pid for slot in self.pool.slots}
@@ -217,7 +222,7 @@ class WatchedDeployment:
         return FinalState(
             settled=settled,
             logs={id: log for id, log in logs.items() if not id.startswith(UNNAMED)},
-            letters=self.own_letters(letters_by_plan_id(planned, await store.letters())),
+            letters=self.own_letters(letters),
             messages=await store.messages(),
             queued_ids=await store.queued_ids(),
             consumers=await store.consumers(),

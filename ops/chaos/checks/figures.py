@@ -16,6 +16,7 @@ from ops.chaos.history import (
     SoundReceived,
 )
 from ops.chaos.plan import PAINTED
+from ops.harness.samples import Samples
 from shared.protocol.records import (
     AudioChunk,
     Failure,
@@ -32,7 +33,7 @@ from shared.state.log_records import is_final
 def measure(run: RecordedRun) -> dict[str, float]:
     """Return counts, latencies and the largest memory; times are in seconds."""
     first = {id: sessions[0].opened.t for id, sessions in run.sessions.items()}
-    took = sorted(t - first[id] for id, t in run.ended.items())
+    took = Samples(t - first[id] for id, t in run.ended.items())
     received_at = sorted(
         event.t
         for event in run.clients
@@ -46,9 +47,9 @@ def measure(run: RecordedRun) -> dict[str, float]:
         "accepted": len(run.accepted),
         "ended": len(run.ended),
         "seconds": (max(received_at) - min(sent_at)) if received_at else 0.0,
-        "p50_s": percentile(took, 50),
-        "p99_s": percentile(took, 99),
-        "max_s": percentile(took, 100),
+        "p50_s": took.median if took else 0.0,
+        "p99_s": took.p99 if took else 0.0,
+        "max_s": max(took, default=0.0),
         "longest_gap_s": max(gaps, default=0.0),
         "tokens": sum(_num_tokens(run, id) for id in run.final.logs),
         "resumed": sum(_is_resumed(log) for log in run.final.logs.values()),
@@ -116,11 +117,6 @@ def _num_tokens(run: RecordedRun, id: str) -> int:
 def _is_resumed(log: Sequence[LogRecord]) -> bool:
     """Return whether tokens of more than one attempt are in the log."""
     return len({record.attempt for record in log if isinstance(record, TokenChunk)}) > 1
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile of sorted values, or 0 if there are none."""
-    return values[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
 
 
 def count(run: RecordedRun) -> dict[str, Counter[str]]:

@@ -17,6 +17,7 @@ DONE = "[DONE]"
 POLL_S = 0.1
 POLL_TIMEOUT_S = 2.5
 TIMEOUT = httpx.Timeout(None, connect=2.0)
+# The pause of a client before a new attempt after an error.
 RETRY_PAUSE_S = 0.3
 # The broker is down, or a queue is full; a later attempt may succeed.
 TRANSIENT_STATUSES = (503,)

@@ -17,7 +17,7 @@ import uvloop
 from cyclopts import App, Parameter
 
 from ops.chaos.clients.http_clients import HttpClients
-from ops.chaos.clients.http_exchange import DONE
+from ops.chaos.clients.http_exchange import DONE, RETRY_PAUSE_S
 from ops.chaos.clients.painted import read_images
 from ops.chaos.clients.sound import SpeechClients, read_sound
 from ops.chaos.clients.tenants import Peeking, TenantClients
@@ -46,8 +46,6 @@ from shared.telemetry import logs
 
 # A client gives up this long after the deadline; the checker reports the missing end.
 PATIENCE_S = 20.0
-# The pause before a new session after an error.
-RETRY_PAUSE_S = 0.3
 # The end of an output is stored before the end of its request. A refused request has no output.
 OUTPUT_S = 5.0
 

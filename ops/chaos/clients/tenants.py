@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from ops.chaos.clients.http_exchange import authorization
+from ops.chaos.clients.http_exchange import RETRY_PAUSE_S, authorization
 from ops.chaos.history import (
     Accepted,
     CancelSent,
@@ -32,6 +32,7 @@ from ops.chaos.history import (
     now,
 )
 from ops.chaos.plan import Planned
+from ops.chaos.processes.cluster import ignore_error
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import encode_request
@@ -40,7 +41,6 @@ from workers.keyring import Keyring
 
 SILENCE_S = 1.0
 REPLY_S = 2.0
-RETRY_PAUSE_S = 0.3
 PEEK_S = 5.0
 _LAST = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
@@ -161,17 +161,13 @@ class TenantClients:
 
 
 async def _connect(url: str, seed: Path) -> Client:
-    async def report(error: Exception) -> None:
-        # Lost connections are expected, because runs kill the broker.
-        pass
-
     return await nats.connect(
         url,
         nkeys_seed=str(seed),
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.1,
         ping_interval=2,
-        error_cb=report,
+        error_cb=ignore_error,
     )
 
 

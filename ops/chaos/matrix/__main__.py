@@ -19,7 +19,7 @@ from msgspec import Struct
 from ops.chaos.history import now
 from ops.chaos.matrix.cell import Cell
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.deployments import new_deployment
+from ops.chaos.matrix.deployments import DEPLOYMENTS
 from ops.chaos.matrix.table import CELLS
 from ops.chaos.plan import Settings
 from ops.chaos.processes import network
@@ -68,7 +68,7 @@ async def _run_all(cells: Sequence[Cell], seed: int) -> AsyncIterator[Result]:
         deployment: Deployment | None = None
         try:
             for cell in [cell for cell in cells if cell.on == kind]:
-                deployment = deployment or new_deployment(kind)
+                deployment = deployment or DEPLOYMENTS[kind]()
                 result = await _run(cell, deployment, seed)
                 yield result
                 if result.violations:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol.messages import DeadLetter
 from shared.protocol.records import Failure, LogRecord
-from shared.protocol.requests import GenerateRequest, Message
+from shared.protocol.requests import ContentPart, GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 # A cell hangs if it takes this much longer than its load.
@@ -170,9 +170,16 @@ class Deployment(WatchedDeployment):
             await bus.close()
 
     async def ask(
-        self, bus: Bus, id: str, sampling: SamplingParams, text: str = "probe", **more: float
+        self,
+        bus: Bus,
+        id: str,
+        sampling: SamplingParams,
+        content: str | Sequence[ContentPart] = "probe",
+        **more: Any,
     ) -> list[LogRecord]:
-        request = GenerateRequest(MODEL, [Message("user", text)], sampling, **more)  # type: ignore[arg-type]
+        """Send a request with one message; return all records of the answer."""
+        message = Message("user", content if isinstance(content, str) else [*content])
+        request = GenerateRequest(MODEL, [message], sampling, **more)
         return [record async for record in client.ask(bus, request, id)]
 
     async def probe(self, name: str, bound_s: float) -> None:

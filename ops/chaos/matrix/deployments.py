@@ -53,7 +53,3 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
     "disk": lambda: Deployment(BASE, disk_mib=DISK_MIB),
 }
-
-
-def new_deployment(name: str) -> Deployment:
-    return DEPLOYMENTS[name]()

@@ -14,15 +14,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 CLONE_NEWNET = 0x40000000
 # Mount points of the version 2 hierarchy: together with version 1, and alone.
 _HIERARCHIES = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 _TRY = "-p tcp --dport 9 -m statistic --mode random --probability 0.5 -j DROP"
-
-Direction = Literal["to", "from"]
-BOTH_DIRECTIONS: tuple[Direction, ...] = ("to", "from")
 
 
 @functools.cache
@@ -92,20 +88,16 @@ def remove_group(group: str) -> None:
 # -- rules ------------------------------------------------------------------------------------
 
 
-def drop(
-    ports: Sequence[int],
-    ways: Sequence[Direction] = BOTH_DIRECTIONS,
-    *,
-    probability: float = 1.0,
-    group: str | None = None,
-) -> None:
-    """Drop packets to, from, or to and from the servers that listen on `ports`.
+@contextlib.contextmanager
+def dropping(
+    ports: Sequence[int], *, probability: float = 1.0, group: str | None = None
+) -> Iterator[None]:
+    """Drop packets to and from the servers that listen on `ports`; remove all rules at the end.
 
-    With a `group`, drop only those that its processes send or receive.
+    With a `group`, drop only packets that its processes send or receive.
     """
     chance = f"-m statistic --mode random --probability {probability}" if probability < 1 else ""
-    for way in ways:
-        option = "--dports" if way == "to" else "--sports"
+    for option in ("--dports", "--sports"):
         rule = f"-p tcp -m multiport {option} {','.join(map(str, ports))} {chance} -j DROP"
         if group is None:
             _iptables(f"-A INPUT {rule}")
@@ -114,12 +106,11 @@ def drop(
             # always have one.
             _iptables(f"-A INPUT -m cgroup --path {group} {rule}")
             _iptables(f"-A OUTPUT -m cgroup --path {group} {rule}")
-
-
-def heal() -> None:
-    """Remove all rules."""
-    for chain in ("INPUT", "OUTPUT"):
-        _iptables(f"-F {chain}")
+    try:
+        yield
+    finally:
+        for chain in ("INPUT", "OUTPUT"):
+            _iptables(f"-F {chain}")
 
 
 def num_dropped() -> int:

@@ -14,19 +14,10 @@ from PIL import Image
 from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import WORKER_S, new_id
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.plan import MODEL
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol.records import Finish, TokenChunk
-from shared.protocol.requests import (
-    SEQUENCE_HEAD,
-    ContentPart,
-    GenerateRequest,
-    Message,
-    TextPart,
-    VideoPart,
-    VideoURL,
-)
+from shared.protocol.requests import SEQUENCE_HEAD, ContentPart, TextPart, VideoPart, VideoURL
 from shared.protocol.sampling import SamplingParams
 from workers.renderer.decoding.pool import SPAWNER
 
@@ -53,10 +44,10 @@ async def decoders_killed(deployment: Deployment) -> None:
     The answers must equal the answers about the same videos, under other hashes, without kills.
     """
     async with deployment.bus("decoders") as bus:
-        expected = await _ask(bus, "calm")
+        expected = await _ask(deployment, bus, "calm")
         killing = asyncio.create_task(_kill_decoders(deployment))
         try:
-            answers = await _ask(bus, "killed")
+            answers = await _ask(deployment, bus, "killed")
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
@@ -70,23 +61,20 @@ async def decoders_killed(deployment: Deployment) -> None:
     await deployment.probe("after_kills", WORKER_S)
 
 
-async def _ask(bus: Bus, nonce: str) -> Sequence[list[int] | None]:
+async def _ask(deployment: Deployment, bus: Bus, nonce: str) -> Sequence[list[int] | None]:
     """Return the tokens of the answers about all videos, None for one that failed."""
-    return await asyncio.gather(*(_answer(bus, number, nonce) for number in range(NUM_VIDEOS)))
+    answers = (_answer(deployment, bus, number, nonce) for number in range(NUM_VIDEOS))
+    return await asyncio.gather(*answers)
 
 
-async def _answer(bus: Bus, number: int, nonce: str) -> list[int] | None:
+async def _answer(deployment: Deployment, bus: Bus, number: int, nonce: str) -> list[int] | None:
     url = await client.pin_media(bus, _make_video(number, nonce.encode()))
     content: list[ContentPart] = [VideoPart(VideoURL(url)), TextPart("What color is it?")]
-    sampling = SamplingParams(max_tokens=8, temperature=0.0)
-    request = GenerateRequest(MODEL, [Message("user", content)], sampling, timeout_s=60.0)
-    token_ids: list[int] = []
-    async for record in client.ask(bus, request, new_id(f"{nonce}-{number}")):
-        if isinstance(record, TokenChunk):
-            for choice in record.choices:
-                token_ids += choice.token_ids
-        last = record
-    return token_ids if isinstance(last, Finish) else None
+    sampling, id = SamplingParams(max_tokens=8, temperature=0.0), new_id(f"{nonce}-{number}")
+    *chunks, end = await deployment.ask(bus, id, sampling, content, timeout_s=60.0)
+    choices = [c for chunk in chunks if isinstance(chunk, TokenChunk) for c in chunk.choices]
+    token_ids = [token_id for choice in choices for token_id in choice.token_ids]
+    return token_ids if isinstance(end, Finish) else None
 
 
 def _make_video(number: int, nonce: bytes) -> bytes:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ops.chaos.matrix.cell import cell
-from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, dropping, fill, wait_for_load
+from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, fill, wait_for_load
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from ops.chaos.processes import network
@@ -108,7 +108,7 @@ async def member_isolated(deployment: Deployment, *, leader: bool) -> None:
     await wait_for_load(deployment)
     number = await (_leader(deployment) if leader else _follower(deployment))
     with deployment.outage("isolated"):
-        with dropping(cluster.route_ports, group=cluster.group(number)):
+        with network.dropping(cluster.route_ports, group=cluster.group(number)):
             # Its clients are isolated as well, until they connect to another member.
             await asyncio.sleep(12.0)
         await cluster.wait_current()
@@ -125,7 +125,7 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
     cluster = _brokers(deployment).cluster
     await wait_for_load(deployment)
     number = await _leader(deployment)
-    with deployment.outage("cut-from-leader"), dropping([cluster.members[number].port]):
+    with deployment.outage("cut-from-leader"), network.dropping([cluster.members[number].port]):
         await asyncio.sleep(PARTITION_S)
         await deployment.probe("beside_cut", LEADER_S)
         await asyncio.sleep(4.0)

@@ -7,7 +7,6 @@ from ops.chaos.matrix.cell import cell, cell_of_each_role
 from ops.chaos.matrix.cells.common import (
     PARTITION_S,
     WORKER_S,
-    dropping,
     new_id,
     one_of_each,
     port_of,
@@ -37,7 +36,7 @@ async def bad_network(deployment: Deployment, role: str) -> None:
     slot = deployment.pick(role)
     proxy = deployment.proxies[slot]
     with _outage_of_clients(deployment, role):
-        with dropping([proxy.port], probability=0.3):
+        with network.dropping([proxy.port], probability=0.3):
             await asyncio.sleep(5.0)
             deployment.outcome.figures["packets_lost"] = network.num_dropped()
         await proxy.set(Behavior(delay_s=0.1), Behavior(delay_s=0.1))

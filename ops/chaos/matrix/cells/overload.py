@@ -7,10 +7,8 @@ from ops.chaos.history import now
 from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
-    collect,
     count_answers,
     new_id,
-    request_json,
     stopped,
     until_empty,
     wait_for_load,
@@ -21,6 +19,7 @@ from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
@@ -56,13 +55,9 @@ async def batch_flood(deployment: Deployment) -> None:
     async with deployment.bus("flood") as bus:
         requests = []
         for number in range(300):
-            request = GenerateRequest(
-                "demo",
-                [Message("user", "flood")],
-                SamplingParams(max_tokens=30, seed=number, temperature=1.0),
-                lane="batch",
-            )
-            answer = collect(client.ask(bus, request, new_id(f"flood-{number}")))
+            sampling = SamplingParams(max_tokens=30, seed=number, temperature=1.0)
+            id = new_id(f"flood-{number}")
+            answer = deployment.ask(bus, id, sampling, "flood", lane="batch")
             requests.append(asyncio.create_task(answer))
             await asyncio.sleep(0.01)
         await deployment.probe("beside_flood", WORKER_S)
@@ -96,9 +91,7 @@ async def only_load(deployment: Deployment) -> None:
 @cell("overload: 1,000 queued, then cancelled", "engines stopped meanwhile", "30 s")
 async def queued_then_cancelled(deployment: Deployment, count: int = 1000) -> None:
     """Queue 1,000 requests while engines are stopped, cancel all of them, and check their ends."""
-    data = request_json(
-        GenerateRequest("demo", [Message("user", "x")], SamplingParams(max_tokens=50))
-    )
+    data = to_json(GenerateRequest("demo", [Message("user", "x")], SamplingParams(max_tokens=50)))
     figures = deployment.outcome.figures
     async with deployment.bus("cancel") as bus:
         began = now()

@@ -16,7 +16,6 @@ from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     altered,
-    collect,
     count_answers,
     new_id,
     stopped,
@@ -25,7 +24,6 @@ from ops.chaos.matrix.cells.common import (
 from ops.chaos.matrix.cells.processes import sigkill
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import IMAGES, MODEL
-from shared import client
 from shared.blobs import protocol
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
@@ -36,14 +34,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import (
-    ContentPart,
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 
@@ -120,7 +111,7 @@ async def stale_reference(deployment: Deployment) -> None:
     """Check that a reference is valid until its request has ended, and not later."""
     async with deployment.bus("stale") as bus, _reader(bus) as blobs:
         with stopped(deployment, "engine"):
-            (task,) = _send_large(bus, 1)
+            (task,) = _send_large(deployment, bus, 1)
             refs = await _references(deployment, bus, task.get_name())
             for ref in refs:
                 (await blobs.get(ref)).close()
@@ -159,7 +150,7 @@ async def owner_frozen(deployment: Deployment) -> None:
     owner = deployment.slot("renderer", 0)
     async with deployment.bus("frozen") as bus:
         with stopped(deployment, "engine"):
-            tasks = _send_large(bus, FROZEN_REQUESTS)
+            tasks = _send_large(deployment, bus, FROZEN_REQUESTS)
             for task in tasks:
                 await _references(deployment, bus, task.get_name())
             deployment.signal(owner, "stop", signal.SIGSTOP)
@@ -190,7 +181,7 @@ async def arena_full(deployment: Deployment) -> None:
         deployment.bus("full") as bus,
     ):
         with stopped(deployment, "engine"):
-            tasks = _send_large(bus, 4, NUM_LARGE_IMAGES)
+            tasks = _send_large(deployment, bus, 4, NUM_LARGE_IMAGES)
             await asyncio.sleep(4.0)
         count_answers(deployment, "large", await asyncio.gather(*tasks, return_exceptions=True))
         await deployment.probe("after_full", WORKER_S)
@@ -217,7 +208,8 @@ async def without_transports(
     async with altered(deployment, deployment.slots_of("engine"), *environment(alteration)):
         began = now()
         async with deployment.bus("transports") as bus:
-            count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
+            answers = await asyncio.gather(*_send_large(deployment, bus, 4))
+            count_answers(deployment, "asked", [*answers])
         await asyncio.sleep(2.0)
         deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
         if not num:
@@ -241,18 +233,16 @@ def _large_images() -> list[str]:
 
 
 def _send_large(
-    bus: Bus, requests: int, num_images: int = 1
+    deployment: Deployment, bus: Bus, requests: int, num_images: int = 1
 ) -> "list[asyncio.Task[list[LogRecord]]]":
     """Send requests with large images; the tasks have the request ids as names."""
     tasks = []
     for number in range(requests):
-        parts: list[ContentPart] = [
-            ImagePart(ImageURL(url)) for url in _large_images()[:num_images]
-        ]
-        message = Message("user", [*parts, TextPart("?")])
-        request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
-        id = new_id(f"large-{number}")
-        tasks.append(asyncio.create_task(collect(client.ask(bus, request, id)), name=id))
+        images = [ImagePart(ImageURL(url)) for url in _large_images()[:num_images]]
+        id, sampling = new_id(f"large-{number}"), SamplingParams(max_tokens=8)
+        content: list[ContentPart] = [*images, TextPart("?")]
+        answer = deployment.ask(bus, id, sampling, content, timeout_s=60.0)
+        tasks.append(asyncio.create_task(answer, name=id))
     return tasks
 
 
