@@ -52,8 +52,6 @@ def run(
     /,
     *,
     seed: int = 1,
-    requests: int | None = None,
-    keep: bool = False,
 ) -> int:
     """Run one of the long runs of docs/contribute/reliability.md.
 
@@ -61,15 +59,8 @@ def run(
     ----------
     seed
         Seed of the requests, the faults and the behaviour of clients.
-    requests
-        Number of requests, by default the number that the run has.
-    keep
-        Keep the folder of the run even if it is clean.
     """
-    settings = replace(RUNS[name], seed=seed)
-    if requests is not None:
-        settings = replace(settings, requests=requests)
-    return 0 if _run(name, settings, keep=keep) else 1
+    return 0 if _run(name, replace(RUNS[name], seed=seed)) else 1
 
 
 @app.command
@@ -125,7 +116,7 @@ def _plant(name: str) -> Counter[str]:
 
         return run_agents(FAULTS_FOR_BUGS, bug=name).invariants
     settings = settings_of(name)
-    verdict, _ = uvloop.run(run_scenario(settings, preloaders=fork_preloaders(settings)))
+    verdict, _ = uvloop.run(run_scenario(settings, fork_preloaders(settings)))
     return Counter(violation.invariant for violation in verdict.violations)
 
 
@@ -150,15 +141,15 @@ def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 @app.command
-def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool = False) -> int:
+def agents(*, kills: int = 500, seed: int = 1, restarts: bool = False) -> int:
     """Kill and stop agents while they call a tool that counts its calls, and check each response.
 
     Parameters
     ----------
     kills
         Number of faults that hit an agent at work.
-    at_once
-        Responses in flight.
+    seed
+        Seed of the faults and of the tool's pauses.
     restarts
         Kill gateways instead of agents, and restart all processes while calls wait for approval.
     """
@@ -171,7 +162,7 @@ def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool 
         summary = f"{len(violations)} violations"
     else:
         began = time.monotonic()
-        verdict = run_agents(kills, at_once, seed)
+        verdict = run_agents(kills, seed)
         violations, summary = verdict.violations, f"{verdict}; {time.monotonic() - began:.0f} s"
     for text in violations[:MAX_SHOWN]:
         console.print(text, markup=False)
@@ -192,14 +183,14 @@ def check_again(folder: Path, /) -> int:
     return 0 if verdict.clean else 1
 
 
-def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
+def _run(name: str, settings: Settings) -> bool:
     logs.configure_logging("error", role="chaos")
     began = time.monotonic()
-    verdict, folder = uvloop.run(run_scenario(settings, keep, fork_preloaders(settings)))
+    verdict, folder = uvloop.run(run_scenario(settings, fork_preloaders(settings)))
     took_s = time.monotonic() - began
     for violation in verdict.violations[:MAX_SHOWN]:
         console.print(f"  {violation}", markup=False)
-    if keep or not verdict.clean:
+    if not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
     for kind in ("payloads", "http", "speech", "images"):

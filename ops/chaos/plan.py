@@ -221,39 +221,12 @@ class Planned(Struct, frozen=True):
         return scoped_id(self.id, self.tenant)
 
 
-_WORDS = [
-    "red",
-    "green",
-    "blue",
-    "circle",
-    "square",
-    "star",
-    "heart",
-    "triangle",
-    "cross",
-    "letter",
-    "picture",
-    "colour",
-    "shape",
-    "how",
-    "many",
-    "where",
-    "what",
-    "which",
-    "is",
-    "are",
-    "the",
-    "they",
-    "same",
-    "there",
-    "kind",
-    "of",
-    "background",
-    "left",
-    "right",
-    "top",
-    "bottom",
-]
+_VOCABULARY = (
+    "red green blue circle square star heart triangle cross letter picture colour "
+    "shape how many where what which is are the they same there kind of background "
+    "left right top bottom"
+)
+_WORDS = _VOCABULARY.split()
 _COLORS, _SHAPES = ["red", "blue"], ["circle", "star"]
 _STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
 

@@ -84,7 +84,7 @@ class Scenario(WatchedDeployment):
 
 
 async def run_scenario(
-    settings: Settings, keep: bool = False, preloaders: Mapping[str, Preloader] = {}
+    settings: Settings, preloaders: Mapping[str, Preloader] = {}
 ) -> tuple[Verdict, Path]:
     """Run and check; return the verdict and the folder, which is removed after a clean run.
 
@@ -96,6 +96,6 @@ async def run_scenario(
     finally:
         for preloader in set(preloaders.values()):
             preloader.close()
-    if verdict.clean and not keep:
+    if verdict.clean:
         scenario.remove()
     return verdict, scenario.folder

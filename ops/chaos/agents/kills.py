@@ -27,6 +27,8 @@ from shared.state.step_log import StepLog
 from workers.roles import AGENT
 
 TURNS = 2
+AT_ONCE = 8
+"""Responses in flight."""
 CALLS = 2
 """Calls of one turn, which are made at the same time."""
 ACK_WAIT_S = 1.0
@@ -96,13 +98,13 @@ class AgentScenario:
         self._num_rounds = 0
         self._verdict = Verdict()
 
-    async def run(self, faults: int, at_once: int) -> Verdict:
+    async def run(self, faults: int) -> Verdict:
         """Run until this many faults have hit, or until the planted bug is found."""
         invariants = BUGS[self._bug].invariants if self._bug else ()
         async with self._system.running(script), self._system.bus() as bus:
             await asyncio.gather(self._start_agent(), self._start_agent())
             while self._verdict.num_faults < faults:
-                await self._round(bus, at_once)
+                await self._round(bus)
                 if self._verdict.invariants.keys() & invariants:
                     break
         return self._verdict
@@ -112,12 +114,12 @@ class AgentScenario:
         name = f"agent-{self._num_started}"
         self._agents[name] = await self._system.start_watched(name, AGENT, bug=self._bug)
 
-    async def _round(self, bus: Bus, at_once: int) -> None:
+    async def _round(self, bus: Bus) -> None:
         """Begin responses, inject one fault, and check the responses when they have ended.
 
         A fault that comes when no agent holds a response any more tests nothing.
         """
-        logs = [await self._begin(bus, i) for i in range(at_once)]
+        logs = [await self._begin(bus, i) for i in range(AT_ONCE)]
         self._num_rounds += 1
         await self._until_taken({log.response_id for log in logs})
         await asyncio.sleep(self._rng.uniform(0, 2.5 * MAX_PAUSE_S))
@@ -220,7 +222,7 @@ async def _read_to_end(log: StepLog) -> None:
         pass
 
 
-def run_agents(faults: int, at_once: int = 8, seed: int = 1, bug: str = "") -> Verdict:
+def run_agents(faults: int, seed: int = 1, bug: str = "") -> Verdict:
     """Run the scenario, with the planted bug named `bug`, if any."""
     with tempfile.TemporaryDirectory(prefix="pagemill-agents-") as folder:
-        return asyncio.run(AgentScenario(Path(folder), bug, seed).run(faults, at_once))
+        return asyncio.run(AgentScenario(Path(folder), bug, seed).run(faults))

@@ -1,6 +1,6 @@
 """Runs the cells of the fault matrix.
 
-    python -m ops.chaos.matrix [--seed 1 --seed 2] [--cell NAME] [--out FILE]
+    python -m ops.chaos.matrix [--seed 1 --seed 2] [--cell NAME]
 
 Cells that need the same kind of deployment share one, one after the other, each with its own load.
 A deployment on which a cell failed is closed, so that the next cell starts with a new one.
@@ -9,7 +9,6 @@ A deployment on which a cell failed is closed, so that the next cell starts with
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -44,9 +43,7 @@ class Result(Struct, frozen=True):
     """Folder of the deployment, if the cell failed."""
 
 
-async def run_matrix(
-    seeds: Sequence[int], names: Sequence[str] = (), out: Path | None = None
-) -> list[Result]:
+async def run_matrix(seeds: Sequence[int], names: Sequence[str]) -> list[Result]:
     """Run all cells that can run here, or only cells whose names contain one of `names`."""
     chosen = [cell for cell in CELLS if not names or any(name in cell.name for name in names)]
     results = []
@@ -57,9 +54,6 @@ async def run_matrix(
         async for result in _run_all([cell for cell in chosen if not cell.reason], seed):
             results.append(result)
             _report(result)
-            if out is not None:
-                with out.open("ab") as file:
-                    file.write(msgspec.json.encode(result) + b"\n")
     return results
 
 
@@ -152,10 +146,8 @@ def main(
     *,
     seed: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
     cell: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    out: Path | None = None,
-    table: bool = True,
 ) -> int:
-    """Run the matrix.
+    """Run the matrix, and print a markdown table of the results.
 
     Parameters
     ----------
@@ -163,18 +155,13 @@ def main(
         Seeds, one or more; by default 1.
     cell
         Parts of names; only cells whose names contain one of them run.
-    out
-        File to which every result is appended, one JSON object per line.
-    table
-        Print the markdown table at the end.
     """
     logs.configure_logging("error", role="matrix")
     if network.why_unavailable() is None:
         # This comes before any thread or socket exists.
         network.isolate()
-    results = asyncio.run(run_matrix(seed or [1], cell or [], out))
-    if table:
-        _print(markdown(results))
+    results = asyncio.run(run_matrix(seed or [1], cell or []))
+    _print(markdown(results))
     failed = sum(bool(result.violations) for result in results)
     _print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed else 0
