@@ -21,7 +21,7 @@ from ops.chaos.plan import AUDIO, MODEL, PAINTED, PAINTER, TALKER, VOCODER, Sett
 from ops.chaos.processes.brokers import Brokers, OneBroker, ThreeBrokers
 from ops.chaos.processes.gateways import Gateways
 from ops.chaos.processes.pool import ACTUATOR, LOAD, Pool, Slot, worker_command
-from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, keys_folder, write_config
+from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, is_fake, keys_folder, write_run_config
 from ops.chaos.worker.payload_events import LASTING
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
@@ -62,7 +62,7 @@ class WatchedDeployment:
         self.folder = Path(tempfile.mkdtemp(prefix=f"pagemill-{name}-"))
         self.load_folder = self.folder
         """Folder of the settings of the load, and of the journal of its clients."""
-        self.config_file = write_config(settings, self.folder, delivery)
+        self.config_file = write_run_config(settings, self.folder, delivery)
         self.brokers = self._make_brokers(disk_mib)
         self.url = self.brokers.url
         self.gateways = Gateways(settings.gateways, next(iter(settings.tenants), ""))
@@ -124,7 +124,7 @@ class WatchedDeployment:
             command += ["--config", str(self.config_file), "--folder", str(self.folder)]
             command += ["--step-ms", str(s.step_ms)]
         else:
-            fake = fake_roles(s)[slot.role]
+            fake = is_fake(slot.role, s)
             command = worker_command(slot.role, self.config_file, url, fake, s.step_ms)
         if slot.role == "gateway":
             command = self.gateways.with_port(slot, command)

@@ -6,7 +6,7 @@ import pytest
 
 from ops.chaos.expected_answers import LENGTH_STEP, Expected, expect, shortened
 from ops.chaos.plan import Mix, Planned, Settings, make_request
-from ops.chaos.run_config import write_config
+from ops.chaos.run_config import write_run_config
 from shared.protocol.records import ChoiceDelta, ErrorInfo, Failure, Finish, TokenChunk, Usage
 from shared.protocol.sampling import SamplingParams
 from workers.settings import load_config
@@ -22,7 +22,7 @@ def chunk(num_tokens: int, choice: int = 0, end: bool = False) -> TokenChunk:
 
 
 def expected(planned: Planned, folder: Path) -> Expected:
-    return expect(SETTINGS, load_config(write_config(SETTINGS, folder)), [planned])[planned.id]
+    return expect(SETTINGS, load_config(write_run_config(SETTINGS, folder)), [planned])[planned.id]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, LENGTH_STEP])

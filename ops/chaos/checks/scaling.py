@@ -40,7 +40,7 @@ def measure(run: RecordedRun) -> dict[str, float]:
     simulated = simulate(run, run.settings.scaled)
     return {
         "cold_start_s": cold_start_s(run),
-        "peak_engines": max((size for _, size in sizes(run)), default=0),
+        "peak_engines": _peak(run),
         "engine_s": engine_s(run),
         "simulated_engine_s": simulated.engine_s,
         "zero_after_s": _last_exit(run) - max(run.ended.values()),
@@ -63,26 +63,17 @@ def _drain_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]
 
 def _size_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]:
     """Check that the pool grows to the size that its work needs, and keeps busy workers."""
-    peak = max((size for _, size in sizes(run)), default=0)
+    peak = _peak(run)
     need = _needed(run, scaled, len(run.accepted))
     if peak != need:
         yield "pool", f"had {peak} workers at most instead of {need}"
     ready = {event.pid for event in _own(run) if isinstance(event, Ready)}
-    gone: set[int] = set()
-    present: set[int] = set()
-    for event in _own(run):
-        match event:
-            case Started():
-                present.add(event.pid)
-            case ProcessExited():
-                present.discard(event.pid)
-            case Drained():
-                gone.add(event.pid)
-                left = len(present - gone)
-                need = _needed(run, scaled, _num_open(run, event.t))
-                if event.pid in ready and left < need:
-                    name = f"{ROLE} {event.pid}"
-                    yield name, f"was scaled down, which left {left} workers for the work of {need}"
+    for event, left in _sizes(run):
+        if isinstance(event, Drained) and event.pid in ready:
+            need = _needed(run, scaled, _num_open(run, event.t))
+            if left < need:
+                name = f"{ROLE} {event.pid}"
+                yield name, f"was scaled down, which left {left} workers for the work of {need}"
 
 
 def _needed(run: RecordedRun, scaled: Scaled, num_requests: int) -> int:
@@ -126,9 +117,9 @@ def _began(run: RecordedRun) -> float:
     return min(sessions[0].opened.t for sessions in run.sessions.values())
 
 
-def sizes(run: RecordedRun) -> list[tuple[float, int]]:
-    """Return the number of the pool's processes that do not drain, after each change."""
-    changes, present, gone = [], set[int](), set[int]()
+def _sizes(run: RecordedRun) -> Iterator[tuple[Event, int]]:
+    """Yield the number of the pool's processes that do not drain, after each event."""
+    present, gone = set[int](), set[int]()
     for event in _own(run):
         match event:
             case Started():
@@ -137,8 +128,11 @@ def sizes(run: RecordedRun) -> list[tuple[float, int]]:
                 present.discard(event.pid)
             case Drained():
                 gone.add(event.pid)
-        changes.append((event.t, len(present - gone)))
-    return changes
+        yield event, len(present - gone)
+
+
+def _peak(run: RecordedRun) -> int:
+    return max((size for _, size in _sizes(run)), default=0)
 
 
 def _alive(run: RecordedRun) -> set[int]:
