@@ -1,11 +1,6 @@
-"""Inject faults into a running system, record what happens, and check it.
+"""Inject faults into a running system, record its events, and check them.
 
-python -m ops.chaos quick            the runs of CI
-python -m ops.chaos run kills        one of the runs of docs/contribute/reliability.md
-python -m ops.chaos bugs             every planted bug must be caught
-python -m ops.chaos agents           agents killed and stopped while they call a tool
-python -m ops.chaos check FOLDER     check a recorded run again
-python -m ops.chaos.matrix           the fault matrix
+`python -m ops.chaos.matrix` runs the fault matrix.
 """
 
 import multiprocessing
@@ -40,7 +35,7 @@ FAULTS_FOR_BUGS = 8
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
-app = App(name="chaos", help=__doc__)
+app = App(name="python -m ops.chaos", help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -57,6 +52,8 @@ def run(
 
     Parameters
     ----------
+    name
+        Name of the run.
     seed
         Seed of the requests, the faults and the behaviour of clients.
     """
@@ -69,7 +66,15 @@ def quick(*names: str, seed: int = 1) -> int:
 
     Each scenario has a separate process. They run one at a time: two at once would be slower than
     the bounds on recovery, on a machine of two cores.
+
+    Parameters
+    ----------
+    names
+        Names of scenarios; by default all run.
+    seed
+        Seed of the requests, the faults and the behaviour of clients.
     """
+    _check_names(names, QUICK)
     if len(names) == 1:
         return 0 if _run(names[0], replace(QUICK[names[0]], seed=seed)) else 1
 
@@ -86,7 +91,13 @@ def bugs(*names: str) -> int:
     """Plant each bug, or the named ones, in its scenario; the checker must find each of them.
 
     The same scenarios run first without a bug, and must be clean.
+
+    Parameters
+    ----------
+    names
+        Names of bugs; by default all are planted.
     """
+    _check_names(names, BUGS)
     chosen = names or tuple(BUGS)
     scenarios = dict.fromkeys(BUGS[name].scenario for name in chosen)
     unclean = [name for name in scenarios if not in_fork(_run_without_bug, name)]
@@ -100,6 +111,11 @@ def bugs(*names: str) -> int:
     if unclean:
         console.print(f"scenarios that are not clean without a bug: {', '.join(unclean)}")
     return 1 if missed or unclean else 0
+
+
+def _check_names(names: Iterable[str], choices: Iterable[str]) -> None:
+    if unknown := set(names).difference(choices):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there is: {', '.join(choices)}")
 
 
 def _run_without_bug(scenario: str) -> bool:
@@ -172,7 +188,13 @@ def agents(*, kills: int = 500, seed: int = 1, restarts: bool = False) -> int:
 
 @app.command(name="check")
 def check_again(folder: Path, /) -> int:
-    """Check a recorded run again. The folder of a run is kept if a check fails."""
+    """Check a recorded run again.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run, which is kept if a check fails.
+    """
     run = read_run(folder)
     verdict = check(run)
     for violation in verdict.violations:

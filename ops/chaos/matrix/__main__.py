@@ -1,6 +1,4 @@
-"""Runs the cells of the fault matrix.
-
-    python -m ops.chaos.matrix [--seed 1 --seed 2] [--cell NAME]
+"""Run the cells of the fault matrix.
 
 Cells that need the same kind of deployment share one, one after the other, each with its own load.
 A deployment on which a cell failed is closed, so that the next cell starts with a new one.
@@ -24,7 +22,7 @@ from ops.chaos.plan import Settings
 from ops.chaos.processes import network
 from shared.telemetry import logs
 
-app = App(name="matrix", help=__doc__)
+app = App(name="python -m ops.chaos.matrix", help=__doc__)
 CELL_TIMEOUT_S = 240.0
 # Cell 7 with seed 3 has the requests of plan 3007.
 SEED_STEP = 1000
@@ -144,8 +142,8 @@ def _worst(results: Sequence[Result]) -> str:
 @app.default
 def main(
     *,
-    seed: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
-    cell: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    seed: Annotated[list[int] | None, Parameter(consume_multiple=True, negative="")] = None,
+    cell: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="")] = None,
 ) -> int:
     """Run the matrix, and print a markdown table of the results.
 
@@ -154,7 +152,7 @@ def main(
     seed
         Seeds, one or more; by default 1.
     cell
-        Parts of names; only cells whose names contain one of them run.
+        Parts of names; by default all cells run, else only cells with one of them in the name.
     """
     logs.configure_logging("error", role="matrix")
     if network.why_unavailable() is None:
