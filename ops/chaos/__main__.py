@@ -115,7 +115,9 @@ def bugs(*names: str) -> int:
 
 def _check_names(names: Iterable[str], choices: Iterable[str]) -> None:
     if unknown := set(names).difference(choices):
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there is: {', '.join(choices)}")
+        raise SystemExit(
+            f"unknown: {', '.join(sorted(unknown))}; there is: {', '.join(map(repr, choices))}"
+        )
 
 
 def _run_without_bug(scenario: str) -> bool:

@@ -5,11 +5,14 @@ line is therefore complete as soon as it is written, however the process ends. T
 CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
+import functools
 import hashlib
+import operator
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -229,29 +232,8 @@ class Snapshot(Event, frozen=True):
     """Connections of other workers to its own arena."""
 
 
-AnyEvent = (
-    RequestSent
-    | Accepted
-    | RecordReceived
-    | EventReceived
-    | SessionFailed
-    | CancelSent
-    | SoundReceived
-    | SoundEnded
-    | ImageReceived
-    | SpeechNamed
-    | Overheard
-    | Peeked
-    | Fault
-    | Started
-    | Ready
-    | ProcessExited
-    | Drained
-    | MemorySample
-    | WorkerEvent
-    | Snapshot
-)
-_decode = msgspec.json.Decoder(AnyEvent).decode
+_EVENTS: Any = functools.reduce(operator.or_, Event.__subclasses__())
+_decode = msgspec.json.Decoder(_EVENTS).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -270,7 +252,7 @@ class Journal:
         os.write(self._fd, _encode(event) + b"\n")
 
 
-def read_events(path: Path) -> Iterator[AnyEvent]:
+def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a journal in order, without an unfinished last line."""
     if not path.exists():
         return

@@ -209,11 +209,6 @@ class Planned(Struct, frozen=True):
         return not (self.speaks or self.paints)
 
     @property
-    def over_chat(self) -> bool:
-        """Whether the answer comes through gateways as text, under an id chosen by the client."""
-        return self.http and not self.speaks
-
-    @property
     def bus_id(self) -> str:
         """Id of the request on the bus, which gateways derive from the client's own."""
         if self.http:

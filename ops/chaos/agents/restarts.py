@@ -14,13 +14,12 @@ from typing import Any
 
 import httpx
 
-from ops.chaos.agents.beginnings import Beginnings
+from ops.chaos.agents.beginnings import PATH, Beginnings
 from ops.chaos.agents.scripted_model import MODEL
 from ops.chaos.agents.system import AgentSystem
 from ops.chaos.agents.tool_server import CountingServer
 from shared.protocol.requests import GenerateRequest
 
-PATH = "/v1/responses"
 SERVER = "calc"
 
 

@@ -10,8 +10,8 @@ from ops.chaos.expected_answers import Expected
 from ops.chaos.expected_speech import ExpectedSpeech
 from ops.chaos.history import (
     Accepted,
-    AnyEvent,
     CancelSent,
+    Event,
     EventReceived,
     Fault,
     FinalState,
@@ -89,15 +89,15 @@ class RecordedRun:
     settings: Settings
     planned: dict[str, Planned]
     expected: dict[str, Expected]
-    clients: list[AnyEvent]
-    pool: list[AnyEvent]
-    workers: list[AnyEvent]
+    clients: list[Event]
+    pool: list[Event]
+    workers: list[Event]
     """Events of all workers."""
     final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
     speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
     """Expected speeches of the requests that are spoken."""
-    processes: dict[tuple[str, int], list[AnyEvent]] = field(default_factory=dict)
+    processes: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
     """Events of each worker, by role and process id."""
     images: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of the files of painted images."""
@@ -116,9 +116,10 @@ class RecordedRun:
     @cached_property
     def http_sessions(self) -> dict[str, list[HttpSession]]:
         """Sessions over HTTP by request, in the order in which they began."""
+        over_chat = {entry.id for entry in self.planned.values() if entry.http and not entry.speaks}
         by_request: dict[str, dict[int, HttpSession]] = defaultdict(dict)
         for event in self.clients:
-            if isinstance(event, RequestSent) and self.planned[event.id].over_chat:
+            if isinstance(event, RequestSent) and event.id in over_chat:
                 by_request[event.id][event.session] = HttpSession(event)
             elif isinstance(event, EventReceived):
                 by_request[event.id][event.session].events.append(event)

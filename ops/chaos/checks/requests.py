@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ops.chaos import fake_model
 from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.expected_answers import Expected
-from ops.chaos.history import AnyEvent, Fault, ProcessExited, WorkerEvent
+from ops.chaos.history import Event, Fault, ProcessExited, WorkerEvent
 from ops.chaos.plan import Planned
 from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
@@ -229,7 +229,7 @@ def _count_deaths(run: RecordedRun, planned: Planned) -> int:
     return max(roles.values(), default=0)
 
 
-def _is_held_at_end(events: list[AnyEvent], id: str) -> bool:
+def _is_held_at_end(events: list[Event], id: str) -> bool:
     held = False
     for event in events:
         if not isinstance(event, WorkerEvent) or event.id != id:
