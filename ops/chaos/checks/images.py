@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.checks.speech import Faults, end_faults, output_faults
-from ops.chaos.history import ImageReceived, RequestSent
+from ops.chaos.history import ImageReceived
 from ops.chaos.plan import PAINTED
 from shared.protocol.records import Finish, ImageRecord, OutputRecord, StepState
 from shared.state.media_store import media_url
@@ -24,18 +24,6 @@ def find(run: RecordedRun) -> Iterator[Violation]:
             end_faults(run, id, run.final.logs.get(id, [])),
         ):
             yield from (Violation(invariant, id, text) for invariant, text in faults)
-
-
-def first_images(run: RecordedRun) -> list[tuple[float, float]]:
-    """Return the time of each first request for images and of its first image, in order."""
-    sent_at: dict[str, float] = {}
-    received_at: dict[str, float] = {}
-    for event in run.clients:
-        if isinstance(event, RequestSent) and run.planned[event.id].paints:
-            sent_at.setdefault(event.id, event.t)
-        elif isinstance(event, ImageReceived):
-            received_at.setdefault(event.id, event.t)
-    return sorted((sent_at[id], t) for id, t in received_at.items())
 
 
 def _log_faults(run: RecordedRun, id: str, digests: Sequence[str]) -> Faults:

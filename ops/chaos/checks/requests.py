@@ -310,7 +310,7 @@ def check_refusals(run: RecordedRun, planned: Planned) -> Iterator[str]:
         took_s = event.t - began - run.outage_within(began, event.t)
         if took_s > run.bounds.refusal_s:
             yield f"refused after {took_s:.2f} s"
-    # A broker that was stopped may store what it was sent after the client has given up.
+    # A stopped broker may store a request after its client has given up.
     is_unknown = any(event.code == "silence" for event in failures)
     is_refused = bool(began_by_session) and planned.id not in run.accepted and not is_unknown
     if is_refused and _log(run, planned):

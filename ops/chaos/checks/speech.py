@@ -42,7 +42,7 @@ class Sound(NamedTuple):
 
 def find(run: RecordedRun) -> Iterator[Violation]:
     """Yield the violations of all speeches."""
-    sounds = sounds_of(run)
+    sounds = _sounds_of(run)
     for planned in run.planned.values():
         if planned.speaks:
             faults = _client_faults(run, planned, sounds.get(planned.id, {}))
@@ -59,7 +59,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
         yield Violation("I5", id, "outputs of a request that has no log")
 
 
-def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
+def _sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
     """Return the sound that each session received, by request and session."""
     sounds: dict[str, dict[int, Sound]] = defaultdict(dict)
     for event in run.clients:
@@ -70,20 +70,6 @@ def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
         elif isinstance(event, SoundEnded):
             sounds[event.id][event.session].ends.append(event)
     return sounds
-
-
-def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
-    """Return the time of each first request for a speech and of its first samples, in order."""
-    sounds = sounds_of(run)
-    sent_at: dict[str, float] = {}
-    for event in run.clients:
-        if isinstance(event, RequestSent) and run.planned[event.id].speaks:
-            sent_at.setdefault(event.id, event.t)
-    received_at = {
-        id: [sound.pieces[0].t for sound in sessions.values() if sound.pieces]
-        for id, sessions in sounds.items()
-    }
-    return sorted((sent_at[id], min(times)) for id, times in received_at.items() if times)
 
 
 # -- sounds at clients -------------------------------------------------------------------------

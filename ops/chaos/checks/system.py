@@ -6,9 +6,16 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ops.chaos.checks import images, speech
 from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun, Violation
-from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
+from ops.chaos.history import (
+    Fault,
+    ImageReceived,
+    MemorySample,
+    ProcessExited,
+    RequestSent,
+    Snapshot,
+    SoundReceived,
+)
 from ops.chaos.plan import PAINTER, TALKER, VOCODER
 from shared.protocol import subjects
 from shared.protocol.records import Failure
@@ -193,12 +200,12 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
         for id, sessions in run.sessions.items()
         if sessions[0].received and sessions[0].opened.publishes and run.planned[id].writes
     )
-    spoken, painted = speech.first_samples(run), images.first_images(run)
     over_http = sorted(
         (sessions[0].opened.t, min(session.events[0].t for session in sessions if session.events))
         for id, sessions in run.http_sessions.items()
         if run.planned[id].streamed and any(session.events for session in sessions)
     )
+    spoken, painted = _first_pieces(run, SoundReceived), _first_pieces(run, ImageReceived)
     delays = []
     for fault in run.pool:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role in OFF_THE_PATH:
@@ -215,6 +222,20 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
             first = min(got for _, got in firsts[start:stop])
             delays.append((fault, first - fault.t))
     return delays
+
+
+def _first_pieces(
+    run: RecordedRun, kind: type[SoundReceived] | type[ImageReceived]
+) -> list[tuple[float, float]]:
+    """Return when requests were first sent, and when their first piece was received, in order."""
+    sent_at: dict[str, float] = {}
+    received_at: dict[str, float] = {}
+    for event in run.clients:
+        if isinstance(event, RequestSent):
+            sent_at.setdefault(event.id, event.t)
+        elif isinstance(event, kind):
+            received_at.setdefault(event.id, event.t)
+    return sorted((sent_at[id], t) for id, t in received_at.items())
 
 
 def check_recovery(run: RecordedRun) -> Iterator[tuple[str, str]]:

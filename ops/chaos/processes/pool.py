@@ -35,7 +35,7 @@ from workers.supervisor.supervisor import Process
 READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
-# One fault of this number may hit a process that is not ready yet.
+# One fault in this many may hit a process that is not ready yet.
 STARTING_TOO = 8
 # A process whose drain takes longer hangs.
 EXIT_TIMEOUT_S = 30.0
