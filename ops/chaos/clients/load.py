@@ -121,23 +121,26 @@ class LoadClients:
         if planned.tenant:
             await self._tenants.run_client(planned, give_up)
             return
-        beside: list[asyncio.Task[bool]] = []
-        while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
+        readers: list[asyncio.Task[bool]] = []
+        while not await self._session(planned, readers) and now() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(RETRY_PAUSE_S)
-        for task in beside:
+        for task in readers:
             while not await task and now() < give_up:
                 task = asyncio.create_task(self._session(planned, None))
         if planned.behaviour == "resubmit_after":
             await self._session(planned, None)
 
     async def _session(
-        self, planned: Planned, beside: list[asyncio.Task[bool]] | None, start: int | None = None
+        self, planned: Planned, readers: list[asyncio.Task[bool]] | None, start: int | None = None
     ) -> bool:
-        """Send the request, or follow its log from `start`; return whether the end was reached."""
+        """Send the request, or follow its log from `start`; return whether the end was reached.
+
+        A client that acts adds more sessions to `readers`; without a list it does not act.
+        """
         session = self._new_session(planned.id)
         publishes = start is None
         self._journal.write(RequestSent(now(), planned.id, session, start or 0, publishes))
-        output = self._read_output(planned, session, beside)
+        output = self._read_output(planned, session, readers)
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
@@ -145,8 +148,9 @@ class LoadClients:
                         # An answer has ended when its sound or its images have ended, too.
                         await asyncio.wait([output], timeout=OUTPUT_S)
                     self._journal.write(RecordReceived(now(), planned.id, session, record))
-                    if beside is not None and record.index == planned.after_records:
-                        await self._intervene(planned, beside, ended=is_final(record))
+                    acts = record.index == planned.after_records and not is_final(record)
+                    if readers is not None and acts:
+                        await self._intervene(planned, readers)
         except PagemillError as error:
             self._journal.write(
                 SessionFailed(now(), planned.id, session, error.code, error.message)
@@ -166,7 +170,7 @@ class LoadClients:
         return True
 
     def _read_output(
-        self, planned: Planned, session: int, beside: list[asyncio.Task[bool]] | None
+        self, planned: Planned, session: int, readers: list[asyncio.Task[bool]] | None
     ) -> asyncio.Task[None] | None:
         """Read the sound or the images of a request. A client that gets no text acts meanwhile."""
         if not (planned.speaks or planned.paints):
@@ -175,8 +179,8 @@ class LoadClients:
 
         async def act(number: int) -> None:
             has_no_text = planned.paints or planned.request.given_text is not None
-            if has_no_text and beside is not None and number == planned.after_records:
-                await self._intervene(planned, beside)
+            if has_no_text and readers is not None and number == planned.after_records:
+                await self._intervene(planned, readers)
 
         return asyncio.create_task(read(self._bus, planned, session, self._journal, act))
 
@@ -189,21 +193,17 @@ class LoadClients:
             return client.ask(self._bus, planned.request, planned.id)
         return client.follow(self._bus, planned.id, start)
 
-    async def _intervene(
-        self, planned: Planned, beside: list[asyncio.Task[bool]], *, ended: bool = False
-    ) -> None:
-        """Act in the middle of an answer as planned, unless it has ended."""
-        if ended:
-            return
+    async def _intervene(self, planned: Planned, readers: list[asyncio.Task[bool]]) -> None:
+        """Act in the middle of an answer as planned."""
         if planned.behaviour == "cancel":
             await client.cancel(self._bus, planned.id)
             self._journal.write(CancelSent(now(), planned.id))
         elif planned.behaviour == "resubmit_during":
-            beside.append(asyncio.create_task(self._session(planned, None)))
+            readers.append(asyncio.create_task(self._session(planned, None)))
         elif planned.behaviour == "follow":
             has_text = not (planned.paints or planned.request.given_text)
             start = planned.after_records if has_text else 0
-            beside.append(asyncio.create_task(self._session(planned, None, start)))
+            readers.append(asyncio.create_task(self._session(planned, None, start)))
 
 
 def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
