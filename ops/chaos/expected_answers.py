@@ -65,7 +65,7 @@ def shortened(planned: Planned, log: Sequence[LogRecord]) -> Planned:
     """Return the request for as many tokens as its log is compared with.
 
     A client that cancels, or has a short deadline, requests far more tokens than there is time for.
-    Of an answer that has not ended, the checks compare the tokens that are in the log.
+    If an answer has not ended, the checks compare the tokens that are in the log.
     """
     if planned.behaviour not in ("cancel", "deadline") or not planned.writes:
         return planned

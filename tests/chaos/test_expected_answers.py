@@ -7,7 +7,15 @@ import pytest
 from ops.chaos.expected_answers import LENGTH_STEP, Expected, expect, shortened
 from ops.chaos.plan import Mix, Planned, Settings, make_request
 from ops.chaos.run_config import write_run_config
-from shared.protocol.records import ChoiceDelta, ErrorInfo, Failure, Finish, TokenChunk, Usage
+from shared.protocol.records import (
+    ChoiceDelta,
+    ErrorInfo,
+    Failure,
+    Finish,
+    LogRecord,
+    TokenChunk,
+    Usage,
+)
 from shared.protocol.sampling import SamplingParams
 from workers.settings import load_config
 
@@ -27,7 +35,7 @@ def expected(planned: Planned, folder: Path) -> Expected:
 
 @pytest.mark.parametrize("num_tokens", [0, 5, LENGTH_STEP])
 def test_a_shortened_answer_begins_as_the_whole_one(num_tokens: int, tmp_path: Path) -> None:
-    log = [chunk(num_tokens), FAILURE]
+    log: list[LogRecord] = [chunk(num_tokens), FAILURE]
     (whole,) = expected(CANCELLED, tmp_path).choices
     (short,) = expected(shortened(CANCELLED, log), tmp_path).choices
     assert len(whole.token_ids) == 900
@@ -46,7 +54,7 @@ def test_the_longest_choice_counts() -> None:
 @pytest.mark.parametrize(
     "log", [[chunk(5, end=True)], [chunk(5), Finish(1, 1, Usage(1, 5), 1, [])]]
 )
-def test_an_answer_that_has_ended_is_compared_whole(log: list[TokenChunk | Finish]) -> None:
+def test_an_answer_that_has_ended_is_compared_whole(log: list[LogRecord]) -> None:
     assert shortened(CANCELLED, log) == CANCELLED
 
 
