@@ -130,7 +130,7 @@ RUNS: dict[str, Settings] = {
     ),
 }
 
-# These take a minute and a half on two cores, three at a time, the longest first.
+# The scenarios of CI run one at a time, in this order.
 QUICK: dict[str, Settings] = {
     # Engines have no vision tower. Images go through encoders, which are killed most often.
     "demo model with encoders, kills": replace(
