@@ -1,11 +1,6 @@
-"""Inject faults into a running system, record what happens, and check it.
+"""Inject faults into a running system, record its events, and check them.
 
-python -m ops.chaos quick            the runs of CI
-python -m ops.chaos run kills        one of the runs of docs/contribute/reliability.md
-python -m ops.chaos bugs             every planted bug must be caught
-python -m ops.chaos agents           agents killed and stopped while they call a tool
-python -m ops.chaos check FOLDER     check a recorded run again
-python -m ops.chaos.matrix           the fault matrix
+`python -m ops.chaos.matrix` runs the fault matrix.
 """
 
 import multiprocessing
@@ -14,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -36,11 +31,11 @@ from shared.telemetry import logs
 
 MAX_SHOWN = 20
 FAULTS_FOR_BUGS = 8
-"""Faults that hit agents with a planted bug, unless it is found before."""
+"""Number of faults after which agents with a planted bug are stopped."""
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
-app = App(name="chaos", help=__doc__)
+app = App(name="python -m ops.chaos", help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -52,33 +47,34 @@ def run(
     /,
     *,
     seed: int = 1,
-    requests: int | None = None,
-    keep: bool = False,
 ) -> int:
-    """Run one of the long runs that the documents report.
+    """Run one of the long runs of docs/contribute/reliability.md.
 
     Parameters
     ----------
+    name
+        Name of the run.
     seed
         Seed of the requests, the faults and the behaviour of clients.
-    requests
-        Number of requests, in place of that of the run.
-    keep
-        Keep the folder of the run even if it is clean.
     """
-    settings = replace(RUNS[name], seed=seed)
-    if requests is not None:
-        settings = replace(settings, requests=requests)
-    return 0 if _run(name, settings, keep=keep) else 1
+    return 0 if _run(name, replace(RUNS[name], seed=seed)) else 1
 
 
 @app.command
 def quick(*names: str, seed: int = 1) -> int:
-    """Run short scenarios, or those named; every role is killed, with fake and real engines.
+    """Run the short scenarios, or the named ones, with fake and real engines; every role is killed.
 
-    Each has a separate process. They run one at a time: the checks have bounds on recovery, which
-    a machine of two cores exceeds while others start their workers.
+    Each scenario has a separate process. They run one at a time: two at once would be slower than
+    the bounds on recovery, on a machine of two cores.
+
+    Parameters
+    ----------
+    names
+        Names of scenarios; by default all run.
+    seed
+        Seed of the requests, the faults and the behaviour of clients.
     """
+    _check_names(names, QUICK)
     if len(names) == 1:
         return 0 if _run(names[0], replace(QUICK[names[0]], seed=seed)) else 1
 
@@ -86,29 +82,42 @@ def quick(*names: str, seed: int = 1) -> int:
         command = [sys.executable, "-m", "ops.chaos", "quick", name, "--seed", str(seed)]
         return subprocess.run(command, check=False).returncode
 
-    # All of them run even if one fails, because two failures show more than one.
+    # The others run even if one fails: two failures show more than one does.
     return max([run_alone(name) for name in names or QUICK])
 
 
 @app.command
 def bugs(*names: str) -> int:
-    """Plant each bug, or those named, in its scenario; the checker must find each of them.
+    """Plant each bug, or the named ones, in its scenario; the checker must find each of them.
 
-    The scenarios without a bug are run first, and must be clean.
+    The same scenarios run first without a bug, and must be clean.
+
+    Parameters
+    ----------
+    names
+        Names of bugs; by default all are planted.
     """
+    _check_names(names, BUGS)
     chosen = names or tuple(BUGS)
     scenarios = dict.fromkeys(BUGS[name].scenario for name in chosen)
     unclean = [name for name in scenarios if not in_fork(_run_without_bug, name)]
     missed = []
     for name in chosen:
-        found = in_fork(_plant, name)
-        caught = BUGS[name].invariants & set(found)
-        console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(found)}")
+        violations = in_fork(_plant, name)
+        caught = BUGS[name].invariants & set(violations)
+        console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(violations)}")
         missed += [] if caught else [name]
     console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
     if unclean:
         console.print(f"scenarios that are not clean without a bug: {', '.join(unclean)}")
     return 1 if missed or unclean else 0
+
+
+def _check_names(names: Iterable[str], choices: Iterable[str]) -> None:
+    if unknown := set(names).difference(choices):
+        raise SystemExit(
+            f"unknown: {', '.join(sorted(unknown))}; there is: {', '.join(map(repr, choices))}"
+        )
 
 
 def _run_without_bug(scenario: str) -> bool:
@@ -125,15 +134,16 @@ def _plant(name: str) -> Counter[str]:
 
         return run_agents(FAULTS_FOR_BUGS, bug=name).invariants
     settings = settings_of(name)
-    verdict, _ = uvloop.run(run_scenario(settings, preloaders=fork_preloaders(settings)))
+    verdict, _ = uvloop.run(run_scenario(settings, fork_preloaders(settings)))
     return Counter(violation.invariant for violation in verdict.violations)
 
 
 def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """Call a function, whose result is small, in a process of its own.
+    """Call a function in a separate process, and return its result, which must be small.
 
-    A scenario hides torch from all that its process runs later, if it needs none. Workers that are
-    forked from it end by SystemExit, which nothing on the stack may catch.
+    A scenario without models hides torch, and later scenarios in the same process would not find
+    it. Workers that are forked from a scenario end by SystemExit, which nothing on the stack may
+    catch.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
@@ -143,23 +153,23 @@ def in_fork(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> 
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     if not receiver.poll():
-        raise ChildProcessError(f"a scenario has ended its process with status {status}")
+        raise ChildProcessError(f"the process of a scenario ended with status {status}")
     value: Value = receiver.recv()
     return value
 
 
 @app.command
-def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool = False) -> int:
-    """Kill and stop agents while they call a tool that counts, and check every response.
+def agents(*, kills: int = 500, seed: int = 1, restarts: bool = False) -> int:
+    """Kill and stop agents while they call a tool that counts its calls, and check each response.
 
     Parameters
     ----------
     kills
-        Faults that have to hit an agent at work.
-    at_once
-        Responses in flight.
+        Number of faults that hit an agent at work.
+    seed
+        Seed of the faults and of the tool's pauses.
     restarts
-        Kill gateways in place of agents, and restart all while calls wait for approval.
+        Kill gateways instead of agents, and restart all processes while calls wait for approval.
     """
     # Not at the top: the tool server has threads, and other runs fork.
     from ops.chaos.agents.kills import run_agents
@@ -170,7 +180,7 @@ def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool 
         summary = f"{len(violations)} violations"
     else:
         began = time.monotonic()
-        verdict = run_agents(kills, at_once, seed)
+        verdict = run_agents(kills, seed)
         violations, summary = verdict.violations, f"{verdict}; {time.monotonic() - began:.0f} s"
     for text in violations[:MAX_SHOWN]:
         console.print(text, markup=False)
@@ -180,7 +190,13 @@ def agents(*, kills: int = 500, at_once: int = 8, seed: int = 1, restarts: bool 
 
 @app.command(name="check")
 def check_again(folder: Path, /) -> int:
-    """Check a recorded run again; its folder was kept because a check failed."""
+    """Check a recorded run again.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run, which is kept if a check fails.
+    """
     run = read_run(folder)
     verdict = check(run)
     for violation in verdict.violations:
@@ -191,27 +207,26 @@ def check_again(folder: Path, /) -> int:
     return 0 if verdict.clean else 1
 
 
-def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
+def _run(name: str, settings: Settings) -> bool:
     logs.configure_logging("error", role="chaos")
     began = time.monotonic()
-    verdict, folder = uvloop.run(run_scenario(settings, keep, fork_preloaders(settings)))
+    verdict, folder = uvloop.run(run_scenario(settings, fork_preloaders(settings)))
     took_s = time.monotonic() - began
     for violation in verdict.violations[:MAX_SHOWN]:
         console.print(f"  {violation}", markup=False)
-    if keep or not verdict.clean:
+    if not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
     for kind in ("payloads", "http", "speech", "images"):
         if counts := verdict.counts[kind]:
-            line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-            console.print(f"  {kind}: {line}", markup=False)
+            console.print(f"  {kind}: {_listed(sorted(counts.items()))}", markup=False)
     if "engine_s" in verdict.figures:
         console.print(f"  {_scaled_line(verdict.figures)}", markup=False)
     return verdict.clean
 
 
 def _scaled_line(figures: dict[str, float]) -> str:
-    """The figures of a scaled pool."""
+    """Return a line with the figures of a scaled pool."""
     ratio = figures["engine_s"] / (figures["simulated_engine_s"] or 1.0)
     return (
         f"pool: {figures['peak_engines']:.0f} engines at most, each ready after"
@@ -223,15 +238,13 @@ def _scaled_line(figures: dict[str, float]) -> str:
 
 
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
-    """A row of the table in docs/contribute/reliability.md."""
+    """Return a row of the table in docs/contribute/reliability.md."""
     figures, counts = verdict.figures, verdict.counts
-    faults = ", ".join(f"{count} {what}" for what, count in sorted(counts["faults"].items()))
-    ends = ", ".join(f"{count} {what}" for what, count in counts["ends"].most_common())
     cells = (
         name,
         settings.seed,
-        f"{figures['requests']:.0f}: {ends}",
-        faults or "none",
+        f"{figures['requests']:.0f}: {_listed(counts['ends'].most_common())}",
+        _listed(sorted(counts["faults"].items())) or "none",
         f"{figures['resumed']:.0f}",
         f"{figures['p50_s']:.2f} / {figures['p99_s']:.2f} / {figures['max_s']:.1f}",
         f"{figures['longest_gap_s']:.1f}",
@@ -239,6 +252,10 @@ def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
         len(verdict.violations),
     )
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _listed(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Workers of the fault matrix that differ from the product's, by name.
+"""Alterations of workers in the fault matrix, by name.
 
 A cell sets CHAOS_ALTERATION in the environment of a worker, which applies the alteration at its
-start. In contrast to a planted bug, the system must cope with it.
+start. In contrast to a planted bug, the system must work correctly with it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ HANG_S = 3600.0
 
 
 def slow_reader() -> None:
-    """Let every payload be read for half a second."""
+    """Make each read of a payload last half a second longer."""
 
     @wrap(Blobs, "get")
     async def get(original: Any, self: Blobs, *args: Any) -> Any:
@@ -34,12 +34,12 @@ def slow_reader() -> None:
 
 
 def no_local_socket() -> None:
-    """Let no connection to a local socket succeed, so that payloads come by TCP."""
+    """Refuse connections to local sockets, so that payloads come by TCP."""
     replace_attribute(transports.SharedMemoryTransport, "_connect", _refuse)
 
 
 def no_sockets() -> None:
-    """Let no connection to an owner succeed, so that payloads come through the broker."""
+    """Refuse connections to owners, so that payloads come through the broker."""
     no_local_socket()
     replace_attribute(transports.TcpTransport, "_connect", _refuse)
 
@@ -49,7 +49,7 @@ def _refuse(self: object) -> NoReturn:
 
 
 def raising_renderer() -> None:
-    """Let the rendering of one text raise."""
+    """Raise when one text is rendered."""
     tokenize = fake_model.FakeProcessor.tokenize
 
     def poisoned(self: fake_model.FakeProcessor, prompt: Prompt) -> list[int]:
@@ -61,7 +61,7 @@ def raising_renderer() -> None:
 
 
 def hanging_engine() -> None:
-    """Let the step hang for ever at a request that hangs, in every engine."""
+    """Make each step with a hanging request last an hour, in every engine."""
 
     def harm(self: fake_model.FakeRunner, sequence: Sequence, *_: object) -> None:
         if sequence.seed == fake_model.HANGS_SEED:
@@ -71,7 +71,7 @@ def hanging_engine() -> None:
 
 
 def sleep_by_select() -> None:
-    """Let the fake engine sleep under libfaketime.
+    """Make the sleep of the fake engine work under libfaketime.
 
     libfaketime breaks time.sleep, which waits for an absolute time of a clock that is not faked.
     """

@@ -13,6 +13,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from ops.chaos.history import now
+from ops.chaos.processes.cluster import ignore_error
 from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.protocol import subjects
@@ -22,7 +23,7 @@ from shared.protocol.records import LogRecord, OutputEnds, OutputRecord
 from shared.state.log_records import decode_record
 
 SETTLE_S = 30.0
-# Releases of payloads arrive after the last record, and show in heartbeats a second later.
+# Releases of payloads arrive after the last record, and are in heartbeats a second later.
 PINS_S = 5.0
 CHECK_S = 0.25
 ANSWER_S = 5.0
@@ -44,9 +45,9 @@ class Logs(NamedTuple):
 
     requests: dict[str, list[LogRecord]]
     outputs: dict[str, dict[str, list[OutputRecord]]]
-    """The logs of outputs beside the text, by name."""
+    """Logs of the outputs other than the text, by name."""
     ends: dict[str, OutputEnds]
-    """The lists of the outputs that have ended."""
+    """Lists of the outputs that have ended."""
 
 
 class Store:
@@ -59,15 +60,11 @@ class Store:
 
     @classmethod
     async def connect(cls, url: str) -> "Store":
-        async def report(error: Exception) -> None:
-            # Lost connections are expected, because runs kill the broker.
-            pass
-
         seed = Login.of_operator(url).seed_file
         nc = await nats.connect(
             url.split(","),
             max_reconnect_attempts=-1,
-            error_cb=report,
+            error_cb=ignore_error,
             nkeys_seed=None if seed is None else str(seed),
         )
         return cls(nc, await Bus.connect(url, "chaos-dump", 30.0))
@@ -110,9 +107,9 @@ class Store:
 
     async def queued_ids(self) -> list[str]:
         """Return the message ids of the first requests that are still queued."""
-        found: list[str] = []
+        ids: list[str] = []
         sequence = 0
-        while len(found) < MAX_LEFT:
+        while len(ids) < MAX_LEFT:
             try:
                 message = await self._js.get_msg(
                     subjects.REQUESTS_STREAM,
@@ -122,9 +119,9 @@ class Store:
                 )
             except NotFoundError:
                 break
-            found.append((message.headers or {}).get("Nats-Msg-Id", "?"))
+            ids.append((message.headers or {}).get("Nats-Msg-Id", "?"))
             sequence = message.seq or 0
-        return found
+        return ids
 
     async def consumers(self) -> dict[str, int]:
         return {name: (await self._js.stream_info(name)).state.consumer_count for name in COUNTED}
@@ -133,20 +130,20 @@ class Store:
         return await self._bus.heartbeats.read()
 
     async def logs(self) -> Logs:
-        found = Logs({}, {}, {})
+        logs = Logs({}, {}, {})
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
-            # The logs of other outputs have a name of their own behind the request id.
+            # Subjects of other outputs have the name of the output after the request id.
             id = subjects.id_of_log(subject)
             output = subject.removeprefix(subjects.tokens(id)).split(".")[1:]
             if output == [ENDS]:
-                found.ends[id] = _ends(data)
+                logs.ends[id] = _ends(data)
                 continue
             record = decode_record(data)
             if output and isinstance(record, OutputRecord):
-                found.outputs.setdefault(id, {}).setdefault(output[0], []).append(record)
+                logs.outputs.setdefault(id, {}).setdefault(output[0], []).append(record)
             elif not output and isinstance(record, LogRecord):
-                found.requests.setdefault(id, []).append(record)
-        return found
+                logs.requests.setdefault(id, []).append(record)
+        return logs
 
     async def gateway_records(self) -> list[str]:
         """Return the ids of the requests for which gateways have stored a record."""

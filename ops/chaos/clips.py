@@ -1,4 +1,4 @@
-"""Clips for requests: short animated images, of which a request may want some frames only."""
+"""Clips for requests: short animated images. A request may sample some of the frames."""
 
 import base64
 import functools
@@ -14,7 +14,7 @@ NUM_CLIPS = 6
 NUM_FRAMES = 9
 SIZE = (84, 56)
 FRAME_MS = 250
-# With so few clips, many requests want other frames of a clip that is cached.
+# With few clips, many requests sample other frames of a clip that is cached.
 NUMS_WANTED = (None, 2, 4, 6)
 
 

@@ -1,7 +1,7 @@
-"""The answers that the requests of a plan must yield, computed by an undisturbed engine core.
+"""Expected answers to the requests of a plan, computed by an undisturbed engine core.
 
-Without broker, workers and log, nothing can fail between them. The demo model's answers take
-minutes, so they are cached in a file that is named by a digest of all their inputs.
+There is no broker, worker or log that could fail. The answers of the demo model take long, so they
+are cached in a file that is named by a digest of all inputs.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,8 @@ from shared.config.schema import Config, ModelConfig
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
 from shared.protocol.names import split_id
-from shared.protocol.records import ChoiceDelta
+from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk
+from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
 from workers.engine.core.engine import EngineCore
@@ -36,6 +38,9 @@ CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
 # Requests in flight at once. Answers must not depend on this number, as every run shows.
 AT_ONCE = 64
 NUM_BLOCKS = 4096
+# Shortened answers have a multiple of this many tokens, so that runs with similar logs share files
+# of the cache.
+LENGTH_STEP = 64
 
 T = TypeVar("T")
 
@@ -56,8 +61,29 @@ class Expected(Struct):
     choices: list[ExpectedChoice]
 
 
+def shortened(planned: Planned, log: Sequence[LogRecord]) -> Planned:
+    """Return the request for as many tokens as its log is compared with.
+
+    A client that cancels, or has a short deadline, requests far more tokens than there is time for.
+    If an answer has not ended, the checks compare the tokens that are in the log.
+    """
+    if planned.behaviour not in ("cancel", "deadline") or not planned.writes:
+        return planned
+    deltas = [d for record in log if isinstance(record, TokenChunk) for d in record.choices]
+    if any(delta.finish_reason for delta in deltas) or any(isinstance(r, Finish) for r in log):
+        return planned
+    lengths = Counter[int]()
+    for delta in deltas:
+        lengths[delta.index] += len(delta.token_ids)
+    max_tokens = LENGTH_STEP * (1 + max(lengths.values(), default=0) // LENGTH_STEP)
+    sampling = planned.request.sampling_params
+    assert isinstance(sampling, SamplingParams)
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens or max_tokens, max_tokens))
+    return replace(planned, request=replace(planned.request, sampling_params=sampling))
+
+
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
-    """Return the expected answers by request id, cached where the engine is a real one."""
+    """Return the expected answers by request id, cached if the engine is a real one."""
     model = config.models[next(iter(config.models))]
     files = sorted(Path(model.path).iterdir())
     for package in ("workers/engine", "shared/models"):
@@ -78,7 +104,7 @@ def cached(
     kind: type[T],
     compute: Callable[[], T],
 ) -> T:
-    """Return the result of `compute`, from a file where it takes minutes.
+    """Return the result of `compute`, from a file if the engine is a real one.
 
     The file is named by a digest of all inputs and of the content of `files`.
     """
@@ -123,15 +149,15 @@ def _compute(
         engine = replace(config.engine, max_num_seqs=AT_ONCE, num_blocks=NUM_BLOCKS)
         # The answer must be the same wherever the embeddings are computed.
         core = build_core(load(replace(model, tower="engine"), engine), engine)
-    written = [one for one in planned if one.request.given_text is None and not one.paints]
-    requests = (_rendered(one, render, config, settings.engine) for one in written)
+    written = [entry for entry in planned if entry.request.given_text is None and not entry.paints]
+    requests = (_rendered(entry, render, config, settings.engine) for entry in written)
     by_bus_id = run_alone(core, requests)
-    return {one.id: by_bus_id.get(one.bus_id, Expected(0, [])) for one in planned}
+    return {entry.id: by_bus_id.get(entry.bus_id, Expected(0, [])) for entry in planned}
 
 
 def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
     """Run all requests on one core, and return their answers by request id."""
-    found: dict[str, Expected] = {}
+    answers: dict[str, Expected] = {}
     waiting = iter(requests)
     num_in_flight = 0
     while True:
@@ -139,14 +165,14 @@ def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, 
             core.add(request)
             num_in_flight += 1
             choices = [ExpectedChoice() for _ in range(request.sampling.n)]
-            found[request.request_id] = Expected(len(request.prompt_token_ids), choices)
+            answers[request.request_id] = Expected(len(request.prompt_token_ids), choices)
         if not num_in_flight:
-            return found
+            return answers
         for output in core.step():
             if output.error is not None:
                 raise output.error
             for delta in output.choices:
-                _extend(found[output.request_id].choices[delta.index], delta)
+                _extend(answers[output.request_id].choices[delta.index], delta)
             num_in_flight -= output.usage is not None
 
 
@@ -162,7 +188,7 @@ def _as_it_is(tensor: Any) -> Any:
 
 
 def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> EngineRequest:
-    """Return the request as coordinator and renderer would hand it to an engine."""
+    """Return the request as an engine receives it from coordinator and renderer."""
     request = planned.request
     data = msgspec.json.encode(request)
     pipelines = pipelines_of(config)
@@ -201,7 +227,7 @@ async def _read(parts: list[prompt.MediaPart], config: Config) -> list[bytes]:
     in_thread: Any = asyncio.to_thread
     media = MediaLoader(config.renderer, in_thread)
     try:
-        return [await media.read(one.url, one.field, "", one.modality) for one in parts]
+        return [await media.read(part.url, part.field, "", part.modality) for part in parts]
     finally:
         await media.close()
 

@@ -1,4 +1,4 @@
-"""The images that the requests of a plan must yield: painted by themselves, by a plain loop."""
+"""Expected images of the requests of a plan, each painted alone by a plain loop."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ def expect_images(
     settings: Settings, config: Config, planned: Sequence[Planned]
 ) -> dict[str, list[str]]:
     """Return the SHA-256 of the file of each image, by request id."""
-    painted = [one for one in planned if one.paints]
+    painted = [entry for entry in planned if entry.paints]
     if not painted:
         return {}
     name, model = next(iter(config.models.items()))
@@ -54,13 +54,13 @@ def _paint_all(
     def paint(prompt: str, params: PaintParams, number: int) -> str:
         return hashlib.sha256(_painted(painter, prompt, params, number)).hexdigest()
 
-    found = {}
-    for one in painted:
-        request = one.request
+    digests = {}
+    for entry in painted:
+        request = entry.request
         params = resolve_image(request.image, stage.sampling_defaults, stage.sizes)
         alone = msgspec.structs.replace(params, n=1)
-        found[one.id] = [paint(request.prompt or "", alone, n) for n in range(params.n)]
-    return found
+        digests[entry.id] = [paint(request.prompt or "", alone, n) for n in range(params.n)]
+    return digests
 
 
 def _painted(painter: ImageModel, prompt: str, params: PaintParams, number: int) -> bytes:

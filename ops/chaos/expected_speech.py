@@ -1,5 +1,4 @@
-"""The speeches that the requests of a plan must yield: their codes by a talker that nothing
-disturbs, and their sound in one piece."""
+"""Expected speeches of the requests of a plan, by an undisturbed talker and in one piece."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ def expect_speeches(
     answers: Mapping[str, Expected],
 ) -> dict[str, ExpectedSpeech]:
     """Return the expected speeches by request id; `answers` are the expected answers."""
-    texts = {one.id: _text_of(one, answers) for one in planned if one.speaks}
+    texts = {entry.id: _text_of(entry, answers) for entry in planned if entry.speaks}
     if not texts:
         return {}
     by_text = _speak(settings, config, sorted(set(texts.values())))
@@ -46,12 +45,12 @@ def expect_speeches(
 
 
 def _text_of(planned: Planned, answers: Mapping[str, Expected]) -> str:
-    given = planned.request.given_text
-    return given if given is not None else answers[planned.id].choices[0].text
+    text = planned.request.given_text
+    return text if text is not None else answers[planned.id].choices[0].text
 
 
 def _speak(settings: Settings, config: Config, texts: list[str]) -> dict[str, ExpectedSpeech]:
-    """Return the speech of each text, cached where the talker is a real one."""
+    """Return the speech of each text, cached if the talker is a real one."""
     name, model = next(iter(config.models.items()))
     pipeline = pipelines_of(config)[name]
     talker, generator = pipeline.stage(TALKER), pipeline.stage(VOCODER)

@@ -37,20 +37,20 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
 from workers.engine.core.sequence import Sequence as EngineSequence
-from workers.renderer.processing import prompt
+from workers.renderer.processing.prompt import SizedMedia, expand
 
 VOCAB_SIZE = 771
-"""As many as the demo's models have: the real renderer's prompts must be valid for the fake
-engine."""
+"""The size of the demo models' vocabulary, so that the fake engine accepts the real renderer's
+prompts."""
 EOS_TOKEN_IDS = frozenset(range(0, 768, 128))
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 512
 IMAGE_TOKEN_ID = 700
 IMAGE_KIB = (4, 40, 300, 2048)
-"""Sizes of fake images; small ones travel in the message, large ones beside it."""
+"""Sizes of fake images. Small ones travel in the message, large ones outside of it."""
 MAX_MODEL_LEN = 2048
 NUM_CODES = 40
-"""Codes of the fake talker: the tokens from 1 on. Token 0 ends a speech."""
+"""Number of codes of the fake talker, which are the tokens from 1. Token 0 ends a speech."""
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 # Seeds by which a request does harm. The request carries the harm, so every engine meets it.
@@ -72,9 +72,9 @@ def _piece(token_id: int) -> str:
 class FakeRunner:
     """A runner whose KV cache holds, in each slot, a hash of all tokens up to it.
 
-    Like keys and values, these depend on all tokens before, so that a slot which another sequence
-    has overwritten is found. Verifying all slots at every step would cost more than the step, so a
-    sequence is verified whenever it has filled a block.
+    Like keys and values, a hash depends on all tokens before, so that the runner detects slots that
+    another sequence has overwritten. Verifying all slots at every step would cost more than the
+    step, so a sequence is verified whenever it has filled a block.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class FakeRunner:
 
     def next_token(self, sequence: EngineSequence) -> int:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
-        seen = self._seen[sequence.request_id]
-        digest = hashlib.blake2b(before + seen, digest_size=8).digest()
+        images = self._seen[sequence.request_id]
+        digest = hashlib.blake2b(before + images, digest_size=8).digest()
         return int.from_bytes(digest, "big") % self._num_sampled
 
     def _harm(self, sequence: EngineSequence, allows: Callable[[int, str], bool]) -> None:
@@ -165,8 +165,8 @@ class FakeRunner:
         before = b""
         for position in range(_stop(s)):
             before = _content(s.sequence, position, before)
-            found = self._slots[_slot(s.sequence, position)]
-            assert found == before, "a block holds what another sequence has written"
+            content = self._slots[_slot(s.sequence, position)]
+            assert content == before, "a block holds what another sequence has written"
 
 
 def _stop(s: ScheduledSequence) -> int:
@@ -197,12 +197,12 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
 
 
 def build_talker(step_s: float, num_blocks: int, max_num_seqs: int) -> EngineCore:
-    """Return the engine core of a talker whose speeches have 40 codes on average."""
+    """Return the engine core of a talker. Its speeches have 40 codes on average."""
     return build_core(FakeRunner(step_s, None, NUM_CODES + 1), num_blocks, max_num_seqs)
 
 
 def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) -> CodeOutput:
-    """Return what the fake talker writes for its stage; its tokens of a text are bytes."""
+    """Return the output of the fake talker's stage; the tokens of a text are its bytes."""
     sampling = msgspec.convert(stage.sampling_defaults, SamplingParams)
     return CodeOutput(
         bus,
@@ -249,8 +249,8 @@ class FakeProcessor:
     def check(self, messages: Sequence[Message]) -> None:
         pass
 
-    def tokenize(self, asked: Prompt) -> list[int]:
-        return [token_id for message in asked.messages for token_id in _token_ids(message)]
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        return [token_id for message in prompt.messages for token_id in _token_ids(message)]
 
     def hash_media(
         self,
@@ -284,11 +284,11 @@ class FakeProcessor:
     def expand(
         self,
         token_ids: list[int],
-        media: Sequence[prompt.SizedMedia],
+        media: Sequence[SizedMedia],
         field: str = "messages",
         embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
+        return expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
 
 def render(

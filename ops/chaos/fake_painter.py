@@ -31,8 +31,8 @@ class FakePainter:
     def _stepped(self, step: Step) -> Stepped:
         digest = hashlib.blake2b(repr((step.tokens, step.negative)).encode(), digest_size=8)
         seed = int.from_bytes(digest.digest(), "little")
-        wanted = np.tanh(noise_of(seed, 0, step.latents.shape, self.dtype))
-        finished = np.cos(3 * step.latents + step.time) * 0.5 + wanted * step.guidance * 0.2
+        target = np.tanh(noise_of(seed, 0, step.latents.shape, self.dtype))
+        finished = np.cos(3 * step.latents + step.time) * 0.5 + target * step.guidance * 0.2
         moved = step.latents + (step.next_time - step.time) * (finished - step.latents)
         return Stepped(moved, finished)
 

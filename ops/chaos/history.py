@@ -1,15 +1,18 @@
 """The events that the processes of a run write to their journals, and the state after the run.
 
-Every process appends to a file of its own, one JSON object per line, each with one system call. A
-line is therefore complete as soon as it is written, however the process ends. Times are those of
+Every process appends to a separate file, one JSON object per line, each with one system call. A
+line is therefore complete as soon as it is written, however the process ends. Times are readings of
 CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
+import functools
 import hashlib
+import operator
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -79,7 +82,7 @@ class CancelSent(Event, frozen=True):
 
     id: str
     gateway: int | None = None
-    """Number of the gateway whose connection was closed."""
+    """Number of the gateway at the other end of the closed connection."""
 
 
 class SoundReceived(Event, frozen=True):
@@ -94,7 +97,7 @@ class SoundReceived(Event, frozen=True):
 
 
 class SoundEnded(Event, frozen=True):
-    """The sound of a speech has reached its end at a client."""
+    """A client received the end of a sound."""
 
     id: str
     session: int
@@ -112,7 +115,7 @@ class ImageReceived(Event, frozen=True):
 
 
 class Overheard(Event, frozen=True):
-    """A client that listens to all that its tenant may hear received a record of a token log."""
+    """A client that subscribes to all permitted logs received a record of a token log."""
 
     tenant: str
     id: str
@@ -121,7 +124,7 @@ class Overheard(Event, frozen=True):
 
 
 class Peeked(Event, frozen=True):
-    """A client asked a gateway for a request of another tenant."""
+    """A client tried to read a request of another tenant from a gateway."""
 
     tenant: str
     id: str
@@ -129,7 +132,7 @@ class Peeked(Event, frozen=True):
 
 
 class SpeechNamed(Event, frozen=True):
-    """A gateway said under which id it has published a speech."""
+    """A client received the id under which a gateway published its speech."""
 
     id: str
     session: int
@@ -178,7 +181,7 @@ class ProcessExited(Event, frozen=True):
 
 
 class Drained(Event, frozen=True):
-    """The actuator of a scaled pool told a worker to end, because the plan says so."""
+    """The actuator of a scaled pool sent a worker the signal to end, as the plan requires."""
 
     role: str
     number: int
@@ -199,11 +202,11 @@ class MemorySample(Event, frozen=True):
 class WorkerEvent(Event, frozen=True):
     """A step of a worker.
 
-    The meaning of `id` and `at` depends on the kind of step: a request id and an attempt, a key and
-    a process id, a number of bytes.
+    The meaning of `id` and `at` depends on the step: a request id and an attempt, a key and a
+    process id, a number of bytes.
     """
 
-    what: str
+    step: str
     id: str = ""
     at: int = 0
 
@@ -214,44 +217,23 @@ class Snapshot(Event, frozen=True):
     role: str
     pid: int
     fds: int
-    """File descriptors, without those of `peers`, of their mappings, and of `readers`."""
+    """File descriptors, without the descriptors of `peers`, their mappings, and `readers`."""
     memfds: int
-    """Memory files, without those of other workers that are mapped here."""
+    """Memory files, without the mapped ones of other workers."""
     threads: int
     tasks: int
     """Asyncio tasks, without those that serve `readers`."""
     subscriptions: int
     mappings: int = 0
-    """Mapped arenas: the worker's own, and those of others."""
+    """Mapped arenas: the worker's own, and other workers' arenas."""
     peers: list[str] = []
     """Addresses of the arenas to which the worker is connected."""
     readers: int = 0
     """Connections of other workers to its own arena."""
 
 
-AnyEvent = (
-    RequestSent
-    | Accepted
-    | RecordReceived
-    | EventReceived
-    | SessionFailed
-    | CancelSent
-    | SoundReceived
-    | SoundEnded
-    | ImageReceived
-    | SpeechNamed
-    | Overheard
-    | Peeked
-    | Fault
-    | Started
-    | Ready
-    | ProcessExited
-    | Drained
-    | MemorySample
-    | WorkerEvent
-    | Snapshot
-)
-_decode = msgspec.json.Decoder(AnyEvent).decode
+_EVENTS: Any = functools.reduce(operator.or_, Event.__subclasses__())
+_decode = msgspec.json.Decoder(_EVENTS).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -270,7 +252,7 @@ class Journal:
         os.write(self._fd, _encode(event) + b"\n")
 
 
-def read_events(path: Path) -> Iterator[AnyEvent]:
+def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a journal in order, without an unfinished last line."""
     if not path.exists():
         return
@@ -288,7 +270,7 @@ class FinalState(Struct, frozen=True):
     settled: bool
     """The system came to rest within its time limit."""
     logs: dict[str, list[LogRecord]]
-    """By request of the plan; without those of `unnamed`."""
+    """By request of the plan, without the logs in `unnamed`."""
     letters: list[DeadLetter]
     messages: dict[str, int]
     """Number of messages by stream."""
@@ -309,10 +291,10 @@ class FinalState(Struct, frozen=True):
     gateway_records: list[str] = []
     """Ids of requests for which gateways have stored a record."""
     temp_files: list[str] = []
-    """Names of the files that workers have left in their temporary folder."""
+    """Names of the files that are left in the workers' temporary folder."""
     unnamed: dict[str, list[LogRecord]] = {}
-    """Logs of the speeches over HTTP, by the ids that gateways have made."""
+    """Logs of the speeches over HTTP, by the ids that gateways made."""
     outputs: dict[str, dict[str, list[OutputRecord]]] = {}
-    """Logs of the outputs beside the text, by request and name."""
+    """Logs of the outputs other than the text, by request and name."""
     ends: dict[str, OutputEnds] = {}
-    """The lists of the outputs that have ended, by request."""
+    """Lists of the outputs that have ended, by request."""

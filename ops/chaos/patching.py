@@ -1,7 +1,7 @@
 """Replace functions and methods of the product from outside, in a worker's own process.
 
-The product is named by attribute, so each replacement is checked against the original: a renamed
-function or a changed signature is an error here, and not a replacement without effect.
+The product is named by attribute, so each replacement is checked against the original. A renamed
+function or a changed signature is then an error, and not a replacement without effect.
 """
 
 import functools
@@ -91,9 +91,9 @@ def _is_async(function: Any) -> bool:
 
 
 def _check_all_callers_use(owner: ModuleType, name: str, original: Any) -> None:
-    """Refuse to replace a function in its own module while other modules have imported it by name.
+    """Raise TypeError if a module has imported a function that is replaced in its own module.
 
-    Those would go on to call the original.
+    The importing module would still call the original.
     """
     if getattr(original, "__module__", None) != owner.__name__:
         return

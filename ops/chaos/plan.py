@@ -29,11 +29,11 @@ from workers.gateway.openai.chat_assembler import CHAT
 
 MODEL = "demo"
 CODES, AUDIO = "codes", "audio"
-"""The outputs of a speech: what the talker writes, and the sound that is made of it."""
+"""The outputs of a speech: the talker's codes, and the sound that is made of them."""
 TALKER, VOCODER = "talker", "code2wav"
-"""The stages of speech, which are also the names of their workers in a run."""
+"""The stages of a speech, which are also the roles of their workers in a run."""
 PAINTED, PAINTER = "image", "dit"
-"""The output of painted images, and its stage."""
+"""The output and the stage of painted images."""
 ROOT = Path(__file__).parent.parent.parent
 PAINTER_FOLDER = ROOT / "ops" / "demo_painter"
 IMAGES = ROOT / "ops" / "demo_images"
@@ -52,7 +52,7 @@ def painted_sizes() -> list[str]:
 
 
 class Mix(Struct, frozen=True):
-    """Shares of the requests whose clients do more than send a request and read its answer."""
+    """Shares of the requests with a certain behaviour of the client, or of a certain kind."""
 
     cancel: float = 0.06
     resubmit_during: float = 0.05
@@ -68,41 +68,41 @@ class Mix(Struct, frozen=True):
     hangs: float = 0.0
     """Requests at which a step hangs for a while, in the first engine that runs them."""
     images: float = 0.0
-    """Share of all requests that have images, whatever their behaviour."""
+    """Share of all requests that have images, with any behaviour."""
     clips: float = 0.0
-    """Share of these that have a clip instead; only with a real renderer."""
+    """Share of `images` that have a clip instead; only with a real renderer."""
     sounds: float = 0.0
-    """Share of them that have a sound, or a clip that has one, instead of an image; the model is
-    then the demo's that hears, with a real engine: renderers load torch when they start."""
+    """Share of `images` that have a sound, or a clip with a sound, instead. The model is then the
+    demo model that hears, with a real engine: renderers load torch when they start."""
     http: float = 0.0
-    """Share of all harmless requests whose clients go through the gateways."""
+    """Share of all harmless requests that go through the gateways."""
     whole: float = 0.0
     """Share of the requests over HTTP that are answered with one JSON object."""
     speech: float = 0.0
-    """Share of all harmless requests whose answers are spoken."""
+    """Share of all harmless requests that are spoken."""
     paints: float = 0.0
     """Share of all harmless requests without a speech that are answered with images."""
-    given: float = 0.5
-    """Share of the speeches over NATS whose text is given; those over HTTP give all of theirs."""
+    given_text: float = 0.5
+    """Share of the speeches over NATS with a given text. Speeches over HTTP always have one."""
 
 
 class Scaled(Struct, frozen=True):
-    """Engines as a pool that begins at zero and goes back, and what happens to it under load."""
+    """A pool of engines that begins at zero and returns to zero, and its faults under load."""
 
     max: int = 4
     per_engine: int = 16
     idle_s: float = 10.0
     start_timeout_s: float = 60.0
     faults: tuple[tuple[int, str], ...] = ()
-    """Faults one after the other, by names as in `Settings.faults`, and "lose:queue"; each comes
-    when so many engines are ready, with 0 when the first one has been started."""
+    """Faults in this order, by names as in `Settings.faults` or "lose:queue", each with the number
+    of engines that must be ready; 0 stands for the start of the first engine."""
     stop_s: float = 14.0
     """Duration of a stop."""
     max_engine_s: float = 0.0
     """Bound of the engine-seconds, in multiples of the simulator's; 0 for none."""
 
 
-# A fake renderer does not decode images, so each file is varied to have more of them.
+# A fake renderer does not decode images, so each file has many variants.
 NUM_VARIANTS = 40
 
 
@@ -120,13 +120,13 @@ class Settings(Struct, frozen=True):
     slots: int = 1
     """Queues of a lane of the engines."""
     encoders: int = 0
-    """Number of encoders; with 0, engines have vision towers of their own."""
+    """Number of encoders; with 0, engines run the vision tower themselves."""
     brokers: int = 1
     gateways: int = 0
     talkers: int = 0
     """Engines that write the codes of speeches; with 0, no request may be spoken."""
     vocoders: int = 0
-    """Generators that make sound of the codes."""
+    """Generators that turn codes into sound."""
     painters: int = 0
     """Generators that paint; with 0, no request may be for images."""
     max_codes: int = 96
@@ -158,7 +158,7 @@ class Settings(Struct, frozen=True):
     not requests, kill workers."""
     max_queued: int = 10_000
     inline_kib: int = 64
-    """Largest total size of images that travel in the message; larger ones travel beside it."""
+    """Largest total size of images that travel in the message; larger ones travel outside of it."""
     arena_mib: int = 64
     listen: bool = False
     """Workers also serve payloads over TCP, as they would to other machines."""
@@ -177,7 +177,7 @@ SHIPPED: dict[str, Any] = {
     name: getattr(DeliveryConfig(), name)
     for name in ("ack_wait_s", "max_deliver", "max_deaths", "max_queued", "drain_s")
 }
-"""The limits with which the product comes, in place of those of `Settings`."""
+"""The product's default limits, which replace the defaults of `Settings`."""
 
 
 class Planned(Struct, frozen=True):
@@ -209,11 +209,6 @@ class Planned(Struct, frozen=True):
         return not (self.speaks or self.paints)
 
     @property
-    def over_chat(self) -> bool:
-        """Whether the answer comes through gateways as text, under an id of the client's choice."""
-        return self.http and not self.speaks
-
-    @property
     def bus_id(self) -> str:
         """Id of the request on the bus, which gateways derive from the client's own."""
         if self.http:
@@ -221,39 +216,12 @@ class Planned(Struct, frozen=True):
         return scoped_id(self.id, self.tenant)
 
 
-_WORDS = [
-    "red",
-    "green",
-    "blue",
-    "circle",
-    "square",
-    "star",
-    "heart",
-    "triangle",
-    "cross",
-    "letter",
-    "picture",
-    "colour",
-    "shape",
-    "how",
-    "many",
-    "where",
-    "what",
-    "which",
-    "is",
-    "are",
-    "the",
-    "they",
-    "same",
-    "there",
-    "kind",
-    "of",
-    "background",
-    "left",
-    "right",
-    "top",
-    "bottom",
-]
+_VOCABULARY = (
+    "red green blue circle square star heart triangle cross letter picture colour "
+    "shape how many where what which is are the they same there kind of background "
+    "left right top bottom"
+)
+_WORDS = _VOCABULARY.split()
 _COLORS, _SHAPES = ["red", "blue"], ["circle", "star"]
 _STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
 
@@ -281,7 +249,7 @@ def make_request(settings: Settings, index: int) -> Planned:
         streamed=rng.random() >= settings.mix.whole,
         tenant=settings.tenants[index % len(settings.tenants)] if settings.tenants else "",
     )
-    # Speeches have random numbers of their own: runs without any keep their requests.
+    # Speeches use separate random numbers, so that runs without speeches keep their requests.
     rng = random.Random(f"speech:{settings.seed}:{index}")
     speaks = harm is None and rng.random() < settings.mix.speech
     if speaks:
@@ -292,7 +260,7 @@ def make_request(settings: Settings, index: int) -> Planned:
 
 
 def _painted(planned: Planned, rng: random.Random) -> Planned:
-    """Return a request for images in the place of one for a text; some of them are equal."""
+    """Turn a request for text into a request for images; some of these are equal."""
     is_long = planned.behaviour in ("cancel", "follow", "resubmit_during")
     params = ImageParams(
         rng.choice(painted_sizes()),
@@ -314,9 +282,9 @@ def _painted(planned: Planned, rng: random.Random) -> Planned:
 
 
 def _spoken(planned: Planned, rng: random.Random, settings: Settings) -> Planned:
-    """Return a request for a speech in the place of one for a text."""
+    """Turn a request for text into a request for a speech."""
     request = planned.request
-    if planned.http or rng.random() < settings.mix.given:
+    if planned.http or rng.random() < settings.mix.given_text:
         text = " ".join(rng.choices(_WORDS, k=rng.randint(2, 12)))
         request = replace(
             request, messages=None, sampling_params=UNSET, given_text=text, outputs=[AUDIO]
@@ -359,30 +327,30 @@ def _sampling(
 ) -> dict[str, object]:
     low, high = settings.max_tokens
     max_tokens, num_choices = rng.randint(low, high), rng.choice([1, 1, 2, 3])
-    given: dict[str, object] = {
+    params: dict[str, object] = {
         "max_tokens": max_tokens,
         "n": min(num_choices, settings.max_choices),
     }
     kind = rng.random()
     if kind < 0.4:
-        given["temperature"] = 0.0
+        params["temperature"] = 0.0
     else:
-        given["temperature"] = rng.choice([0.7, 1.0])
+        params["temperature"] = rng.choice([0.7, 1.0])
         if kind < 0.8:
-            given["seed"] = rng.randrange(2**31)
+            params["seed"] = rng.randrange(2**31)
     if rng.random() < settings.stops:
-        given["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
+        params["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
     if behaviour in ("deadline", "cancel"):
         # These are far more tokens than there is time for.
-        given |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
+        params |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
     elif behaviour in ("resubmit_during", "follow"):
-        given |= {"max_tokens": high, "ignore_eos": True, "stop": []}
+        params |= {"max_tokens": high, "ignore_eos": True, "stop": []}
     elif settings.engine == "demo" and rng.random() < 0.5:
         # The model ends its own answers after a few words.
-        given["ignore_eos"] = True
+        params["ignore_eos"] = True
     if harm is not None:
-        given |= {"temperature": 1.0, "seed": harm}
-    return given
+        params |= {"temperature": 1.0, "seed": harm}
+    return params
 
 
 def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from ops.chaos.checks.recorded_run import Bounds
 from ops.chaos.clients.http_exchange import api_key
 from ops.chaos.fake_model import MAX_MODEL_LEN
@@ -22,6 +20,7 @@ from ops.chaos.plan import (
     Settings,
     painted_sizes,
 )
+from ops.harness.deployment import write_config
 from workers.gateway.http import auth
 
 EMBEDDINGS_TTL_S = 10.0
@@ -33,7 +32,7 @@ FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engi
 VOCODER_RSS_MIB = 256.0
 
 
-def write_config(settings: Settings, folder: Path, delivery: Mapping[str, int] = {}) -> Path:
+def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, int] = {}) -> Path:
     """Write the product's configuration for a run; return its path.
 
     `delivery` changes the section of this name.
@@ -86,16 +85,13 @@ def write_config(settings: Settings, folder: Path, delivery: Mapping[str, int] =
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},
         "log_level": "warning",
     }
-    # Every JSON document is a YAML document.
-    file = folder / "pagemill.yaml"
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
-    return file
+    return write_config(tree, folder)
 
 
 def _hearing_folder(folder: Path) -> Path:
-    """Make a folder of the demo's model that hears, with a template that writes images as well.
+    """Make a folder of the demo model that hears, with a template that accepts images as well.
 
-    Its eyes are not trained, and see all the same.
+    Its vision tower is not trained, but it works.
     """
     model = folder / "hearing"
     model.mkdir()
@@ -104,10 +100,10 @@ def _hearing_folder(folder: Path) -> Path:
             (model / file.name).symlink_to(file)
     template = (DEMO_MODEL / "chat_template.jinja").read_text()
     sound = "'<|audio_bos|><|AUDIO|><|audio_eos|>'"
-    heard = f"{{%- if part.type == 'audio' -%}}{{{{- {sound} -}}}}{{%- endif -%}}"
+    sound_branch = f"{{%- if part.type == 'audio' -%}}{{{{- {sound} -}}}}{{%- endif -%}}"
     begin = "{%- for part in content or [] -%}"
     assert begin in template
-    (model / "chat_template.jinja").write_text(template.replace(begin, begin + heard))
+    (model / "chat_template.jinja").write_text(template.replace(begin, begin + sound_branch))
     return model
 
 
@@ -116,23 +112,15 @@ def keys_folder(folder: Path) -> Path:
     return folder / "keys"
 
 
-def fake_roles(settings: Settings) -> dict[str, bool]:
-    """Return, by role, whether its workers run without a model."""
-    return {
-        "coordinator": False,
-        "renderer": settings.renderer == "fake",
-        "encoder": False,
-        "engine": settings.engine == "fake",
-        "gateway": False,
-        "autoscaler": False,
-        TALKER: settings.engine == "fake",
-        VOCODER: False,
-        PAINTER: settings.engine == "fake",
-    }
+def is_fake(role: str, settings: Settings) -> bool:
+    """Return whether the workers of a role run without a model."""
+    if role == "renderer":
+        return settings.renderer == "fake"
+    return role in ("engine", TALKER, PAINTER) and settings.engine == "fake"
 
 
 def _speech_stages(settings: Settings) -> dict[str, object]:
-    """The stages of a voice; that of the demo, in short chunks, so that a speech has many."""
+    """Return the stages of the demo voice, with short chunks, so that a speech has many."""
     if not settings.talkers:
         return {}
     return {
@@ -156,7 +144,7 @@ def _speech_stages(settings: Settings) -> dict[str, object]:
 
 
 def _image_stages(settings: Settings) -> dict[str, object]:
-    """The stage of a painter; that of the demo, whose small images take little time."""
+    """Return the stage of the demo painter, with small images, which take little time."""
     if not settings.painters:
         return {}
     return {

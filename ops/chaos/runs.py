@@ -1,4 +1,4 @@
-"""The runs whose results are in docs/contribute/reliability.md."""
+"""The runs of docs/contribute/reliability.md, and the short ones of CI."""
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ DEMO = Settings(
     mix=Mix(images=0.5),
 )
 
-# Every process on the way of a speech, or of an image.
+# Kills of every process that serves speeches or images.
 OMNI_KILLS = {
     "kill:engine": 2.0,
     "kill:talker": 3.0,
@@ -40,7 +40,7 @@ RUNS: dict[str, Settings] = {
         faults=KILLS | {"kill:gateway": 1.5},
         mix=Mix(http=0.25, whole=0.3, images=0.1, clips=0.5),
     ),
-    # A third of the media are sounds, alone or with a clip, which go to decoders of their own.
+    # A third of the media are sounds, alone or in a clip. Separate decoders decode them.
     "sounds": Settings(
         engine="demo",
         requests=1000,
@@ -59,7 +59,7 @@ RUNS: dict[str, Settings] = {
         fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
     ),
-    # The broker dies so often that most requests lose their tasks, some of them several times.
+    # The broker is killed every 3 s on average: most requests lose their tasks, some several times.
     "broker": Settings(
         requests=1000,
         rate=10.0,
@@ -99,8 +99,8 @@ RUNS: dict[str, Settings] = {
         renderers=1,
     ),
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
-    # With the limits, keys and tenants of a real deployment. Deaths come seldom enough that hardly
-    # any request is in hand at two of them.
+    # With the limits, keys and tenants of a real deployment. Kills are rare enough that hardly any
+    # request is in flight at two of them.
     "shipped": Settings(
         requests=400,
         rate=6.0,
@@ -111,7 +111,7 @@ RUNS: dict[str, Settings] = {
         mix=Mix(http=0.5, whole=0.3, images=0.1),
         **SHIPPED,
     ),
-    # All requests at once to a pool at zero, which has to grow to four engines and go back.
+    # All requests at once to a pool at zero, which has to grow to four engines and return to zero.
     "scale": Settings(
         requests=500,
         rate=5000.0,
@@ -130,9 +130,9 @@ RUNS: dict[str, Settings] = {
     ),
 }
 
-# These take a minute and a half on two cores, three at a time, the longest first.
+# The scenarios of CI run one at a time, in this order.
 QUICK: dict[str, Settings] = {
-    # Engines have no vision tower: images go through encoders, which die most often.
+    # Engines have no vision tower. Images go through encoders, which are killed most often.
     "demo model with encoders, kills": replace(
         DEMO,
         requests=60,
@@ -200,6 +200,6 @@ QUICK: dict[str, Settings] = {
         step_ms=10.0,
         max_tokens=(4, 24),
         max_codes=48,
-        mix=Mix(http=0.4, speech=0.6, given=0.6, paints=0.4),
+        mix=Mix(http=0.4, speech=0.6, given_text=0.6, paints=0.4),
     ),
 }

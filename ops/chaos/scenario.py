@@ -16,12 +16,12 @@ from ops.chaos.processes.scaled_engines import ScaledEngines
 from ops.chaos.watched_deployment import WatchedDeployment
 from workers.supervisor.preloader import Preloader
 
-# A run hangs if it takes this much longer than its pace requires.
+# A run that takes this much longer than its rate requires hangs.
 SPARE_S = 300.0
 
 
 class Scenario(WatchedDeployment):
-    """A run with a folder of its own, which is kept if a check fails."""
+    """A run in a new folder, which is kept if a check fails."""
 
     def __init__(self, settings: Settings, preloaders: Mapping[str, Preloader] = {}) -> None:
         super().__init__(settings, "chaos", preloaders=preloaders)
@@ -84,11 +84,11 @@ class Scenario(WatchedDeployment):
 
 
 async def run_scenario(
-    settings: Settings, keep: bool = False, preloaders: Mapping[str, Preloader] = {}
+    settings: Settings, preloaders: Mapping[str, Preloader] = {}
 ) -> tuple[Verdict, Path]:
     """Run and check; return the verdict and the folder, which is removed after a clean run.
 
-    `preloaders` are those of `Pool`; they end with the run.
+    `preloaders` are passed to `Pool`, and end with the run.
     """
     scenario = Scenario(settings, preloaders)
     try:
@@ -96,6 +96,6 @@ async def run_scenario(
     finally:
         for preloader in set(preloaders.values()):
             preloader.close()
-    if verdict.clean and not keep:
+    if verdict.clean:
         scenario.remove()
     return verdict, scenario.folder

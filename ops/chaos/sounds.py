@@ -1,4 +1,4 @@
-"""Sounds for requests, and clips that have one: a model hears them alone, or with the frames."""
+"""Sounds for requests, and clips with a sound. A model hears it alone, or with the frames."""
 
 import base64
 import functools
@@ -19,7 +19,7 @@ RATE = 16_000
 NUM_FRAMES = 9
 FPS = 4
 SIZE = (84, 56)
-# With so few files, many requests want the same clip with its sound or without.
+# With few clips, many requests have the same clip with its sound or without.
 HEARD_SHARE = 0.7
 
 
@@ -31,7 +31,7 @@ def make_part(rng: random.Random) -> AudioPart | VideoPart:
 
 
 def _draw_tones(number: int, num_samples: int) -> NDArray[np.float32]:
-    """Return tones of a tenth of a second each, no two of which are alike."""
+    """Return different tones of a tenth of a second each."""
     rng = np.random.default_rng(number)
     pitches = np.repeat(rng.uniform(0.05, 1.5, -(-num_samples // 1600)), 1600)[:num_samples]
     return np.asarray(0.4 * np.sin(np.cumsum(pitches)), np.float32)
@@ -50,21 +50,21 @@ def _clip_url(number: int) -> str:
     noise = np.random.default_rng(number)
     file = io.BytesIO()
     with av.open(file, "w", format="avi") as output:
-        seen = output.add_stream("mjpeg", rate=FPS)
-        seen.width, seen.height, seen.pix_fmt = *SIZE, "yuvj420p"
-        seen.codec_context.thread_count = 1
-        heard = output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        video = output.add_stream("mjpeg", rate=FPS)
+        video.width, video.height, video.pix_fmt = *SIZE, "yuvj420p"
+        video.codec_context.thread_count = 1
+        audio = output.add_stream("pcm_s16le", rate=RATE, layout="mono")
         for place in range(NUM_FRAMES):
             pixels = noise.integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
             frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuvj420p")
             frame.pts, frame.time_base = place, Fraction(1, FPS)
-            output.mux(seen.encode(frame))
-        output.mux(seen.encode())
+            output.mux(video.encode(frame))
+        output.mux(video.encode())
         samples = _draw_tones(100 + number, RATE * (1 + number) // 2)
         sound = av.AudioFrame.from_ndarray((samples * 2**15).astype(np.int16)[None], "s16", "mono")
         sound.sample_rate, sound.pts = RATE, 0
-        output.mux(heard.encode(sound))
-        output.mux(heard.encode())
+        output.mux(audio.encode(sound))
+        output.mux(audio.encode())
     return _data_url("video/avi", file)
 
 

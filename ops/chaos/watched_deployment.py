@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.expected_answers import expect
+from ops.chaos.expected_answers import expect, shortened
 from ops.chaos.expected_images import expect_images
 from ops.chaos.expected_speech import expect_speeches
 from ops.chaos.history import FinalState, Journal, WorkerEvent, read_events
 from ops.chaos.plan import AUDIO, MODEL, PAINTED, PAINTER, TALKER, VOCODER, Settings, make_requests
 from ops.chaos.processes.brokers import Brokers, OneBroker, ThreeBrokers
-from ops.chaos.processes.gateways import Gateways, key_by_plan_id, letters_by_plan_id, plan_ids
+from ops.chaos.processes.gateways import Gateways
 from ops.chaos.processes.pool import ACTUATOR, LOAD, Pool, Slot, worker_command
-from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, fake_roles, keys_folder, write_config
+from ops.chaos.run_config import EMBEDDINGS_TTL_S, bounds_of, is_fake, keys_folder, write_run_config
 from ops.chaos.worker.payload_events import LASTING
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
@@ -37,7 +37,7 @@ from workers.gateway.openai.speech import SPEECH
 from workers.keyring import Keyring
 from workers.supervisor.preloader import Preloader
 
-# Clients do not name their speeches, so gateways make the ids.
+# Gateways make the ids of speeches.
 UNNAMED = f"{SPEECH.id_prefix}-"
 WARM = "warm-"
 NUM_WARM_UPS = 24
@@ -62,7 +62,7 @@ class WatchedDeployment:
         self.folder = Path(tempfile.mkdtemp(prefix=f"pagemill-{name}-"))
         self.load_folder = self.folder
         """Folder of the settings of the load, and of the journal of its clients."""
-        self.config_file = write_config(settings, self.folder, delivery)
+        self.config_file = write_run_config(settings, self.folder, delivery)
         self.brokers = self._make_brokers(disk_mib)
         self.url = self.brokers.url
         self.gateways = Gateways(settings.gateways, next(iter(settings.tenants), ""))
@@ -124,7 +124,7 @@ class WatchedDeployment:
             command += ["--config", str(self.config_file), "--folder", str(self.folder)]
             command += ["--step-ms", str(s.step_ms)]
         else:
-            fake = fake_roles(s)[slot.role]
+            fake = is_fake(slot.role, s)
             command = worker_command(slot.role, self.config_file, url, fake, s.step_ms)
         if slot.role == "gateway":
             command = self.gateways.with_port(slot, command)
@@ -204,11 +204,16 @@ class WatchedDeployment:
         if settings.encoders:
             # Embeddings that no engine has fetched expire.
             await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
-        planned = make_requests(settings)
+        # Ids on the bus, and the same ids in the plan.
+        names = {entry.bus_id: entry.id for entry in make_requests(settings)}
         requests, outputs, ends = await store.logs()
-        logs = key_by_plan_id(planned, requests)
+        logs = {names.get(id, id): log for id, log in requests.items()}
         logs = {id: log for id, log in logs.items() if self.is_own(id)}
-        records = plan_ids(planned, await store.gateway_records())
+        records = [names.get(id, id) for id in await store.gateway_records()]
+        letters = [
+            replace(letter, request_id=names.get(letter.request_id or "", letter.request_id))
+            for letter in await store.letters()
+        ]
         # Heartbeats of dead workers stay for some seconds. Heartbeats are read before the wait, at
         # the end of which all payloads have expired and no worker tries to release one.
         pids = {slot.pid for slot in self.pool.slots}
@@ -217,7 +222,7 @@ class WatchedDeployment:
         return FinalState(
             settled=settled,
             logs={id: log for id, log in logs.items() if not id.startswith(UNNAMED)},
-            letters=self.own_letters(letters_by_plan_id(planned, await store.letters())),
+            letters=self.own_letters(letters),
             messages=await store.messages(),
             queued_ids=await store.queued_ids(),
             consumers=await store.consumers(),
@@ -279,14 +284,16 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
     settings = msgspec.json.decode((load_folder / "settings.json").read_bytes(), type=Settings)
     planned = make_requests(settings)
     config = product_settings.load_config(folder / "pagemill.yaml")
-    expected = expect(settings, config, planned)
+    final = msgspec.msgpack.decode((load_folder / "final.msgpack").read_bytes(), type=FinalState)
+    written = [shortened(request, final.logs.get(request.id, [])) for request in planned]
+    expected = expect(settings, config, written)
     processes = {}
     for file in sorted((folder / "workers").glob("*.jsonl")):
         role, _, pid = file.stem.rpartition("-")
         processes[role, int(pid)] = [
             event
             for event in read_events(file)
-            if event.t >= since or (isinstance(event, WorkerEvent) and event.what in LASTING)
+            if event.t >= since or (isinstance(event, WorkerEvent) and event.step in LASTING)
         ]
     return RecordedRun(
         settings=settings,
@@ -298,6 +305,6 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
         pool=[event for event in read_events(folder / "pool.jsonl") if event.t >= since],
         workers=[event for events in processes.values() for event in events],
         processes=processes,
-        final=msgspec.msgpack.decode((load_folder / "final.msgpack").read_bytes(), type=FinalState),
+        final=final,
         bounds=bounds_of(settings),
     )

@@ -201,5 +201,5 @@ def test_a_gateway_that_died_with_it_counts_as_reading_it(at: float, excused: bo
     before = [RequestSent(at - 0.1, ID, 0, 0, True), SessionFailed(at, ID, 0, "connection", "")]
     run = seen(before, LEFT, behaviour="cancel", logs={ID: CANCELLED})
     found = check(run).violations
-    late = [v for v in found if "after its cancellation" in v.what]
+    late = [v for v in found if "after its cancellation" in v.text]
     assert excused is not any(late)

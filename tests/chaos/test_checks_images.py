@@ -74,7 +74,7 @@ def run_of(
 
 
 def found(run: RecordedRun) -> list[str]:
-    return [f"{violation.invariant}: {violation.what}" for violation in images.find(run)]
+    return [f"{violation.invariant}: {violation.text}" for violation in images.find(run)]
 
 
 def test_clean_images_are_not_flagged() -> None:

@@ -68,7 +68,7 @@ def make_run(pool: list[Event], scaled: Scaled = SCALED, ends: list[float] = END
 
 
 def faults(run: RecordedRun) -> list[str]:
-    return [violation.what for violation in scaling.find(run)]
+    return [violation.text for violation in scaling.find(run)]
 
 
 def test_a_pool_that_grows_and_goes_back_is_clean() -> None:
@@ -89,7 +89,7 @@ def test_the_simulator_runs_the_same_requests_with_the_same_policy() -> None:
 @pytest.mark.parametrize(
     ("pool", "what"),
     [
-        ([*POOL, *end(2, 20.0, code=-9), *end(1, 24.5)], "instead of draining"),
+        ([*POOL, *end(2, 20.0, code=-9), *end(1, 24.5)], "ended with code -9"),
         ([*POOL, *end(2, 14.0), *end(1, 24.5)], "left 1 workers for the work of 2"),
         ([*POOL, *end(2, 14.0), *end(1, 14.0)], "left 0 workers for the work of 2"),
         ([*POOL, *end(2, 20.0)], "1 workers are left"),

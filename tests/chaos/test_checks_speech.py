@@ -108,7 +108,7 @@ def run_of(
 
 
 def found(run: RecordedRun) -> list[str]:
-    return [f"{violation.invariant}: {violation.what}" for violation in speech.find(run)]
+    return [f"{violation.invariant}: {violation.text}" for violation in speech.find(run)]
 
 
 def of(codes: list[OutputRecord] = CODES, sound: list[OutputRecord] = AUDIO) -> Any:
@@ -137,7 +137,7 @@ WRONG = bytes([0, 0, 0, 9, *SOUND[4:]])
 FAULTY: list[tuple[Callable[[], RecordedRun], str]] = [
     (lambda: run_of(of(sound=AUDIO[:2])), "I16: audio: has no end"),
     (lambda: run_of(of(sound=[audio(0, 0, 2), audio(1, 0, 2), *AUDIO[1:]])), "record 1 instead"),
-    (lambda: run_of(of(sound=[audio(0, 0, 2), audio(1, 1, 5), AUDIO[2]])), "goes on at 1 instead"),
+    (lambda: run_of(of(sound=[audio(0, 0, 2), audio(1, 1, 5), AUDIO[2]])), "continues at 1"),
     (lambda: run_of(of(sound=[audio(0, 0, 2), OutputEnd(1, 1, END)])), "audio: 4 of 4 differs"),
     (lambda: run_of(of(sound=[audio(0, 0, 2, WRONG), *AUDIO[1:]])), "audio: 1 of 12 differs"),
     (lambda: run_of(of(sound=[*AUDIO, audio(3, 6, 1, SOUND * 2)])), "1 records follow its end"),
@@ -147,7 +147,7 @@ FAULTY: list[tuple[Callable[[], RecordedRun], str]] = [
     ),
     (lambda: run_of(of(codes=OTHER_CODES)), "I3: codes: 0 of 3"),
     (lambda: run_of(of(sound=[*AUDIO[:2], OutputEnd(2, 1, END, True)])), "was cut, although the"),
-    (lambda: run_of(of(sound=[*AUDIO[:2], OutputEnd(2, 1, OutputSummary())])), "says other than"),
+    (lambda: run_of(of(sound=[*AUDIO[:2], OutputEnd(2, 1, OutputSummary())])), "request differs"),
     (lambda: run_of(of(), ends=None), "no list of its outputs"),
     (lambda: run_of(of(), ends=OutputEnds(ENDS.expected, {})), "the ends of [] alone"),
     (lambda: run_of(of(), clients=[heard(0, 4), heard(0, 4)]), "I2: session 1: samples at byte 0"),

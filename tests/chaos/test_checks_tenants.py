@@ -7,7 +7,7 @@ import pytest
 
 from ops.chaos.checks.checker import check
 from ops.chaos.checks.recorded_run import RecordedRun
-from ops.chaos.history import AnyEvent, Overheard, Peeked, ProcessExited, WorkerEvent
+from ops.chaos.history import Event, Overheard, Peeked, ProcessExited, WorkerEvent
 from tests.chaos.test_checker import CHUNKS, ID, failure, letter, make_run, with_clients
 
 edit = msgspec.structs.replace
@@ -43,7 +43,7 @@ def test_a_gateway_that_shows_a_request_to_another_tenant_is_found(
 RECEIVED = WorkerEvent(1.2, "received", "c1-0@acme", 1)
 
 
-def poisoned(*processes: list[AnyEvent], code: int = -9) -> RecordedRun:
+def poisoned(*processes: list[Event], code: int = -9) -> RecordedRun:
     """A request that ended as poison, and the journals of engines that have ended since."""
     run = of_tenant(make_run([failure("poison", index=0)]), "acme")
     return replace(
@@ -69,7 +69,7 @@ def test_poison_is_allowed_where_enough_workers_died_with_the_request() -> None:
     ],
 )
 def test_poison_is_a_violation_where_a_worker_did_not_hold_the_request(
-    then: list[AnyEvent],
+    then: list[Event],
 ) -> None:
     assert found(poisoned([RECEIVED], then)) == {"I10"}
 

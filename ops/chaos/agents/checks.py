@@ -1,11 +1,11 @@
-"""What must hold of the logs of responses, and of the calls that their tool server has seen. Pure.
+"""Checks of the logs of responses, and of the calls that their tool server received. Pure.
 
 A1  every response ends
-A2  a call is made at most once for each step that says so, and such a step is repeated only where
-    the configuration says that repeating is harmless
+A2  a call is made at most once for each step that announces it, and such a step is repeated only
+    where the configuration says that repeating is harmless
 A3  each step follows from the steps before it, and indexes have no gap
 A4  a call with a result was made
-A5  a response with which nothing is wrong completes
+A5  a response completes if the fault is the only thing that goes wrong
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ PLANNED: dict[type[Step], tuple[type, ...]] = {
     Listed: (plan.ListTools,),
     Asked: (plan.AskModel,),
     Answered: (plan.ReadAnswer,),
-    # Calls of one turn are made at the same time: behind the step of one, an agent that comes then
-    # would settle it. The checks on calls hold for such steps.
+    # Calls of one turn are made at the same time: after the step of the first, the next action of
+    # another agent would be to settle it. The checks on calls hold for such steps.
     Sending: (plan.CallTools, plan.SettleUnknown),
     Result: (plan.SettleUnknown, plan.RefuseCall, plan.CallTools),
     Ended: (plan.Conclude,),
@@ -31,16 +31,16 @@ PLANNED: dict[type[Step], tuple[type, ...]] = {
 
 
 class AgentRun(Struct, frozen=True):
-    """One response, and what became of its calls."""
+    """One response and its calls."""
 
     response_id: str
     steps: list[Step]
-    made: Mapping[tuple[int, int], int]
-    """How often each call was made, by turn and number."""
+    num_made: Mapping[tuple[int, int], int]
+    """Number of times that each call was made, by turn and number."""
     may_repeat: bool
     """Whether its server is configured so that calls may be made again."""
     must_complete: bool = False
-    """Whether nothing but the fault may keep it from completing."""
+    """Whether the response has no reason but the fault not to complete."""
 
 
 def violations(run: AgentRun) -> Iterator[str]:
@@ -57,7 +57,7 @@ def violations(run: AgentRun) -> Iterator[str]:
 
 
 def _fault_of_order(state: ResponseState, i: int, step: Step) -> str | None:
-    """Apply a step, or return why it is none that may follow."""
+    """Apply a step, or return why it may not follow."""
     if step.index != i:
         return f"step {i} has the index {step.index}"
     action = next_action(state)
@@ -72,20 +72,20 @@ def _fault_of_order(state: ResponseState, i: int, step: Step) -> str | None:
 
 
 def _is_of_gateway(end: Ended) -> bool:
-    """Return whether a gateway may have ended the response: it cancels, and ends what is late."""
+    """Return whether a gateway may have ended the response: it cancels, and ends late responses."""
     is_late = end.error is not None and end.error.code == DeadlineExceeded.code
     return end.status == "cancelled" or is_late
 
 
 def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
     for (turn, number), call in state.calls.items():
-        if call.paints:  # It is a request, which is published under one id however often.
+        if call.paints:  # It is a request, and repeated publications have the same id.
             continue
-        made = run.made.get((turn, number), 0)
+        num_made = run.num_made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
-        if made > len(call.sendings):
-            yield f"A2 {name}: made {made} times, with {len(call.sendings)} steps that say so"
+        if num_made > len(call.sendings):
+            yield f"A2 {name}: made {num_made} times, with {len(call.sendings)} steps that announce it"
         if len(call.sendings) > 1 and not run.may_repeat:
             yield f"A2 {name}: sent {len(call.sendings)} times"
-        if call.result is not None and call.result.outcome == "result" and not made:
+        if call.result is not None and call.result.outcome == "result" and not num_made:
             yield f"A4 {name}: has a result, and was never made"

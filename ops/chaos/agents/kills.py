@@ -1,4 +1,4 @@
-"""Agents that die and stand still while they call a tool that counts."""
+"""Agents that are killed and stopped while they call a tool that counts its calls."""
 
 import asyncio
 import json
@@ -27,6 +27,8 @@ from shared.state.step_log import StepLog
 from workers.roles import AGENT
 
 TURNS = 2
+AT_ONCE = 8
+"""Responses in flight."""
 CALLS = 2
 """Calls of one turn, which are made at the same time."""
 ACK_WAIT_S = 1.0
@@ -52,17 +54,17 @@ def script(request: GenerateRequest, request_id: str) -> str:
 
 
 class Verdict(Struct):
-    """What was found, and how much the faults have hit."""
+    """Violations, and the number of responses and calls that the faults affected."""
 
     num_faults: int = 0
-    """Faults that have hit an agent at work; each has its responses checked."""
+    """Faults that hit an agent at work; the responses of each were checked."""
     num_misses: int = 0
-    """Faults that came too late, and were drawn anew."""
+    """Faults that came too late, and were repeated."""
     num_responses: int = 0
     num_held: int = 0
     """Responses that agents held when a fault hit them."""
     num_unknown: int = 0
-    """Calls of which nobody knows the outcome: the fault fell between the step and the result."""
+    """Calls with an unknown outcome: the fault came between the step and the result."""
     num_repeated: int = 0
     violations: list[str] = []
 
@@ -74,14 +76,14 @@ class Verdict(Struct):
     def __str__(self) -> str:
         return (
             f"{self.num_faults} faults hit agents at work, which held {self.num_held} of"
-            f" {self.num_responses} responses; {self.num_misses} came too late and were drawn anew;"
+            f" {self.num_responses} responses; {self.num_misses} came too late and were repeated;"
             f" {self.num_unknown} calls with an unknown outcome, {self.num_repeated} made again;"
             f" {len(self.violations)} violations"
         )
 
 
 class AgentScenario:
-    """A scripted model, a counting tool, and two agents that die and stand still."""
+    """A scripted model, a counting tool, and two agents that are killed and stopped."""
 
     def __init__(self, folder: Path, bug: str, seed: int) -> None:
         self._bug = bug
@@ -96,13 +98,13 @@ class AgentScenario:
         self._num_rounds = 0
         self._verdict = Verdict()
 
-    async def run(self, faults: int, at_once: int) -> Verdict:
+    async def run(self, faults: int) -> Verdict:
         """Run until this many faults have hit, or until the planted bug is found."""
         invariants = BUGS[self._bug].invariants if self._bug else ()
         async with self._system.running(script), self._system.bus() as bus:
             await asyncio.gather(self._start_agent(), self._start_agent())
             while self._verdict.num_faults < faults:
-                await self._round(bus, at_once)
+                await self._round(bus)
                 if self._verdict.invariants.keys() & invariants:
                     break
         return self._verdict
@@ -112,12 +114,12 @@ class AgentScenario:
         name = f"agent-{self._num_started}"
         self._agents[name] = await self._system.start_watched(name, AGENT, bug=self._bug)
 
-    async def _round(self, bus: Bus, at_once: int) -> None:
-        """Begin responses, let one fault happen, and check them when they have ended.
+    async def _round(self, bus: Bus) -> None:
+        """Begin responses, inject one fault, and check the responses when they have ended.
 
-        A fault that comes when no agent holds a response any more has tested nothing.
+        A fault that comes when no agent holds a response any more tests nothing.
         """
-        logs = [await self._begin(bus, i) for i in range(at_once)]
+        logs = [await self._begin(bus, i) for i in range(AT_ONCE)]
         self._num_rounds += 1
         await self._until_taken({log.response_id for log in logs})
         await asyncio.sleep(self._rng.uniform(0, 2.5 * MAX_PAUSE_S))
@@ -128,7 +130,7 @@ class AgentScenario:
         else:
             self._verdict.num_misses += 1
         await _await_ends(logs)
-        await asyncio.sleep(0.5)  # Calls of a worker that wakes up.
+        await asyncio.sleep(0.5)  # A resumed worker may still make calls.
         for log in logs:
             await self._check(bus, log)
 
@@ -151,7 +153,7 @@ class AgentScenario:
             del self._agents[victim]
             await self._start_agent()
             return held
-        # A worker that stands still is taken for dead, and wakes up again.
+        # A stopped worker is taken for dead, and is resumed.
         pid = self._system.processes.running[victim].pid
         _stop(pid)
         held = self._held_by(victim)
@@ -182,8 +184,8 @@ class AgentScenario:
         stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", log.response_id))
         steps = [step for message in stored if (step := decode_step(message.data)) is not None]
         name, verdict = log.response_id, self._verdict
-        made = {
-            (turn, number): self._tool.made[f"{name}/{turn}/{number}"]
+        num_made = {
+            (turn, number): self._tool.num_made[f"{name}/{turn}/{number}"]
             for turn in range(TURNS)
             for number in range(CALLS)
         }
@@ -193,18 +195,18 @@ class AgentScenario:
         verdict.num_responses += 1
         verdict.num_unknown += sum(isinstance(s, Result) and s.outcome == "unknown" for s in steps)
         verdict.num_repeated += sum(isinstance(s, Sending) and s.attempt > 0 for s in steps)
-        run = AgentRun(name, steps, made, repeatable, must_complete=True)
+        run = AgentRun(name, steps, num_made, repeatable, must_complete=True)
         verdict.violations += violations(run)
 
 
 def _stop(pid: int) -> None:
-    """Have a process stand still, and return when it does."""
+    """Stop a process, and return when it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 async def _await_ends(logs: list[StepLog]) -> None:
-    """Wait until all responses have ended, or for END_S; the checks name those that have not."""
+    """Wait until all responses have ended, at most END_S; the checks report the others."""
     ends = [asyncio.create_task(_read_to_end(log)) for log in logs]
     for _ in range(round(END_S / TICK_S)):  # A pause of this process is one tick.
         _, following = await asyncio.wait(ends, timeout=TICK_S)
@@ -220,7 +222,7 @@ async def _read_to_end(log: StepLog) -> None:
         pass
 
 
-def run_agents(faults: int, at_once: int = 8, seed: int = 1, bug: str = "") -> Verdict:
-    """Run the scenario, with a planted bug if one is named."""
+def run_agents(faults: int, seed: int = 1, bug: str = "") -> Verdict:
+    """Run the scenario, with the planted bug named `bug`, if any."""
     with tempfile.TemporaryDirectory(prefix="pagemill-agents-") as folder:
-        return asyncio.run(AgentScenario(Path(folder), bug, seed).run(faults, at_once))
+        return asyncio.run(AgentScenario(Path(folder), bug, seed).run(faults))

@@ -1,7 +1,7 @@
-"""Gateways that are killed after each event of a stream, and a restart of all while approvals wait.
+"""Gateways that are killed after each event, and a restart of all processes during approvals.
 
-G1  the events before a kill and those of another gateway behind it are those of a whole stream
-G2  what waits for approval is called once after the restart, and not before
+G1  the events before a kill and the later events from another gateway make one whole stream
+G2  a call that waits for approval is made once after the restart, and not before
 """
 
 import asyncio
@@ -14,13 +14,12 @@ from typing import Any
 
 import httpx
 
-from ops.chaos.agents.beginnings import Beginnings
+from ops.chaos.agents.beginnings import PATH, Beginnings
 from ops.chaos.agents.scripted_model import MODEL
 from ops.chaos.agents.system import AgentSystem
 from ops.chaos.agents.tool_server import CountingServer
 from shared.protocol.requests import GenerateRequest
 
-PATH = "/v1/responses"
 SERVER = "calc"
 
 
@@ -34,8 +33,8 @@ def script(request: GenerateRequest, request_id: str) -> str:
         {"name": tool.function.name, "arguments": {"call": f"{response_id}/{number}"}}
         for number in range(2)
     ]
-    made = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-    return f"I book two of them. {made}"
+    calls_text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    return f"I book two of them. {calls_text}"
 
 
 class Restarts:
@@ -50,26 +49,28 @@ class Restarts:
         """Return all violations."""
         async with self._system.running(script):
             await self._system.start()
-            found = await self._kill_gateways()
-        return found + await self._restart_all()
+            violations = await self._kill_gateways()
+        return violations + await self._restart_all()
 
     # -- G1 ---------------------------------------------------------------------------------------
 
     async def _kill_gateways(self) -> list[str]:
-        number, found = 0, []
+        number, violations = 0, []
         while True:
             name = f"gateways-{number}"
-            seen = await self._first_events(name, number + 1)
-            has_ended = seen[-1]["type"] == "response.completed"
+            events = await self._first_events(name, number + 1)
+            has_ended = events[-1]["type"] == "response.completed"
             if not has_ended:
                 await self._system.start("gateway")
-            response_id = seen[0]["response"]["id"]
-            rest = await self._events(response_id, f"&starting_after={seen[-1]['sequence_number']}")
+            response_id = events[0]["response"]["id"]
+            rest = await self._events(
+                response_id, f"&starting_after={events[-1]['sequence_number']}"
+            )
             whole = await self._events(response_id)
-            if seen + rest != whole:
-                found.append(f"G1 {name}: killed behind {number}, the streams are not the whole")
+            if events + rest != whole:
+                violations.append(f"G1 {name}: killed after event {number}, it has other streams")
             if has_ended:
-                return found
+                return violations
             number += 1
 
     async def _first_events(self, name: str, count: int) -> list[Any]:
@@ -77,18 +78,18 @@ class Restarts:
         tool = {"type": "mcp", "server_label": SERVER, "require_approval": "never"}
         body = {"model": MODEL, "input": "Book.", "tools": [tool], "stream": True}
         headers = {"idempotency-key": name}
-        seen: list[Any] = []
+        events: list[Any] = []
         async with (
             self._system.http() as http,
             http.stream("POST", PATH, json=body, headers=headers) as got,
         ):
             async for event in _events_of(got):
-                seen.append(event)
-                if len(seen) == count:
+                events.append(event)
+                if len(events) == count:
                     if event["type"] != "response.completed":
                         await self._system.kill("gateway")
                     break
-        return seen
+        return events
 
     async def _events(self, response_id: str, after: str = "") -> list[Any]:
         url = f"{PATH}/{response_id}?stream=true{after}"
@@ -98,21 +99,21 @@ class Restarts:
     # -- G2 ---------------------------------------------------------------------------------------
 
     async def _restart_all(self) -> list[str]:
-        found: list[str] = []
+        violations: list[str] = []
         tool = {"type": "mcp", "server_label": SERVER}
         async with self._system.running(script) as model:
             await self._system.start()
             async with self._system.http() as http:
                 body = {"model": MODEL, "input": "Book.", "tools": [tool]}
                 waiting = (await http.post(PATH, json=body)).json()
-            # A scripted model has no drain, so it ends before the broker does.
+            # A scripted model has no drain, so it must end before the broker does.
             model.stop()
             await self._system.kill()
             self._system.broker.kill()
         approvals = [item for item in waiting["output"] if item["type"] == "mcp_approval_request"]
         calls = [f"{waiting['id']}/{number}" for number in range(2)]
-        if len(approvals) != 2 or any(self._tool.made[call] for call in calls):
-            found.append("G2 two calls should wait, and none be made")
+        if len(approvals) != 2 or any(self._tool.num_made[call] for call in calls):
+            violations.append("G2 two calls should wait, and none be made")
         decisions = [
             {"type": "mcp_approval_response", "approval_request_id": item["id"], "approve": True}
             for item in approvals
@@ -124,15 +125,15 @@ class Restarts:
             async with self._system.http() as http:
                 # The same decision from several clients at the same time.
                 named = [{"idempotency-key": f"decision-{n}"} for n in range(4)]
-                sent = [http.post(PATH, json=body, headers=headers) for headers in named]
-                answers = await asyncio.gather(*sent)
+                posts = [http.post(PATH, json=body, headers=headers) for headers in named]
+                answers = await asyncio.gather(*posts)
         statuses = sorted(answer.status_code for answer in answers)
-        made = [self._tool.made[call] for call in calls]
-        if made != [1, 1]:
-            found.append(f"G2 the calls were made {made} times")
+        num_made = [self._tool.num_made[call] for call in calls]
+        if num_made != [1, 1]:
+            violations.append(f"G2 the calls were made {num_made} times")
         if statuses[:1] != [200] or statuses.count(200) > 1:
-            found.append(f"G2 one decision should count: {statuses}")
-        return found
+            violations.append(f"G2 one decision should count: {statuses}")
+        return violations
 
 
 async def _events_of(got: httpx.Response) -> AsyncIterator[Any]:
@@ -145,6 +146,6 @@ def run_restarts() -> list[str]:
     """Run these scenarios and `beginnings`, and return all violations."""
     with tempfile.TemporaryDirectory(prefix="pagemill-restarts-") as folder:
         tool = CountingServer(random.Random(1))
-        found = asyncio.run(Restarts(Path(folder), tool).run())
+        violations = asyncio.run(Restarts(Path(folder), tool).run())
     with tempfile.TemporaryDirectory(prefix="pagemill-beginnings-") as folder:
-        return found + asyncio.run(Beginnings(Path(folder)).run())
+        return violations + asyncio.run(Beginnings(Path(folder)).run())

@@ -1,4 +1,4 @@
-"""A model that answers what a script tells it to: the stages of a request, in one thread."""
+"""A model that answers by a script: all stages of a request, in one thread."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ from shared.state.token_log import LogWriter
 
 MODEL = "scripted"
 Script = Callable[[GenerateRequest, str], str]
-"""Returns the answer to a request, by its id."""
+"""Function that returns the answer to a request with an id."""
 CARD = ModelCard(MODEL, 4096, 768, False, True, "hermes", call_signs=[None, None])
 
 
@@ -28,7 +28,7 @@ class ScriptedModel:
     def __init__(self, url: str, script: Script) -> None:
         self.requests: dict[str, GenerateRequest] = {}
         self.answered: Counter[str] = Counter()
-        """How often each request was answered."""
+        """Number of answers to each request."""
         self._url = url
         self._script = script
         self._loop = asyncio.new_event_loop()
@@ -99,7 +99,7 @@ class ScriptedModel:
 
 
 async def _paint(bus: Bus, request: GenerateRequest, request_id: str) -> None:
-    """Write the log of an image, whose bytes are its prompt, with a preview."""
+    """Write the log of an image with a preview. The prompt serves as the bytes of the image."""
     (output,) = request.outputs
     log = await LogWriter.open(bus, request_id, 1, output)
     prompt = request.prompt or ""

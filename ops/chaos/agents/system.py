@@ -18,7 +18,7 @@ ROLES = ("gateway", "agent")
 
 
 class AgentSystem:
-    """A system without workers of models, whose place a `ScriptedModel` takes."""
+    """A system with a `ScriptedModel` instead of renderers and engines."""
 
     def __init__(
         self, folder: Path, agent: dict[str, Any], ack_wait_s: float = 10.0, **delivery: Any

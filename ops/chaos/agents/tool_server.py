@@ -17,15 +17,16 @@ class CountingServer(LocalToolServer):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__({"name": "book", "inputSchema": SCHEMA})
-        self.made: Counter[str] = Counter()
+        self.num_made: Counter[str] = Counter()
+        """Number of times that each call was made."""
         self._rng = rng
 
     def start(self) -> str:
-        # Clients that are killed are what this is about.
+        # Killed clients are expected here.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         return super().start()
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        self.made[arguments["call"]] += 1
+        self.num_made[arguments["call"]] += 1
         await asyncio.sleep(self._rng.uniform(0, MAX_PAUSE_S))
         return "booked"

@@ -2,9 +2,9 @@
 
     python -m ops.chaos.agents.worker ROLE CONFIG URL REPORT BUG PARTS
 
-An agent reports which responses it takes and leaves. With PARTS, a gateway stores these parts of
-the beginning of a response and no other, reports the response's id, and kills itself. A response
-begins with three messages, which a gateway publishes at the same time.
+An agent reports when it starts and stops to work on a response. With PARTS, a gateway stores these
+parts of the beginning of a response and no other, reports the id of the response, and kills itself.
+A response begins with three messages, which a gateway publishes at the same time.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def taken_in(report: str) -> set[str]:
 
 
 def held_in(report: str) -> set[str]:
-    """Return the responses that were taken more often than left: one may come to an agent twice."""
+    """Return the responses that the agent holds; it may work on one of them twice at a time."""
     held = Counter[str]()
     for line in report.splitlines():
         held[line[1:]] += 1 if line.startswith(TAKEN) else -1
@@ -52,7 +52,7 @@ def held_in(report: str) -> set[str]:
 
 
 def report_responses(report: Path) -> None:
-    """Have the agent write which responses it takes, and which it leaves."""
+    """Have the agent report when it starts and stops to work on a response."""
     from workers.agent.worker import Agent
 
     file = report.open("ab", buffering=0)
@@ -67,7 +67,7 @@ def report_responses(report: Path) -> None:
 
 
 def die_after(parts: set[str], report: Path) -> None:
-    """Have this process store these parts of the first response, and no other, and die."""
+    """Have this process store these parts of the first response and no other, and then die."""
     missing = set(parts)
 
     async def store(part: str | None, publish: Callable[[], Awaitable[Any]], name: str) -> Any:

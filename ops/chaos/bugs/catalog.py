@@ -1,7 +1,8 @@
 """All planted bugs: each replaces a piece of the product from outside, and the checker must see it.
 
-A harness that has never found anything may be unable to. Each bug is one that a programmer could
-write, with the small scenario that brings it out and the invariants of which one must be reported.
+A harness that has never found a bug may be unable to. Each bug is one that a programmer could
+write. It has a small scenario that triggers it, and invariants; the checker must report a violation
+of one of them.
 """
 
 from msgspec.structs import replace
@@ -33,5 +34,5 @@ def plant(name: str, role: str) -> None:
 
 
 def settings_of(name: str) -> Settings:
-    """Return the settings of a bug's scenario, with the bug in them."""
+    """Return the settings of a bug's scenario, with the bug."""
     return replace(SCENARIOS[BUGS[name].scenario], bug=name)

@@ -1,4 +1,4 @@
-"""Bugs of videos: the frames that are read, and the keys of what is cached."""
+"""Bugs of videos: the frames that are read, and the keys of cached clips."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ops.chaos.patching import wrap
 
 @bug("renderer", "clips", "I3")
 def frames_one_behind() -> None:
-    """The frame behind each wanted one is read."""
+    """The frame after each requested one is read."""
     from workers.renderer.decoding.decoding import Decoding
 
     @wrap(Decoding, "read_frames")
@@ -35,7 +35,7 @@ def clips_cached_without_their_sampling() -> None:
 
 @bug("renderer", "clips", "I3")
 def last_frames_swapped() -> None:
-    """A decoder's pieces are taken from memory in the wrong order behind the first ones."""
+    """The last two frames of a decoder are read from memory in the wrong order."""
     from workers.renderer.decoding.decoding import Decoding
 
     @wrap(Decoding, "read_frames")

@@ -9,7 +9,7 @@ from ops.chaos.patching import replace_attribute, wrap
 
 @bug("engine", "hangs", "I1", "I10", "I11")
 def heartbeat_by_timer() -> None:
-    """Progress is reported by a timer, even while no step ends."""
+    """A timer reports progress, even while no step ends."""
     from workers.engine.worker import EngineWorker
 
     @wrap(EngineWorker, "serve")

@@ -42,7 +42,7 @@ def other_seed_on_resume() -> None:
 
 @bug("engine", "hearing, resumes", "I3")
 def media_rows_off_by_one_on_resume() -> None:
-    """A resumed request has each embedding of its media in the row behind its own."""
+    """After a resume, each embedding of a medium is in the row after its place."""
     from collections.abc import Sequence
 
     from workers.engine.core.sequence import EngineRequest
@@ -53,9 +53,9 @@ def media_rows_off_by_one_on_resume() -> None:
         encode: Any, self: ModelRunner, request: EngineRequest, item_indexes: Sequence[int]
     ) -> None:
         encode(self, request, item_indexes)
-        made = self._prepared[request.request_id].embeddings
+        embeddings = self._prepared[request.request_id].embeddings
         if request.logged:
-            made[:] = [(place, embedding.roll(1, 0)) for place, embedding in made]
+            embeddings[:] = [(place, embedding.roll(1, 0)) for place, embedding in embeddings]
 
 
 @bug("engine", "resumes with stops", "I3")

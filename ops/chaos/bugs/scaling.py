@@ -1,7 +1,7 @@
 """Bugs of autoscaling. `tests/autoscaler/test_bugs.py` has a check in one process for each as well.
 
-Requests alone would show none of them: what is lost by a kill is delivered again, and what a pool
-that is too small cannot do is done later.
+Requests alone would show none of them: a task that is lost by a kill is delivered again, and a pool
+that is too small is only late.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from ops.chaos.patching import replace_attribute, wrap
 
 @bug("actuator", "scaled to zero", "I15")
 def scale_down_by_sigkill() -> None:
-    """Workers that have to go cannot finish or requeue what they have."""
+    """Workers that are scaled down cannot finish or requeue their tasks."""
     from workers.supervisor.supervisor import Process, Supervisor
 
     def kill(self: Supervisor, process: Process) -> None:
@@ -25,7 +25,7 @@ def scale_down_by_sigkill() -> None:
 
 @bug("autoscaler", "scaled without a queue", "I15")
 def missing_read_as_zero() -> None:
-    """A queue that the broker does not report counts as an empty one."""
+    """A queue that the broker does not report counts as empty."""
     from shared.protocol import subjects
     from workers.autoscaler import figures
     from workers.pools import Pool
@@ -40,7 +40,7 @@ def missing_read_as_zero() -> None:
 
 @bug("autoscaler", "scaled with a frozen engine", "I15")
 def silence_read_as_no_workers() -> None:
-    """A broker that has lost the heartbeats makes every worker look like one that starts."""
+    """A worker without heartbeats always counts as one that starts."""
     from shared.protocol.messages import Heartbeat, WorkerSlot
     from shared.scaling.pools import WorkerLoad
     from workers.autoscaler.presence import Presence, _load

@@ -1,4 +1,4 @@
-"""Small scenarios in which planted bugs show; without a bug each of them must be clean."""
+"""Small scenarios that trigger planted bugs; without a bug, each of them must be clean."""
 
 from msgspec.structs import replace
 
@@ -52,8 +52,7 @@ AGENTS = "agents"
 """The scenario of agents, which `ops.chaos.agents.kills` runs."""
 SCENARIOS = {
     "calm": BASE,
-    # Many tasks wait when the broker dies, which by then has written that their requests are put
-    # off.
+    # Many tasks wait when the broker dies. By then it has stored that their requests are put off.
     "broker deaths": replace(
         BASE,
         rate=40.0,
@@ -67,10 +66,10 @@ SCENARIOS = {
     ),
     # Engines die in the middle of answers.
     "resumes": RESUMES,
-    # With so many stop strings, some deaths come where one has begun.
+    # All requests have stop strings, so some engines die in the middle of one.
     "resumes with stops": replace(RESUMES, stops=1.0),
     "resumes with few deaths allowed": replace(RESUMES, max_deaths=SHIPPED["max_deaths"]),
-    # Each asks the gateway for what the other has requested, and listens to all it can hear.
+    # Each tenant asks the gateway for the other's requests, and subscribes to all subjects it may.
     "tenants": replace(
         BASE, gateways=1, tenants=("acme", "globex"), requests=60, mix=replace(CALM, http=0.5)
     ),
@@ -78,7 +77,7 @@ SCENARIOS = {
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
     "deadlines": replace(BASE, mix=replace(CALM, deadline=0.6), requests=120, rate=10.0),
     "killers": replace(
-        # A death is known after three seconds of silence. Work must not be redelivered before.
+        # A death is detected after three seconds of silence. No task may be redelivered before.
         BASE,
         mix=replace(CALM, kills=0.02),
         max_deaths=2,
@@ -87,12 +86,12 @@ SCENARIOS = {
         ack_wait_s=4.0,
     ),
     "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=1, requests=100),
-    # With so many, a request that shares a batch with one is likely to share another as well.
+    # A request that shares a batch with a raising one is likely to share another as well.
     "many raisers": replace(
         BASE, mix=replace(CALM, raises=0.25), max_deliver=2, requests=100, step_ms=20.0
     ),
     "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
-    # Some images travel in the message and some beside it.
+    # Some images travel in the message, others outside of it.
     "images": replace(BASE, mix=replace(CALM, images=0.7)),
     # A lost payload is rendered again, although another renderer may have done so before.
     "dying with unread payloads": replace(
@@ -102,14 +101,14 @@ SCENARIOS = {
         renderers=2,
         timeout_s=30.0,
     ),
-    # Their tasks are rendered by others, and again by themselves when they thaw.
+    # Other renderers repeat the tasks of a frozen one, and so does the frozen one when it resumes.
     "frozen renderers": replace(
         BASE,
         mix=replace(CALM, images=0.7),
         renderers=2,
         fault_every_s=2.5,
         faults={"stop:renderer": 1.0},
-        # Requests have not ended yet when their renderer thaws.
+        # Requests have not ended yet when their renderer resumes.
         max_tokens=(80, 160),
         step_ms=30.0,
         timeout_s=60.0,
@@ -137,7 +136,7 @@ SCENARIOS = {
         step_ms=20.0,
         timeout_s=60.0,
     ),
-    # Gateways thaw with the connections of clients that have resumed elsewhere.
+    # Gateways resume with the connections of clients that use another gateway by then.
     "frozen gateways": replace(
         BASE,
         gateways=2,
@@ -151,8 +150,8 @@ SCENARIOS = {
         step_ms=20.0,
         timeout_s=60.0,
     ),
-    # Some requests want other frames of the same clip. The fake engine's answers depend on each
-    # byte of them.
+    # Some requests sample other frames of the same clip. The fake engine's answers depend on each
+    # of their bytes.
     "clips": replace(
         BASE,
         requests=60,
@@ -161,7 +160,7 @@ SCENARIOS = {
         mix=replace(CALM, images=0.9, clips=1.0),
         timeout_s=60.0,
     ),
-    # The model that hears, whose engines die in the middle of answers.
+    # Engines of the model that hears die in the middle of answers.
     "hearing, resumes": replace(
         RESUMES,
         requests=40,
@@ -174,7 +173,7 @@ SCENARIOS = {
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
     "speeches": SPEECHES,
-    # Vocoders thaw with speeches that others have gone on with, or that were cancelled.
+    # Vocoders resume with speeches that others have continued, or that were cancelled.
     "frozen vocoders": replace(
         SPEECHES,
         rate=5.0,
@@ -211,11 +210,11 @@ SCENARIOS = {
             faults=((0, "kill:autoscaler"), (2, "kill:engine"), (2, "kill:broker")),
         ),
     ),
-    # The pool has no figures for a while, although a lane has work.
+    # The pool has no figures for a while, although one lane has work.
     "scaled without a queue": replace(
         SCALED, scaled=Scaled(max=2, per_engine=8, idle_s=3.0, faults=((2, "lose:queue"),))
     ),
-    # Its heartbeats end, and nothing says that it is not starting.
+    # Its heartbeats stop, as if it were still starting.
     "scaled with a frozen engine": replace(
         SCALED,
         requests=240,

@@ -1,4 +1,4 @@
-"""Bugs in what tenants see of one another, and in how deaths of workers are counted."""
+"""Bugs in the separation of tenants, and in the count of workers' deaths."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def requests_of_all_tenants_are_found() -> None:
 
 @bug("engine", "resumes with few deaths allowed", "I10")
 def deaths_count_despite_progress() -> None:
-    """A long answer is given up when two workers have died while they wrote parts of it."""
+    """A long answer fails when two workers have died, although each wrote a part of it."""
     from msgspec.structs import replace
 
     from shared.protocol.messages import AttemptRecord

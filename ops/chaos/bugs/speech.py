@@ -1,4 +1,4 @@
-"""Bugs of the outputs beside a text: their writers, their ends, and what follows them."""
+"""Bugs of the outputs other than the text: their writers, their ends, and records after them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -35,7 +35,7 @@ def samples_appended_twice() -> None:
 
 @bug("code2wav", "speeches", "I3")
 def codes_of_another_request() -> None:
-    """A vocoder follows the codes of the request before."""
+    """A vocoder follows the codes of the previous request."""
     from shared.bus.bus import Bus
     from shared.protocol.records import CodeChunk
     from shared.protocol.task_messages import TaskHeader
@@ -75,7 +75,7 @@ def frame_lost_on_resume() -> None:
     def without_last(
         logged: Any, self: CodeOutput, records: Sequence[AnyRecord], n: int
     ) -> list[LoggedChoice]:
-        return [LoggedChoice(found.token_ids[:-1], False) for found in logged(self, records, n)]
+        return [LoggedChoice(choice.token_ids[:-1], False) for choice in logged(self, records, n)]
 
 
 @bug("talker", "speeches", "I1", "I10", "I16")
@@ -109,7 +109,7 @@ def ends_listed_without_fence() -> None:
 
 @bug("coordinator", "frozen vocoders", "I16")
 def outputs_left_open_at_cancel() -> None:
-    """A vocoder that was frozen at the time goes on writing behind the end of the request."""
+    """A vocoder that was frozen at the cancellation writes after the end of the request."""
     from shared.bus.bus import Bus
     from shared.state import output_ends
 

@@ -19,7 +19,7 @@ def ack_before_publish() -> None:
 
 @bug("coordinator", "broker deaths", "I1", "I10")
 def lost_tasks_not_made_again() -> None:
-    """The queue of requests is kept, in which requests are put off until their deadlines."""
+    """The coordinator keeps a consumer that has put requests off until their deadlines."""
     from shared.bus.queues import Queues
 
     skip(Queues, "_reset_if_fed_another")

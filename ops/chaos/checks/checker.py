@@ -1,7 +1,7 @@
 """The checker: finds the promises that a recorded run has broken, and measures the run.
 
-It is pure and reads neither files nor clocks, so its tests check runs that are made up. The
-invariants I1 to I17 are those of the documents' page on reliability.
+It is pure and reads neither files nor clocks, so its tests check invented runs.
+docs/contribute/reliability.md lists the invariants I1 to I17.
 """
 
 from collections import Counter
@@ -25,6 +25,6 @@ class Verdict:
 def check(run: RecordedRun) -> Verdict:
     """Apply all checks to a run."""
     checks = (requests, http, speech, images, system, scaling, tenants)
-    found = [violation for module in checks for violation in module.find(run)]
+    violations = [violation for module in checks for violation in module.find(run)]
     measured = figures.measure(run) | scaling.measure(run)
-    return Verdict(sorted(found), measured, figures.count(run))
+    return Verdict(sorted(violations), measured, figures.count(run))

@@ -16,6 +16,7 @@ from ops.chaos.history import (
     SoundReceived,
 )
 from ops.chaos.plan import PAINTED
+from ops.harness.samples import Samples
 from shared.protocol.records import (
     AudioChunk,
     Failure,
@@ -32,23 +33,23 @@ from shared.state.log_records import is_final
 def measure(run: RecordedRun) -> dict[str, float]:
     """Return counts, latencies and the largest memory; times are in seconds."""
     first = {id: sessions[0].opened.t for id, sessions in run.sessions.items()}
-    took = sorted(t - first[id] for id, t in run.ended.items())
-    seen = sorted(
+    took = Samples(t - first[id] for id, t in run.ended.items())
+    received_at = sorted(
         event.t
         for event in run.clients
         if isinstance(event, RecordReceived | EventReceived | SoundReceived)
     )
-    gaps = [b - a for a, b in itertools.pairwise(seen)]
-    sent = [event.t for event in run.clients if isinstance(event, RequestSent)]
+    gaps = [b - a for a, b in itertools.pairwise(received_at)]
+    sent_at = [event.t for event in run.clients if isinstance(event, RequestSent)]
     rss = [event.rss_mib for event in run.pool if isinstance(event, MemorySample)]
     return {
         "requests": len(run.planned),
         "accepted": len(run.accepted),
         "ended": len(run.ended),
-        "seconds": (max(seen) - min(sent)) if seen else 0.0,
-        "p50_s": percentile(took, 50),
-        "p99_s": percentile(took, 99),
-        "max_s": percentile(took, 100),
+        "seconds": (max(received_at) - min(sent_at)) if received_at else 0.0,
+        "p50_s": took.median if took else 0.0,
+        "p99_s": took.p99 if took else 0.0,
+        "max_s": max(took, default=0.0),
         "longest_gap_s": max(gaps, default=0.0),
         "tokens": sum(_num_tokens(run, id) for id in run.final.logs),
         "resumed": sum(_is_resumed(log) for log in run.final.logs.values()),
@@ -58,13 +59,13 @@ def measure(run: RecordedRun) -> dict[str, float]:
 
 def _over_http(run: RecordedRun) -> Counter[str]:
     """Count the requests over HTTP, and the ends of their connections."""
-    found = Counter(
+    counts = Counter(
         {"gateway records": len(run.final.gateway_records)} if run.http_sessions else {}
     )
     for id, sessions in run.http_sessions.items():
         codes = {failed.code for failed in run.session_failures.get(id, [])}
         cancel = run.cancelled.get(id)
-        found += Counter(
+        counts += Counter(
             {
                 "streamed": run.planned[id].streamed,
                 "whole": not run.planned[id].streamed,
@@ -75,37 +76,37 @@ def _over_http(run: RecordedRun) -> Counter[str]:
                 "closed by the client": cancel is not None and cancel.gateway is not None,
             }
         )
-    return found
+    return counts
 
 
 def _spoken(run: RecordedRun) -> Counter[str]:
-    """Count the speeches, their ends, and the outputs that another worker has gone on with."""
-    found: Counter[str] = Counter()
+    """Count the speeches, their ends, and the outputs that another worker has resumed."""
+    counts: Counter[str] = Counter()
     for id in run.final.ends.keys() - run.images.keys():
         log = run.final.logs.get(id, []) or run.final.unnamed.get(id, [])
         ended = bool(log) and isinstance(log[-1], Finish)
-        found["whole" if ended else "cut"] += 1
-        found["over HTTP"] += id in run.final.unnamed
+        counts["whole" if ended else "cut"] += 1
+        counts["over HTTP"] += id in run.final.unnamed
         for name, records in run.final.outputs.get(id, {}).items():
             chunks = [record for record in records if not isinstance(record, OutputEnd)]
-            found[f"resumed {name}"] += len({chunk.attempt for chunk in chunks}) > 1
-            found["samples"] += sum(c.num_samples for c in chunks if isinstance(c, AudioChunk))
-    return +found
+            counts[f"resumed {name}"] += len({chunk.attempt for chunk in chunks}) > 1
+            counts["samples"] += sum(c.num_samples for c in chunks if isinstance(c, AudioChunk))
+    return +counts
 
 
 def _images_painted(run: RecordedRun) -> Counter[str]:
-    """Count the requests for images, and those that another worker has gone on with."""
-    found: Counter[str] = Counter()
+    """Count the requests for images, their ends, and the ones that another worker has resumed."""
+    counts: Counter[str] = Counter()
     for id in run.images:
         log, records = run.final.logs.get(id, []), run.final.outputs.get(id, {}).get(PAINTED, [])
-        found["whole" if log and isinstance(log[-1], Finish) else "cut"] += 1
-        made = [record for record in records if not isinstance(record, OutputEnd)]
-        found["resumed"] += len({record.attempt for record in made}) > 1
-        found["images"] += sum(isinstance(record, ImageRecord) for record in made)
-        found["from the result cache"] += bool(made) and not any(
-            isinstance(record, StepState) for record in made
+        counts["whole" if log and isinstance(log[-1], Finish) else "cut"] += 1
+        parts = [record for record in records if not isinstance(record, OutputEnd)]
+        counts["resumed"] += len({record.attempt for record in parts}) > 1
+        counts["images"] += sum(isinstance(record, ImageRecord) for record in parts)
+        counts["from the result cache"] += bool(parts) and not any(
+            isinstance(record, StepState) for record in parts
         )
-    return +found
+    return +counts
 
 
 def _num_tokens(run: RecordedRun, id: str) -> int:
@@ -118,18 +119,13 @@ def _is_resumed(log: Sequence[LogRecord]) -> bool:
     return len({record.attempt for record in log if isinstance(record, TokenChunk)}) > 1
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile of sorted values, or 0 if there are none."""
-    return values[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
-
-
 def count(run: RecordedRun) -> dict[str, Counter[str]]:
     """Count faults, deaths, ends of requests and more, each by kind."""
     finals = [log[-1] for log in run.final.logs.values() if is_final(log[-1])]
     return {
         "faults": Counter(f"{e.kind} {e.role}" for e in run.pool if isinstance(e, Fault)),
         "crashes": Counter(
-            e.what.removeprefix("crash ") for e in run.did if e.what.startswith("crash")
+            e.step.removeprefix("crash ") for e in run.did if e.step.startswith("crash")
         ),
         "deaths": Counter(
             f"{e.role} {e.code}"
@@ -141,10 +137,10 @@ def count(run: RecordedRun) -> dict[str, Counter[str]]:
         ),
         "broken sessions": Counter(e.code for e in run.clients if isinstance(e, SessionFailed)),
         "payloads": Counter(
-            e.what for e in run.did if e.what == "rerendered" or e.what.startswith("read by")
+            e.step for e in run.did if e.step == "rerendered" or e.step.startswith("read by")
         ),
         "http": _over_http(run),
         "speech": _spoken(run),
         "images": _images_painted(run),
-        "behaviours": Counter(one.behaviour for one in run.planned.values()),
+        "behaviours": Counter(planned.behaviour for planned in run.planned.values()),
     }

@@ -1,8 +1,8 @@
 """Invariants I1 to I3, I5, I10 and I12 for requests that came through gateways.
 
-The log determines what a client must see: one event for each record, or one answer made of all of
-them. These are computed here with the gateway's own code; the text is also compared with the
-expected one.
+The log determines the events that a client must receive: one for each record, or one answer made of
+all records. They are computed here with the gateway's own code. The text is also compared with the
+expected text.
 """
 
 import json
@@ -33,14 +33,14 @@ def find(run: RecordedRun) -> Iterator[Violation]:
     for id, sessions in run.http_sessions.items():
         planned, log = run.planned[id], run.final.logs.get(id, [])
         created_s = _created_s(sessions)
-        wanted = events_of(planned, log, created_s)
+        events = events_of(planned, log, created_s)
         for session in sessions:
             is_stream = planned.streamed or not session.opened.publishes
-            due = wanted if is_stream else answer_of(planned, log, created_s)
-            for what in _stream_faults(session, due):
-                yield Violation("I2", id, f"session {session.opened.session}: {what}")
-        for what in _text_faults(run, planned, sessions, log):
-            yield Violation("I3", id, what)
+            due = events if is_stream else answer_of(planned, log, created_s)
+            for text in _stream_faults(session, due):
+                yield Violation("I2", id, f"session {session.opened.session}: {text}")
+        for text in _text_faults(run, planned, sessions, log):
+            yield Violation("I3", id, text)
         for failed in run.session_failures.get(id, []):
             if failed.code not in TRANSIENT_CODES:
                 yield Violation("I10", id, f"failed with {failed.code}: {failed.reason}")
@@ -53,15 +53,15 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
     """Return all events of a streamed answer, without the end mark."""
     options = ChatOptions(include_usage=planned.streamed)
     assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, options))
-    found: list[Event] = []
+    events: list[Event] = []
     for record in log:
         match record:
             case Failure():
                 bodies: list[Any] = [errors.body_of(record.error)]
             case _:
                 bodies = assembler.add(0, record)
-        found += [(record.index, json.loads(to_json(body))) for body in bodies]
-    return found
+        events += [(record.index, json.loads(to_json(body))) for body in bodies]
+    return events
 
 
 def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
@@ -101,16 +101,18 @@ def _created_s(sessions: list[HttpSession]) -> int:
     return 0
 
 
-def _stream_faults(session: HttpSession, wanted: list[Event]) -> Iterator[str]:
+def _stream_faults(session: HttpSession, expected: list[Event]) -> Iterator[str]:
     ended = session.ended is not None
     due: list[Event] = [
-        (at, body) for at, body in wanted if at is not None and at >= session.opened.start
+        (at, body) for at, body in expected if at is not None and at >= session.opened.start
     ]
-    seen = [(event.at, json.loads(event.data)) for event in session.events if event.data != DONE]
-    if [at for at, _ in seen] == [None]:
+    received = [
+        (event.at, json.loads(event.data)) for event in session.events if event.data != DONE
+    ]
+    if [at for at, _ in received] == [None]:
         # Neither an error in place of an answer nor an answer that is not streamed has a number.
         due = [(None, body) for _, body in due]
-    for was, is_due in zip_longest(seen, due):
+    for was, is_due in zip_longest(received, due):
         if was is None:
             if ended:
                 yield f"ended without event {is_due[0]}"
@@ -160,8 +162,8 @@ def _choice_faults(chunks: list[Any], expected: Expected) -> Iterator[str]:
             message = choice["delta"] if "delta" in choice else choice["message"]
             texts[choice["index"]] += message.get("content", "")
             reasons[choice["index"]] += choice["finish_reason"] or ""
-    for index, wanted in enumerate(expected.choices):
-        if texts[index] != wanted.text:
-            yield f"choice {index}: the text is {texts[index]!r} instead of {wanted.text!r}"
-        if reasons[index] != wanted.finish_reason:
-            yield f"choice {index}: ended by {reasons[index]!r}, not {wanted.finish_reason!r}"
+    for index, target in enumerate(expected.choices):
+        if texts[index] != target.text:
+            yield f"choice {index}: the text is {texts[index]!r} instead of {target.text!r}"
+        if reasons[index] != target.finish_reason:
+            yield f"choice {index}: ended by {reasons[index]!r}, not {target.finish_reason!r}"

@@ -10,8 +10,8 @@ from ops.chaos.expected_answers import Expected
 from ops.chaos.expected_speech import ExpectedSpeech
 from ops.chaos.history import (
     Accepted,
-    AnyEvent,
     CancelSent,
+    Event,
     EventReceived,
     Fault,
     FinalState,
@@ -27,8 +27,8 @@ from shared.state.log_records import is_final
 
 # Tasks of a dead coordinator are redelivered to another after their ack wait of a second.
 REDELIVERY_S = 1.2
-# The broker goes on to deliver to the pull requests of a stopped worker, and again after each ack
-# wait, until they have expired.
+# The broker delivers to the pull requests of a stopped worker, and again after each ack wait, until
+# the pull requests have expired.
 STOPPED_PULLS_S = 6.0
 # A leader is the member of a cluster that must agree to every write of a stream.
 BROKER_ROLES = ("broker", "leader")
@@ -39,10 +39,10 @@ class Violation:
     invariant: str
     subject: str
     """Id of a request, or name of a process."""
-    what: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.invariant} {self.subject}: {self.what}"
+        return f"{self.invariant} {self.subject}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +84,20 @@ class HttpSession:
 
 @dataclass
 class RecordedRun:
-    """A plan, the events of all processes, and the state that they have left."""
+    """A plan, the events of all processes, and the state after the run."""
 
     settings: Settings
     planned: dict[str, Planned]
     expected: dict[str, Expected]
-    clients: list[AnyEvent]
-    pool: list[AnyEvent]
-    workers: list[AnyEvent]
+    clients: list[Event]
+    pool: list[Event]
+    workers: list[Event]
     """Events of all workers."""
     final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
     speeches: dict[str, ExpectedSpeech] = field(default_factory=dict)
-    """What the requests that are spoken must sound like."""
-    processes: dict[tuple[str, int], list[AnyEvent]] = field(default_factory=dict)
+    """Expected speeches of the requests that are spoken."""
+    processes: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
     """Events of each worker, by role and process id."""
     images: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of the files of painted images."""
@@ -105,46 +105,47 @@ class RecordedRun:
     @cached_property
     def sessions(self) -> dict[str, list[Session]]:
         """Sessions over NATS by request, in the order in which they began."""
-        found: dict[str, dict[int, Session]] = defaultdict(dict)
+        by_request: dict[str, dict[int, Session]] = defaultdict(dict)
         for event in self.clients:
             if isinstance(event, RequestSent):
-                found[event.id][event.session] = Session(event)
-            elif isinstance(event, RecordReceived) and event.session in found[event.id]:
-                found[event.id][event.session].received.append(event)
-        return {id: list(by_number.values()) for id, by_number in found.items()}
+                by_request[event.id][event.session] = Session(event)
+            elif isinstance(event, RecordReceived) and event.session in by_request[event.id]:
+                by_request[event.id][event.session].received.append(event)
+        return {id: list(by_number.values()) for id, by_number in by_request.items()}
 
     @cached_property
     def http_sessions(self) -> dict[str, list[HttpSession]]:
         """Sessions over HTTP by request, in the order in which they began."""
-        found: dict[str, dict[int, HttpSession]] = defaultdict(dict)
+        over_chat = {entry.id for entry in self.planned.values() if entry.http and not entry.speaks}
+        by_request: dict[str, dict[int, HttpSession]] = defaultdict(dict)
         for event in self.clients:
-            if isinstance(event, RequestSent) and self.planned[event.id].over_chat:
-                found[event.id][event.session] = HttpSession(event)
+            if isinstance(event, RequestSent) and event.id in over_chat:
+                by_request[event.id][event.session] = HttpSession(event)
             elif isinstance(event, EventReceived):
-                found[event.id][event.session].events.append(event)
-        return {id: list(by_number.values()) for id, by_number in found.items()}
+                by_request[event.id][event.session].events.append(event)
+        return {id: list(by_number.values()) for id, by_number in by_request.items()}
 
     @cached_property
     def accepted(self) -> dict[str, float]:
         """Time at which each request was accepted first."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for event in self.clients:
             if isinstance(event, Accepted):
-                found.setdefault(event.id, event.t)
-        return found
+                times.setdefault(event.id, event.t)
+        return times
 
     @cached_property
     def session_failures(self) -> dict[str, list[SessionFailed]]:
-        found: dict[str, list[SessionFailed]] = defaultdict(list)
+        failures: dict[str, list[SessionFailed]] = defaultdict(list)
         for event in self.clients:
             if isinstance(event, SessionFailed):
-                found[event.id].append(event)
-        return found
+                failures[event.id].append(event)
+        return failures
 
     @cached_property
     def harmed(self) -> Counter[str]:
         """Number of times that each request did harm."""
-        return Counter(event.id for event in self.did if event.what == "harm")
+        return Counter(event.id for event in self.did if event.step == "harm")
 
     @cached_property
     def cancelled(self) -> dict[str, CancelSent]:
@@ -153,14 +154,14 @@ class RecordedRun:
     @cached_property
     def ended(self) -> dict[str, float]:
         """Time at which a client first saw the final record of each request."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for id, sessions in self.sessions.items():
             finals = [session.final.t for session in sessions if session.final is not None]
             ends = (session.ended for session in self.http_sessions.get(id, []))
             finals += [end for end in ends if end is not None]
             if finals:
-                found[id] = min(finals)
-        return found
+                times[id] = min(finals)
+        return times
 
     @cached_property
     def outages(self) -> list[tuple[float, float]]:
@@ -168,27 +169,27 @@ class RecordedRun:
 
         There is no broker to write to, or no coordinator, or a dead coordinator holds the task.
         """
-        found = self._broker_outages() + self._absences("coordinator")
+        intervals = self._broker_outages() + self._absences("coordinator")
         for event in self.pool:
             if isinstance(event, ProcessExited) and event.role == "coordinator":
-                found.append((event.t, event.t + REDELIVERY_S))
+                intervals.append((event.t, event.t + REDELIVERY_S))
             elif isinstance(event, Fault) and (event.kind, event.role) == ("stop", "coordinator"):
-                found.append((event.t, event.t + STOPPED_PULLS_S))
-        return sorted(found)
+                intervals.append((event.t, event.t + STOPPED_PULLS_S))
+        return sorted(intervals)
 
     def _broker_outages(self) -> list[tuple[float, float]]:
         """Intervals from a fault until the broker was back and clients had time to reconnect."""
-        found = []
+        intervals = []
         readies = [e.t for e in self.pool if isinstance(e, Ready) and e.role == "broker"]
         for event in self.pool:
             if isinstance(event, Fault) and event.role in BROKER_ROLES:
                 back = next((t for t in readies if t > event.t), event.t)
-                found.append((event.t, back + self.bounds.broker_recovery_s))
-        return found
+                intervals.append((event.t, back + self.bounds.broker_recovery_s))
+        return intervals
 
     def _absences(self, role: str) -> list[tuple[float, float]]:
         """Intervals without any worker of a role; a worker counts once it has announced itself."""
-        found = []
+        intervals = []
         up: set[int] = set()
         left = None
         for event in self.pool:
@@ -197,12 +198,12 @@ class RecordedRun:
             if isinstance(event, Ready):
                 up.add(event.number)
                 if left is not None:
-                    found.append((left, event.t + REDELIVERY_S))
+                    intervals.append((left, event.t + REDELIVERY_S))
                     left = None
             elif event.number in up:
                 up.discard(event.number)
                 left = event.t if not up else None
-        return found
+        return intervals
 
     def gateway_failed(self, number: int, start: float, stop: float) -> bool:
         """Return whether a gateway met a fault or was down at any time of [start, stop]."""

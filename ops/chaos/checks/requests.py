@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ops.chaos import fake_model
 from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.expected_answers import Expected
-from ops.chaos.history import AnyEvent, Fault, ProcessExited, WorkerEvent
+from ops.chaos.history import Event, Fault, ProcessExited, WorkerEvent
 from ops.chaos.plan import Planned
 from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
@@ -27,8 +27,8 @@ def find(run: RecordedRun) -> Iterator[Violation]:
         if planned.http and planned.speaks:
             continue  # Gateways make the ids of speeches; see `speech`.
         for invariant, check in CHECKS:
-            for what in check(run, planned):
-                yield Violation(invariant, planned.id, what)
+            for text in check(run, planned):
+                yield Violation(invariant, planned.id, text)
     for id in run.final.logs.keys() - run.planned.keys():
         yield Violation("I5", id, "a log of a request that no client has sent")
 
@@ -98,11 +98,11 @@ def check_log(run: RecordedRun, planned: Planned) -> Iterator[str]:
     positions: dict[int, int] = {}
     for record in log:
         for delta in record.choices if isinstance(record, TokenChunk) else []:
-            wanted = positions.get(delta.index, 0)
-            if delta.position != wanted:
+            position = positions.get(delta.index, 0)
+            if delta.position != position:
                 yield (
-                    f"choice {delta.index} goes on at token {delta.position} instead of {wanted},"
-                    f" in record {record.index}"
+                    f"choice {delta.index} continues at token {delta.position} instead of"
+                    f" {position}, in record {record.index}"
                 )
             positions[delta.index] = delta.position + len(delta.token_ids)
 
@@ -112,8 +112,8 @@ def check_sessions(run: RecordedRun, planned: Planned) -> Iterator[str]:
     for session in run.sessions.get(planned.id, []):
         name = f"session {session.opened.session}"
         records = [got.record for got in session.received]
-        for what in _stream_faults(records, session.opened.start):
-            yield f"{name}: {what}"
+        for text in _stream_faults(records, session.opened.start):
+            yield f"{name}: {text}"
         for record in records:
             if record.index >= len(log) or log[record.index] != record:
                 yield f"{name}: saw a record {record.index} that the log does not have"
@@ -121,10 +121,10 @@ def check_sessions(run: RecordedRun, planned: Planned) -> Iterator[str]:
 
 
 def _stream_faults(records: Sequence[LogRecord], start: int) -> Iterator[str]:
-    for wanted, record in enumerate(records, start):
-        if record.index != wanted:
-            kind = "repeated" if record.index < wanted else "missing"
-            yield f"record {record.index} instead of {wanted}: {kind}"
+    for index, record in enumerate(records, start):
+        if record.index != index:
+            kind = "repeated" if record.index < index else "missing"
+            yield f"record {record.index} instead of {index}: {kind}"
             return
 
 
@@ -138,38 +138,38 @@ def check_tokens(run: RecordedRun, planned: Planned) -> Iterator[str]:
     finished = isinstance(end, Finish)
     yield from _choice_faults(_log(run, planned), expected, finished)
     if isinstance(end, Finish):
-        wanted = (expected.prompt_tokens, sum(len(c.token_ids) for c in expected.choices))
-        found = (end.usage.prompt_tokens, end.usage.completion_tokens)
-        if found != wanted:
-            yield f"usage {found} instead of {wanted}"
+        expected_usage = (expected.prompt_tokens, sum(len(c.token_ids) for c in expected.choices))
+        usage = (end.usage.prompt_tokens, end.usage.completion_tokens)
+        if usage != expected_usage:
+            yield f"usage {usage} instead of {expected_usage}"
 
 
 def _choice_faults(log: Sequence[LogRecord], expected: Expected, finished: bool) -> Iterator[str]:
     deltas = [d for record in log if isinstance(record, TokenChunk) for d in record.choices]
-    for index, wanted in enumerate(expected.choices):
+    for index, target in enumerate(expected.choices):
         mine = [delta for delta in deltas if delta.index == index]
         token_ids = [token_id for delta in mine for token_id in delta.token_ids]
         text = "".join(delta.text for delta in mine)
         ends = [(d.finish_reason, d.stop_reason) for d in mine if d.finish_reason is not None]
         complete = finished or bool(ends)
-        if token_ids != wanted.token_ids[: None if complete else len(token_ids)]:
-            at = first_difference(token_ids, wanted.token_ids)
+        if token_ids != target.token_ids[: None if complete else len(token_ids)]:
+            at = first_difference(token_ids, target.token_ids)
             yield f"choice {index}: token {at} differs, of {len(token_ids)}"
-        elif text != wanted.text if complete else not wanted.text.startswith(text):
-            yield f"choice {index}: the text differs: {text!r} instead of {wanted.text!r}"
-        if complete and ends != [(wanted.finish_reason, wanted.stop_reason)]:
+        elif text != target.text if complete else not target.text.startswith(text):
+            yield f"choice {index}: the text differs: {text!r} instead of {target.text!r}"
+        if complete and ends != [(target.finish_reason, target.stop_reason)]:
             yield (
                 f"choice {index}: ended {ends} instead of once by"
-                f" {(wanted.finish_reason, wanted.stop_reason)}"
+                f" {(target.finish_reason, target.stop_reason)}"
             )
     if any(delta.index >= len(expected.choices) for delta in deltas):
         yield "tokens of a choice that was not requested"
 
 
-def first_difference(found: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the first index at which one differs from the other, or ends."""
-    pairs = zip(found, wanted, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(wanted)))
+def first_difference(values: Sequence[int], targets: Sequence[int]) -> int:
+    """Return the first index at which the sequences differ or one of them ends."""
+    pairs = zip(values, targets, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(values), len(targets)))
 
 
 # -- I4: one live attempt ---------------------------------------------------------------------
@@ -210,12 +210,12 @@ def check_errors(run: RecordedRun, planned: Planned) -> Iterator[str]:
 
 
 def _outlived_workers(run: RecordedRun, planned: Planned, code: str) -> bool:
-    """Return whether a request was given up because as many workers as allowed died with it."""
+    """Return whether a request failed because the allowed number of workers died with it."""
     return code == "poison" and _count_deaths(run, planned) >= run.settings.max_deaths
 
 
 def _count_deaths(run: RecordedRun, planned: Planned) -> int:
-    """Return how many workers of one role died with the request in hand and added nothing to it."""
+    """Return how many workers of one role died while they held the request without adding to it."""
     died = {
         (event.role, event.pid)
         for event in run.pool
@@ -224,19 +224,19 @@ def _count_deaths(run: RecordedRun, planned: Planned) -> int:
     roles = Counter(
         role
         for (role, pid), events in run.processes.items()
-        if (role, pid) in died and _ends_in_hand(events, planned.bus_id)
+        if (role, pid) in died and _is_held_at_end(events, planned.bus_id)
     )
     return max(roles.values(), default=0)
 
 
-def _ends_in_hand(events: list[AnyEvent], id: str) -> bool:
+def _is_held_at_end(events: list[Event], id: str) -> bool:
     held = False
     for event in events:
         if not isinstance(event, WorkerEvent) or event.id != id:
             continue
-        if event.what == "received":
+        if event.step == "received":
             held = True
-        elif event.what in ("acked", "requeued", "appended"):
+        elif event.step in ("acked", "requeued", "appended"):
             held = False
     return held
 
@@ -252,7 +252,7 @@ def _left_by_dead_client(run: RecordedRun, planned: Planned) -> bool:
     )
 
 
-# -- I11: poison harms nobody else ------------------------------------------------------------
+# -- I11: poison harms no other request -------------------------------------------------------
 
 
 def check_harm(run: RecordedRun, planned: Planned) -> Iterator[str]:
@@ -310,10 +310,10 @@ def check_refusals(run: RecordedRun, planned: Planned) -> Iterator[str]:
         took_s = event.t - began - run.outage_within(began, event.t)
         if took_s > run.bounds.refusal_s:
             yield f"refused after {took_s:.2f} s"
-    # A broker that was stopped may store what it was sent after the client has given up.
+    # A stopped broker may store a request after its client has given up.
     is_unknown = any(event.code == "silence" for event in failures)
-    known = bool(began_by_session) and planned.id not in run.accepted and not is_unknown
-    if known and _log(run, planned):
+    is_refused = bool(began_by_session) and planned.id not in run.accepted and not is_unknown
+    if is_refused and _log(run, planned):
         yield "never accepted, but it has a log"
 
 

@@ -1,7 +1,7 @@
 """Invariant I15: a scaled pool is as large as its work needs, for no longer than that, and drains.
 
-The pool's size is that of the processes, the work that of the clients: no figure of the autoscaler
-is believed.
+The size of the pool is counted from its processes, and its work from the clients' requests. No
+figure of the autoscaler is used.
 """
 
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ LOOK_S = 1.0
 
 
 def find(run: RecordedRun) -> Iterator[Violation]:
-    """Yield the violations of a run with a scaled pool; others have none."""
+    """Yield the violations of a run with a scaled pool; other runs have none."""
     if (scaled := run.settings.scaled) is not None:
         for check in (_drain_faults, _size_faults, _end_faults):
-            for subject, what in check(run, scaled):
-                yield Violation("I15", subject, what)
+            for subject, text in check(run, scaled):
+                yield Violation("I15", subject, text)
 
 
 def measure(run: RecordedRun) -> dict[str, float]:
-    """Return the figures of a scaled pool, and those of the simulator for the same requests."""
+    """Return the figures of a scaled pool, and the simulator's engine time for these requests."""
     if run.settings.scaled is None or not run.ended:
         return {}
     simulated = simulate(run, run.settings.scaled)
     return {
         "cold_start_s": cold_start_s(run),
-        "peak_engines": max((size for _, size in sizes(run)), default=0),
+        "peak_engines": _peak(run),
         "engine_s": engine_s(run),
         "simulated_engine_s": simulated.engine_s,
         "zero_after_s": _last_exit(run) - max(run.ended.values()),
@@ -51,38 +51,29 @@ def measure(run: RecordedRun) -> dict[str, float]:
 
 
 def _drain_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]:
-    """A worker that has to go ends by itself, unless the run has killed it."""
+    """Check that each drained worker ended by itself, unless the run killed it."""
     codes = {e.pid: e.code for e in _own(run) if isinstance(e, ProcessExited)}
     killed = {e.pid for e in run.pool if isinstance(e, Fault) and e.kind == "kill"}
     for event in _own(run):
         if isinstance(event, Drained) and event.pid and event.pid not in killed:
             code = codes.get(event.pid)
             if code != 0:
-                yield f"{ROLE} {event.pid}", f"had to go, and ended with {code} instead of draining"
+                yield f"{ROLE} {event.pid}", f"was scaled down, and ended with code {code}"
 
 
 def _size_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]:
-    """The pool grows to what its work needs, and no worker is taken from work."""
-    peak = max((size for _, size in sizes(run)), default=0)
+    """Check that the pool grows to the size that its work needs, and keeps busy workers."""
+    peak = _peak(run)
     need = _needed(run, scaled, len(run.accepted))
     if peak != need:
         yield "pool", f"had {peak} workers at most instead of {need}"
     ready = {event.pid for event in _own(run) if isinstance(event, Ready)}
-    gone: set[int] = set()
-    present: set[int] = set()
-    for event in _own(run):
-        match event:
-            case Started():
-                present.add(event.pid)
-            case ProcessExited():
-                present.discard(event.pid)
-            case Drained():
-                gone.add(event.pid)
-                left = len(present - gone)
-                need = _needed(run, scaled, _num_open(run, event.t))
-                if event.pid in ready and left < need:
-                    name = f"{ROLE} {event.pid}"
-                    yield name, f"had to go, which left {left} workers for the work of {need}"
+    for event, left in _sizes(run):
+        if isinstance(event, Drained) and event.pid in ready:
+            need = _needed(run, scaled, _num_open(run, event.t))
+            if left < need:
+                name = f"{ROLE} {event.pid}"
+                yield name, f"was scaled down, which left {left} workers for the work of {need}"
 
 
 def _needed(run: RecordedRun, scaled: Scaled, num_requests: int) -> int:
@@ -98,7 +89,7 @@ def _num_open(run: RecordedRun, t: float) -> int:
 
 
 def _end_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]:
-    """The pool goes back to zero in time, and has not cost much more than without faults."""
+    """Check that the pool returns to zero in time, and costs little more than without faults."""
     if alive := _alive(run):
         yield "pool", f"{len(alive)} workers are left"
     elif run.ended and (late_s := _last_exit(run) - max(run.ended.values())) > (
@@ -126,9 +117,9 @@ def _began(run: RecordedRun) -> float:
     return min(sessions[0].opened.t for sessions in run.sessions.values())
 
 
-def sizes(run: RecordedRun) -> list[tuple[float, int]]:
-    """Return the number of the pool's processes that do not drain, after each change."""
-    found, present, gone = [], set[int](), set[int]()
+def _sizes(run: RecordedRun) -> Iterator[tuple[Event, int]]:
+    """Yield the number of the pool's processes that do not drain, after each event."""
+    present, gone = set[int](), set[int]()
     for event in _own(run):
         match event:
             case Started():
@@ -137,8 +128,11 @@ def sizes(run: RecordedRun) -> list[tuple[float, int]]:
                 present.discard(event.pid)
             case Drained():
                 gone.add(event.pid)
-        found.append((event.t, len(present - gone)))
-    return found
+        yield event, len(present - gone)
+
+
+def _peak(run: RecordedRun) -> int:
+    return max((size for _, size in _sizes(run)), default=0)
 
 
 def _alive(run: RecordedRun) -> set[int]:

@@ -1,7 +1,7 @@
-"""Invariants I1 to I5 and I16 of speeches: codes and samples of each, once and the right ones.
+"""Invariants I1 to I5 and I16 of speeches: the right codes and samples of each, once.
 
-Codes and samples are compared with those of a run without faults, which computes a speech in one
-piece. The samples of a log are then also those that the vocoder makes of the codes of that log.
+Codes and samples are compared with a run without faults, which computes each speech in one piece.
+So the samples of a log are also the vocoder's output for the codes of that log.
 """
 
 import base64
@@ -27,7 +27,7 @@ from shared.protocol.records import (
 from shared.state.log_records import is_final
 
 Faults = Iterator[tuple[str, str]]
-"""Invariants, and what is wrong."""
+"""Pairs of an invariant and a description of its violation."""
 
 OUTPUTS = (CODES, AUDIO)
 TRANSIENT_CODES = ("connection", "silence", "503")
@@ -42,7 +42,7 @@ class Sound(NamedTuple):
 
 def find(run: RecordedRun) -> Iterator[Violation]:
     """Yield the violations of all speeches."""
-    sounds = sounds_of(run)
+    sounds = _sounds_of(run)
     for planned in run.planned.values():
         if planned.speaks:
             faults = _client_faults(run, planned, sounds.get(planned.id, {}))
@@ -50,50 +50,36 @@ def find(run: RecordedRun) -> Iterator[Violation]:
                 log = run.final.logs.get(planned.id, [])
                 speech = run.speeches[planned.id]
                 faults = chain(faults, _log_faults(run, planned.id, log, speech))
-            yield from (Violation(invariant, planned.id, what) for invariant, what in faults)
+            yield from (Violation(invariant, planned.id, text) for invariant, text in faults)
     named = {e.bus_id: run.speeches[e.id] for e in run.clients if isinstance(e, SpeechNamed)}
     for id, log in run.final.unnamed.items():
         faults = _unnamed_faults(run, id, log, named.get(id) or _speech_of_codes(run, id))
-        yield from (Violation(invariant, id, what) for invariant, what in faults)
+        yield from (Violation(invariant, id, text) for invariant, text in faults)
     for id in run.final.outputs.keys() - run.final.logs.keys() - run.final.unnamed.keys():
         yield Violation("I5", id, "outputs of a request that has no log")
 
 
-def sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
-    """The sound that each session received, by request and session."""
-    found: dict[str, dict[int, Sound]] = defaultdict(dict)
+def _sounds_of(run: RecordedRun) -> Mapping[str, Mapping[int, Sound]]:
+    """Return the sound that each session received, by request and session."""
+    sounds: dict[str, dict[int, Sound]] = defaultdict(dict)
     for event in run.clients:
         if isinstance(event, RequestSent) and run.planned[event.id].speaks:
-            found[event.id][event.session] = Sound([], [])
+            sounds[event.id][event.session] = Sound([], [])
         elif isinstance(event, SoundReceived):
-            found[event.id][event.session].pieces.append(event)
+            sounds[event.id][event.session].pieces.append(event)
         elif isinstance(event, SoundEnded):
-            found[event.id][event.session].ends.append(event)
-    return found
+            sounds[event.id][event.session].ends.append(event)
+    return sounds
 
 
-def first_samples(run: RecordedRun) -> list[tuple[float, float]]:
-    """When each speech was asked for first, and when its first samples came, in order."""
-    sounds = sounds_of(run)
-    asked: dict[str, float] = {}
-    for event in run.clients:
-        if isinstance(event, RequestSent) and run.planned[event.id].speaks:
-            asked.setdefault(event.id, event.t)
-    heard = {
-        id: [sound.pieces[0].t for sound in sessions.values() if sound.pieces]
-        for id, sessions in sounds.items()
-    }
-    return sorted((asked[id], min(times)) for id, times in heard.items() if times)
-
-
-# -- what clients have heard -------------------------------------------------------------------
+# -- sounds at clients -------------------------------------------------------------------------
 
 
 def _client_faults(run: RecordedRun, planned: Planned, sounds: Mapping[int, Sound]) -> Faults:
     speech = run.speeches[planned.id]
     for session, sound in sounds.items():
-        for invariant, what in _sound_faults(sound, speech):
-            yield invariant, f"session {session}: {what}"
+        for invariant, text in _sound_faults(sound, speech):
+            yield invariant, f"session {session}: {text}"
     whole = {session for session, sound in sounds.items() if _is_whole(sound)}
     find_more = _gateway_client_faults if planned.http else _bus_client_faults
     yield from find_more(run, planned, whole)
@@ -113,7 +99,7 @@ def _bus_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> F
 
 def _gateway_client_faults(run: RecordedRun, planned: Planned, whole: set[int]) -> Faults:
     if planned.behaviour == "deadline":
-        return  # Whatever failed may have been late.
+        return  # Each failure may be the deadline.
     failures = run.session_failures.get(planned.id, [])
     for failed in failures:
         if failed.code not in TRANSIENT_CODES:
@@ -145,7 +131,7 @@ def _sound_faults(sound: Sound, speech: ExpectedSpeech) -> Faults:
 def _unnamed_faults(
     run: RecordedRun, id: str, log: Sequence[LogRecord], speech: ExpectedSpeech | None
 ) -> Faults:
-    """Check the logs of a speech over HTTP, whose own log has its end and nothing else."""
+    """Check the logs of a speech over HTTP. Its own log contains its end and nothing else."""
     if speech is None:
         yield "I5", "a speech that no client has asked for"
         return
@@ -161,45 +147,45 @@ def _log_faults(
 ) -> Faults:
     outputs = run.final.outputs.get(id, {})
     for name, records in outputs.items():
-        for invariant, what in output_faults(records):
-            yield invariant, f"{name}: {what}"
+        for invariant, text in output_faults(records):
+            yield invariant, f"{name}: {text}"
     finished = bool(log) and isinstance(log[-1], Finish)
-    made: list[tuple[str, Sequence[int], Sequence[int]]] = [
+    pairs: list[tuple[str, Sequence[int], Sequence[int]]] = [
         (CODES, codes_of(outputs), speech.codes),
         (AUDIO, sound_of(outputs), speech.sound),
     ]
-    for name, found, wanted in made:
-        if found != wanted[: None if finished else len(found)]:
-            at = first_difference(found, wanted)
-            yield "I3", f"{name}: {at} of {len(found)} differs, {len(wanted)} are right"
+    for name, values, targets in pairs:
+        if values != targets[: None if finished else len(values)]:
+            at = first_difference(values, targets)
+            yield "I3", f"{name}: {at} of {len(values)} differs, {len(targets)} are right"
     yield from end_faults(run, id, log)
 
 
 def output_faults(records: Sequence[OutputRecord]) -> Faults:
-    """Check one output's log: no gap, nothing twice, one end, no attempt behind a later one."""
+    """Check one output's log: no gap, nothing twice, one end, no attempt after a later one."""
     position = 0
-    for wanted, record in enumerate(records):
-        if record.index != wanted:
-            kind = "repeated" if record.index < wanted else "missing"
-            yield "I2", f"record {record.index} instead of {wanted}: {kind}"
+    for index, record in enumerate(records):
+        if record.index != index:
+            kind = "repeated" if record.index < index else "missing"
+            yield "I2", f"record {record.index} instead of {index}: {kind}"
             return
-        # A coordinator that cuts an output has attempts of its own.
+        # A coordinator that cuts an output counts its attempts separately.
         is_cut = isinstance(record, OutputEnd) and record.cut
-        if wanted and not is_cut and record.attempt < records[wanted - 1].attempt:
-            yield "I4", f"record {wanted} is of attempt {record.attempt}, after a later one"
-        if isinstance(record, OutputEnd) and wanted + 1 < len(records):
-            yield "I16", f"{len(records) - wanted - 1} records follow its end"
+        if index and not is_cut and record.attempt < records[index - 1].attempt:
+            yield "I4", f"record {index} is of attempt {record.attempt}, after a later one"
+        if isinstance(record, OutputEnd) and index + 1 < len(records):
+            yield "I16", f"{len(records) - index - 1} records follow its end"
             return
         match record:
             case CodeChunk(position=at, frames=frames):
                 length = len(frames)
             case AudioChunk(first_sample=at, num_samples=length, pcm=pcm):
                 if 2 * length != len(base64.b64decode(pcm)):
-                    yield "I2", f"record {wanted} says that it has {length} samples"
+                    yield "I2", f"record {index} says that it has {length} samples"
             case _:
                 continue
         if at != position:
-            yield "I2", f"goes on at {at} instead of {position}, in record {wanted}"
+            yield "I2", f"continues at {at} instead of {position}, in record {index}"
         position = at + length
 
 
@@ -214,13 +200,13 @@ def sound_of(outputs: Mapping[str, Sequence[OutputRecord]]) -> bytes:
 
 
 def _speech_of_codes(run: RecordedRun, id: str) -> ExpectedSpeech | None:
-    """A planned speech that has the codes of a log.
+    """Return a planned speech with the codes of a log.
 
-    Its gateway died before its client learned the id that the gateway had made.
+    Its gateway died before the client received the id that the gateway had made.
     """
     codes = codes_of(run.final.outputs.get(id, {}))
-    over_http = (one.id for one in run.planned.values() if one.speaks and one.http)
-    speeches = (run.speeches[one] for one in over_http)
+    over_http = (planned for planned in run.planned.values() if planned.speaks and planned.http)
+    speeches = (run.speeches[planned.id] for planned in over_http)
     return next((s for s in speeches if s.codes[: len(codes)] == codes), None)
 
 
@@ -245,6 +231,6 @@ def end_faults(run: RecordedRun, id: str, log: Sequence[LogRecord]) -> Faults:
         elif isinstance(end, Finish) and last.cut:
             yield "I16", f"{name}: was cut, although the request finished"
         elif isinstance(end, Finish) and end.outputs.get(name) != last.summary:
-            yield "I16", f"{name}: the request says other than the output's own end"
+            yield "I16", f"{name}: the end of the request differs from the output's own end"
     if isinstance(end, Finish) and ends.ended.keys() != set(ends.expected):
         yield "I16", f"finished with the ends of {sorted(ends.ended)} alone"

@@ -6,9 +6,16 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ops.chaos.checks import images, speech
 from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun, Violation
-from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
+from ops.chaos.history import (
+    Fault,
+    ImageReceived,
+    MemorySample,
+    ProcessExited,
+    RequestSent,
+    Snapshot,
+    SoundReceived,
+)
 from ops.chaos.plan import PAINTER, TALKER, VOCODER
 from shared.protocol import subjects
 from shared.protocol.records import Failure
@@ -22,8 +29,8 @@ DEAD_LETTER_CODES = ("poison", "worker_failure")
 def find(run: RecordedRun) -> Iterator[Violation]:
     """Yield the violations of the system as a whole."""
     for invariant, check in CHECKS:
-        for subject, what in check(run):
-            yield Violation(invariant, subject, what)
+        for subject, text in check(run):
+            yield Violation(invariant, subject, text)
 
 
 # -- I5: no work is removed without an end ----------------------------------------------------
@@ -55,8 +62,8 @@ def check_letters(run: RecordedRun) -> Iterator[tuple[str, str]]:
 # -- I6 to I8: no resource is leaked ----------------------------------------------------------
 
 
-# Thread pools start their threads one by one under load: those of rendering, and asyncio's own, in
-# which workers connect to the owners of payloads.
+# Thread pools start their threads one by one under load: the pool of rendering, and the pool of
+# asyncio, which connects workers to the owners of payloads.
 POOL_THREADS = {
     "renderer": 8,
     "encoder": 7,
@@ -78,7 +85,7 @@ def check_blocks(run: RecordedRun) -> Iterator[tuple[str, str]]:
             if load.get(name):
                 yield beat.worker, f"{name} is {load[name]:g} although the worker is idle"
     for event in run.did:
-        if event.what == "leak":
+        if event.step == "leak":
             yield "engine", f"{event.at} blocks were in use while no sequence ran"
 
 
@@ -105,8 +112,8 @@ def check_pins(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def _count_orphaned_keys(run: RecordedRun) -> Counter[str]:
     """Count, by owner, the keys that a process borrowed and did not end before it died."""
     living = {beat.pid for beat in run.final.beats}
-    borrowed = {e.id for e in run.did if e.what == "borrowed" and e.at not in living}
-    ended = {e.id for e in run.did if e.what in ("returned", "forwarded")}
+    borrowed = {e.id for e in run.did if e.step == "borrowed" and e.at not in living}
+    ended = {e.id for e in run.did if e.step in ("returned", "forwarded")}
     return Counter(id.partition(":")[0] for id in borrowed - ended)
 
 
@@ -126,8 +133,8 @@ def check_transports(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield name, f"maps {held.mappings} arenas, and is connected to {near} workers"
         # Each neighbour may read by shared memory and by TCP.
         if held.readers > 2 * max(len(arenas) - 1, 0):
-            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} workers beside it"
-    ours = {event.id for event in run.did if event.what == "arena"}
+            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} other workers"
+    ours = {event.id for event in run.did if event.step == "arena"}
     if left := set(run.final.sockets) & ours - living:
         yield "system", f"{len(left)} sockets of arenas whose workers have ended"
 
@@ -140,28 +147,28 @@ def check_files(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def check_resources(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for role, before, after in _pairs(run):
         for name in ("fds", "threads", "tasks", "subscriptions"):
-            was, found = getattr(before, name), getattr(after, name)
+            num_before, num_after = getattr(before, name), getattr(after, name)
             spare = POOL_THREADS.get(role, 0) if name == "threads" else 0
-            if found > was + spare:
-                yield f"{role} {after.pid}", f"{name}: {found}, {was} at first"
-    for stream, was in run.final.consumers_before.items():
-        found = run.final.consumers.get(stream, 0)
-        if found > was:
-            yield stream, f"{found} consumers, {was} at first"
+            if num_after > num_before + spare:
+                yield f"{role} {after.pid}", f"{name}: {num_after}, {num_before} at first"
+    for stream, num_before in run.final.consumers_before.items():
+        num_after = run.final.consumers.get(stream, 0)
+        if num_after > num_before:
+            yield stream, f"{num_after} consumers, {num_before} at first"
 
 
 def _pairs(run: RecordedRun) -> Iterator[tuple[str, Snapshot, Snapshot]]:
     """Pair the most that any process of a role held at first with each process at the end."""
     most: dict[str, Snapshot] = {}
-    for taken in run.final.before:
-        largest = most.setdefault(taken.role, taken)
+    for snapshot in run.final.before:
+        largest = most.setdefault(snapshot.role, snapshot)
         more = {
-            name: max(getattr(largest, name), getattr(taken, name)) for name in COUNTED_RESOURCES
+            name: max(getattr(largest, name), getattr(snapshot, name)) for name in COUNTED_RESOURCES
         }
-        most[taken.role] = replace(taken, **more)
-    for taken in run.final.after:
-        if taken.role in most:
-            yield taken.role, most[taken.role], taken
+        most[snapshot.role] = replace(snapshot, **more)
+    for snapshot in run.final.after:
+        if snapshot.role in most:
+            yield snapshot.role, most[snapshot.role], snapshot
 
 
 def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
@@ -176,7 +183,7 @@ def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield f"{role} {pid}", f"used {rss_mib:.0f} MiB of {budget:.0f} MiB"
 
 
-# Requests do not go through these; what a pool at zero waits for is I15.
+# Requests do not go through these. The wait of a pool at zero is I15.
 OFF_THE_PATH = ("load", "autoscaler")
 
 
@@ -186,20 +193,20 @@ OFF_THE_PATH = ("load", "autoscaler")
 def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
     """Return, for each kill, the seconds until the first record of a later request.
 
-    Kills without a request soon after them are left out, and so are stops, which go on for longer.
+    Kills without a request soon after them are left out, and so are stops, which last longer.
     """
     over_nats = sorted(
         (sessions[0].opened.t, sessions[0].received[0].t)
         for id, sessions in run.sessions.items()
         if sessions[0].received and sessions[0].opened.publishes and run.planned[id].writes
     )
-    spoken, painted = speech.first_samples(run), images.first_images(run)
     over_http = sorted(
         (sessions[0].opened.t, min(session.events[0].t for session in sessions if session.events))
         for id, sessions in run.http_sessions.items()
         if run.planned[id].streamed and any(session.events for session in sessions)
     )
-    found = []
+    spoken, painted = _first_pieces(run, SoundReceived), _first_pieces(run, ImageReceived)
+    delays = []
     for fault in run.pool:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role in OFF_THE_PATH:
             continue
@@ -208,13 +215,27 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
             firsts = spoken
         elif fault.role == PAINTER:
             firsts = painted
-        sent = [t for t, _ in firsts]
+        sent_at = [t for t, _ in firsts]
         # All requests of the next two seconds count, because the first of them may be a long one.
-        start, stop = bisect.bisect(sent, fault.t), bisect.bisect(sent, fault.t + 2.0)
+        start, stop = bisect.bisect(sent_at, fault.t), bisect.bisect(sent_at, fault.t + 2.0)
         if start < stop:
             first = min(got for _, got in firsts[start:stop])
-            found.append((fault, first - fault.t))
-    return found
+            delays.append((fault, first - fault.t))
+    return delays
+
+
+def _first_pieces(
+    run: RecordedRun, kind: type[SoundReceived] | type[ImageReceived]
+) -> list[tuple[float, float]]:
+    """Return when requests were first sent, and when their first piece was received, in order."""
+    sent_at: dict[str, float] = {}
+    received_at: dict[str, float] = {}
+    for event in run.clients:
+        if isinstance(event, RequestSent):
+            sent_at.setdefault(event.id, event.t)
+        elif isinstance(event, kind):
+            received_at.setdefault(event.id, event.t)
+    return sorted((sent_at[id], t) for id, t in received_at.items())
 
 
 def check_recovery(run: RecordedRun) -> Iterator[tuple[str, str]]:

@@ -10,14 +10,14 @@ REFUSALS = (404, 503)
 
 
 def find(run: RecordedRun) -> Iterator[Violation]:
-    """Yield what tenants have heard on the bus, and seen of gateways, that is not theirs."""
+    """Yield records on the bus and answers of gateways that reached another tenant."""
     for event in run.clients:
         if isinstance(event, Overheard):
             planned = run.planned.get(event.id)
             owner = None if planned is None or planned.http else planned.tenant
             if owner != event.tenant:
-                what = f"{event.tenant} heard record {event.record.index} of its log"
-                yield Violation("I17", event.id, what)
+                text = f"{event.tenant} received record {event.record.index} of its log"
+                yield Violation("I17", event.id, text)
         elif isinstance(event, Peeked) and event.status not in REFUSALS:
-            what = f"{event.tenant} asked for it, and was answered with {event.status}"
-            yield Violation("I17", event.id, what)
+            text = f"{event.tenant} requested it, and was answered with {event.status}"
+            yield Violation("I17", event.id, text)

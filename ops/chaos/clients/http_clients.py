@@ -1,8 +1,8 @@
-"""The clients of a run that go through the gateways, any of which can serve any request.
+"""Clients of a run that use gateways, each of which can serve any request.
 
 A client whose connection breaks, or is silent for a while, resumes through the next gateway: it
-sends the request again under the same id, from the event after the last one that it has received.
-It closes the silent connection only when it has another, because closing it would cancel.
+sends the request again under the same id, from the event after the last received one. It closes a
+silent connection only when it has another, because closing it would cancel the request.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ WHOLE_SILENCE_S = 12.0
 
 @dataclass(slots=True)
 class _HttpReader:
-    """A reader of one answer from event `next` on, over any number of connections."""
+    """A reader of one answer from event `next`, over any number of connections."""
 
     next: int = 0
     publishes: bool = True
     intervenes: bool = False
     ended: bool = False
     left: bool = False
-    """The reader has closed its connection, and only follows the log now."""
+    """The reader has closed its connection. From then on it only follows the log."""
     silent: list["asyncio.Task[None]"] = field(default_factory=list)
     """Silent connections that are still open."""
 
 
 class HttpClients(GatewayClients):
-    """All clients of a run that go through gateways."""
+    """All clients of a run that use gateways."""
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client to the end of its request."""
@@ -127,7 +127,7 @@ class HttpClients(GatewayClients):
     def _poll_state(
         self, planned: Planned, number: int, lines: asyncio.Queue[ExchangeItem]
     ) -> "asyncio.Task[None]":
-        """Poll another gateway for the start of a request whose answer is not streamed."""
+        """Poll another gateway until a request without a stream has left its queue."""
         gateway = self._gateways[number % len(self._gateways)]
         return asyncio.create_task(http_exchange.wait_until_running(gateway, planned, lines))
 
@@ -182,7 +182,7 @@ class HttpClients(GatewayClients):
         return False
 
     async def _delete(self, planned: Planned, number: int) -> None:
-        """Cancel through another gateway, and once more through the next one if that fails."""
+        """Cancel through another gateway, and if that fails, through the next one."""
         for turn in (1, 2):
             gateway = self._gateways[(number + turn) % len(self._gateways)]
             with contextlib.suppress(httpx.HTTPError):

@@ -1,4 +1,4 @@
-"""One exchange of a client with a gateway: requests, and the items of their answers."""
+"""Exchanges of a client with a gateway: requests, and the items of their answers."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,14 @@ DONE = "[DONE]"
 POLL_S = 0.1
 POLL_TIMEOUT_S = 2.5
 TIMEOUT = httpx.Timeout(None, connect=2.0)
+# The pause of a client before a new attempt after an error.
 RETRY_PAUSE_S = 0.3
 # The broker is down, or a queue is full; a later attempt may succeed.
 TRANSIENT_STATUSES = (503,)
 
 
 class GatewayClients:
-    """Clients of a run that go through gateways, any of which can serve any request."""
+    """Clients of a run that use gateways, each of which can serve any request."""
 
     def __init__(self, urls: list[str], journal: Journal, session_of: Callable[[str], int]) -> None:
         """`session_of` returns the number of a new session of a request."""
@@ -79,7 +80,7 @@ def api_key(tenant: str) -> str:
 
 
 def authorization(tenant: str) -> dict[str, str]:
-    """Return the header by which gateways know a tenant; none without a tenant."""
+    """Return the header that identifies a tenant; none without a tenant."""
     return {"authorization": f"Bearer {api_key(tenant)}"} if tenant else {}
 
 
@@ -100,7 +101,7 @@ def body_of(planned: Planned) -> dict[str, Any]:
 def submit(
     gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
-    """Send the request under the client's own id, and read its answer from event `start` on."""
+    """Send the request under the client's own id, and read its answer from event `start`."""
     headers = _headers(planned, start, streamed=planned.streamed) | {"x-request-id": planned.id}
     request = gateway.build_request("POST", PATH, json=body_of(planned), headers=headers)
     return _exchange(gateway, request, lines)
@@ -109,7 +110,7 @@ def submit(
 def follow(
     gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
-    """Read the events of a request that was sent before, from event `start` on."""
+    """Read the events of a request that was sent before, from event `start`."""
     path = f"/v1/requests/{planned.bus_id}/stream"
     request = gateway.build_request("GET", path, headers=_headers(planned, start, streamed=True))
     return _exchange(gateway, request, lines)
@@ -132,7 +133,7 @@ async def wait_until_running(
 
 def _headers(planned: Planned, start: int, *, streamed: bool) -> dict[str, str]:
     headers = authorization(planned.tenant)
-    # This media type is answered with the ids of events, from which a client can resume.
+    # Answers of this media type have ids of events, so that a client can resume.
     headers |= {"accept": "text/event-stream"} if streamed else {}
     return headers | ({"last-event-id": str(start - 1)} if start else {})
 

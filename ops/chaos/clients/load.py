@@ -1,8 +1,8 @@
 """The clients of a run, all in one process, which may itself be killed and started again.
 
 Every client sends one request, follows its log, and acts in the middle of it as planned: it
-cancels, sends the request again under the same id, or starts a second reader. Everything that it
-receives goes to the journal, from which the successor of a killed process continues.
+cancels, sends the request again under the same id, or starts a second reader. It writes all that it
+receives to the journal. The successor of a killed process reads the journal and continues.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import uvloop
 from cyclopts import App, Parameter
 
 from ops.chaos.clients.http_clients import HttpClients
-from ops.chaos.clients.http_exchange import DONE
+from ops.chaos.clients.http_exchange import DONE, RETRY_PAUSE_S
 from ops.chaos.clients.painted import read_images
 from ops.chaos.clients.sound import SpeechClients, read_sound
 from ops.chaos.clients.tenants import Peeking, TenantClients
@@ -46,9 +46,7 @@ from shared.telemetry import logs
 
 # A client gives up this long after the deadline; the checker reports the missing end.
 PATIENCE_S = 20.0
-# The pause before a new session after an error.
-RETRY_PAUSE_S = 0.3
-# The end of an output is stored before that of its request; one that was refused has none.
+# The end of an output is stored before the end of its request. A refused request has no output.
 OUTPUT_S = 5.0
 
 app = App(name="chaos-load")
@@ -60,7 +58,7 @@ class LoadClients:
     def __init__(
         self, url: str, gateways: list[str], settings: Settings, file: Path, keys: Path | None
     ) -> None:
-        """`keys` is the folder of the keys of a broker that asks for them."""
+        """`keys` is the folder of the keys, for a broker that requires them."""
         self._login = Login(url, OPERATOR, keys and seed_file(keys, OPERATOR))
         self._settings = settings
         self._ends, self._sessions, began = _read_journal(file)
@@ -102,13 +100,13 @@ class LoadClients:
         bus.publish = watched
 
     async def _run_clients(self) -> None:
-        """Run one client after the other, each no earlier than the schedule says."""
+        """Run one client after the other, each at its scheduled time or later."""
         while self._next_index < self._settings.requests:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
             again = planned.behaviour == "resubmit_after" and not (planned.http and planned.speaks)
-            wanted = 2 if again else 1
-            if self._ends[planned.id] >= wanted:
+            num_ends = 2 if again else 1
+            if self._ends[planned.id] >= num_ends:
                 continue
             await asyncio.sleep(self._began + index / self._settings.rate - now())
             await self._run_client(planned)
@@ -123,32 +121,36 @@ class LoadClients:
         if planned.tenant:
             await self._tenants.run_client(planned, give_up)
             return
-        beside: list[asyncio.Task[bool]] = []
-        while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
+        readers: list[asyncio.Task[bool]] = []
+        while not await self._session(planned, readers) and now() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(RETRY_PAUSE_S)
-        for task in beside:
+        for task in readers:
             while not await task and now() < give_up:
                 task = asyncio.create_task(self._session(planned, None))
         if planned.behaviour == "resubmit_after":
             await self._session(planned, None)
 
     async def _session(
-        self, planned: Planned, beside: list[asyncio.Task[bool]] | None, start: int | None = None
+        self, planned: Planned, readers: list[asyncio.Task[bool]] | None, start: int | None = None
     ) -> bool:
-        """Send the request, or follow its log from `start`; return whether the end was reached."""
+        """Send the request, or follow its log from `start`; return whether the end was reached.
+
+        A client that acts adds more sessions to `readers`; without a list it does not act.
+        """
         session = self._new_session(planned.id)
         publishes = start is None
         self._journal.write(RequestSent(now(), planned.id, session, start or 0, publishes))
-        output = self._read_output(planned, session, beside)
+        output = self._read_output(planned, session, readers)
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
                     if output is not None and is_final(record):
-                        # An answer has ended when its sound, or its images, have, too.
+                        # An answer has ended when its sound or its images have ended, too.
                         await asyncio.wait([output], timeout=OUTPUT_S)
                     self._journal.write(RecordReceived(now(), planned.id, session, record))
-                    if beside is not None and record.index == planned.after_records:
-                        await self._intervene(planned, beside, ended=is_final(record))
+                    acts = record.index == planned.after_records and not is_final(record)
+                    if readers is not None and acts:
+                        await self._intervene(planned, readers)
         except PagemillError as error:
             self._journal.write(
                 SessionFailed(now(), planned.id, session, error.code, error.message)
@@ -168,17 +170,17 @@ class LoadClients:
         return True
 
     def _read_output(
-        self, planned: Planned, session: int, beside: list[asyncio.Task[bool]] | None
+        self, planned: Planned, session: int, readers: list[asyncio.Task[bool]] | None
     ) -> asyncio.Task[None] | None:
-        """Read the sound or the images of a request; a client without a text acts meanwhile."""
+        """Read the sound or the images of a request. A client that gets no text acts meanwhile."""
         if not (planned.speaks or planned.paints):
             return None
         read = read_images if planned.paints else read_sound
 
         async def act(number: int) -> None:
-            given = planned.paints or planned.request.given_text is not None
-            if given and beside is not None and number == planned.after_records:
-                await self._intervene(planned, beside)
+            has_no_text = planned.paints or planned.request.given_text is not None
+            if has_no_text and readers is not None and number == planned.after_records:
+                await self._intervene(planned, readers)
 
         return asyncio.create_task(read(self._bus, planned, session, self._journal, act))
 
@@ -191,25 +193,21 @@ class LoadClients:
             return client.ask(self._bus, planned.request, planned.id)
         return client.follow(self._bus, planned.id, start)
 
-    async def _intervene(
-        self, planned: Planned, beside: list[asyncio.Task[bool]], *, ended: bool = False
-    ) -> None:
-        """Act in the middle of an answer as planned, unless it has ended."""
-        if ended:
-            return
+    async def _intervene(self, planned: Planned, readers: list[asyncio.Task[bool]]) -> None:
+        """Act in the middle of an answer as planned."""
         if planned.behaviour == "cancel":
             await client.cancel(self._bus, planned.id)
             self._journal.write(CancelSent(now(), planned.id))
         elif planned.behaviour == "resubmit_during":
-            beside.append(asyncio.create_task(self._session(planned, None)))
+            readers.append(asyncio.create_task(self._session(planned, None)))
         elif planned.behaviour == "follow":
             has_text = not (planned.paints or planned.request.given_text)
             start = planned.after_records if has_text else 0
-            beside.append(asyncio.create_task(self._session(planned, None, start)))
+            readers.append(asyncio.create_task(self._session(planned, None, start)))
 
 
 def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
-    """Read what killed predecessors wrote: ends and sessions by request, and their start time."""
+    """Read the journal of killed predecessors: ends and sessions by request, and the start time."""
     began: float | None = None
     ends: Counter[str] = Counter()
     sessions: dict[str, int] = {}
@@ -221,7 +219,7 @@ def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | Non
         elif isinstance(event, SpeechNamed):
             through_gateways.add(event.id)
         elif isinstance(event, SoundEnded):
-            # Elsewhere, the end of the request's own log counts.
+            # Other requests end with their own log.
             ends[event.id] += event.id in through_gateways
         elif (isinstance(event, RecordReceived) and is_final(event.record)) or (
             isinstance(event, EventReceived) and event.data == DONE

@@ -1,4 +1,4 @@
-"""Readers of painted images, and what they note of them."""
+"""Readers of painted images, and their notes in the journal."""
 
 import hashlib
 from collections.abc import Awaitable, Callable

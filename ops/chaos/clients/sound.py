@@ -1,7 +1,7 @@
-"""Readers of speeches, from the bus and from a gateway, and what they note of the sound.
+"""Readers of speeches, from the bus and from a gateway, and their notes in the journal.
 
-A gateway gives a speech an id of its own, which its client learns with the first samples. So a
-client whose connection breaks cannot go on behind what it has, and asks for the speech again.
+A gateway makes the id of a speech, and the client receives it with the first samples. So a client
+cannot resume after a broken connection, and requests the whole speech again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from shared.bus.bus import Bus
 from shared.protocol.records import AudioChunk, OutputEnd
 
 PATH = "/v1/audio/speech"
-# A speech without a sample for so long has lost its gateway, or a stage for longer than the bounds.
+# After this time without a sample, the gateway is lost, or a stage for longer than the bounds.
 SILENCE_S = 12.0
 
 
@@ -60,7 +60,7 @@ def _note(journal: Journal, planned: Planned, session: int, at: int, sound: byte
 
 
 class SpeechClients(GatewayClients):
-    """All clients of a run that have gateways speak."""
+    """All clients of a run that request speeches from gateways."""
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client until it has its speech, or has cancelled it, or its time is over."""
@@ -80,12 +80,15 @@ class SpeechClients(GatewayClients):
                 code, reason = "connection", f"{type(error).__name__}: {error}"
             self._journal.write(SessionFailed(now(), planned.id, session, code, reason))
             if planned.behaviour == "deadline":
-                # Each attempt has a deadline of its own, which may have broken it off.
+                # Each attempt has a separate deadline, which may have ended it.
                 return
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _speak(self, planned: Planned, session: int, number: int) -> bool:
-        """Return whether nothing is left to do. Raises httpx.HTTPError and TimeoutError."""
+        """Read a speech; return False if it must be requested again.
+
+        Raises httpx.HTTPError and TimeoutError.
+        """
         request = planned.request
         body = {
             "model": request.model,

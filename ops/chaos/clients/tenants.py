@@ -1,7 +1,7 @@
-"""Clients of tenants on the bus, which have keys of their own and use a stock library.
+"""Clients of tenants on the bus, with the tenants' keys and a stock library.
 
-They follow the live log. After a loss of the connection they read the last record, which says how
-the request has ended: the broker gives them no other part of an old log.
+They follow the live log. After a lost connection they read the last record, which says how the
+request ended. The broker gives them no other part of an old log.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from ops.chaos.clients.http_exchange import authorization
+from ops.chaos.clients.http_exchange import RETRY_PAUSE_S, authorization
 from ops.chaos.history import (
     Accepted,
     CancelSent,
@@ -32,6 +32,7 @@ from ops.chaos.history import (
     now,
 )
 from ops.chaos.plan import Planned
+from ops.chaos.processes.cluster import ignore_error
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import encode_request
@@ -40,7 +41,6 @@ from workers.keyring import Keyring
 
 SILENCE_S = 1.0
 REPLY_S = 2.0
-RETRY_PAUSE_S = 0.3
 PEEK_S = 5.0
 _LAST = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
@@ -52,7 +52,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Reader(NamedTuple):
-    """What a client has read of its log in the current session."""
+    """Progress of a client in its log in the current session."""
 
     session: int
     next: int
@@ -61,7 +61,7 @@ class _Reader(NamedTuple):
 
 
 class TenantClients:
-    """The clients of all tenants: one connection each, which also listens to all that it may."""
+    """Clients of all tenants: one connection each, which also subscribes to all permitted logs."""
 
     def __init__(
         self, url: str, keys: Path | None, journal: Journal, session_of: Callable[[str], int]
@@ -101,8 +101,8 @@ class TenantClients:
             session = self._session_of(planned.id)
             self._journal.write(RequestSent(now(), planned.id, session, 0, True))
             if not await self._read(planned, session, give_up_at, again=number > 0):
-                what = "no final record"
-                self._journal.write(SessionFailed(now(), planned.id, session, "silence", what))
+                reason = "no final record"
+                self._journal.write(SessionFailed(now(), planned.id, session, "silence", reason))
 
     async def _read(
         self, planned: Planned, session: int, give_up_at: float, *, again: bool
@@ -136,7 +136,7 @@ class TenantClients:
     def _note(
         self, planned: Planned, reader: _Reader, record: LogRecord, num_reconnects: int
     ) -> _Reader:
-        """Note a record, in a session of its own if records before it may have been missed."""
+        """Note a record, in a new session if records before it may have been missed."""
         session = reader.session
         if record.index > reader.next and reader.num_reconnects != num_reconnects:
             session = self._session_of(planned.id)
@@ -161,17 +161,13 @@ class TenantClients:
 
 
 async def _connect(url: str, seed: Path) -> Client:
-    async def report(error: Exception) -> None:
-        # Lost connections are expected, because runs kill the broker.
-        pass
-
     return await nats.connect(
         url,
         nkeys_seed=str(seed),
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.1,
         ping_interval=2,
-        error_cb=report,
+        error_cb=ignore_error,
     )
 
 
@@ -191,7 +187,7 @@ async def _next_record(nc: Client, live: Subscription, id: str) -> LogRecord | N
 
 
 class Peeking:
-    """Clients that ask gateways for the requests of other tenants."""
+    """Clients that try to read the requests of other tenants from gateways."""
 
     def __init__(self, gateways: list[str], tenants: tuple[str, ...], journal: Journal) -> None:
         self._gateways = itertools.cycle(gateways)
@@ -203,7 +199,7 @@ class Peeking:
         await self._http.aclose()
 
     async def look(self, planned: Planned) -> None:
-        """Ask for the state and for the answer of a request, with the keys of all others."""
+        """Request the state and the answer of a request with the keys of all other tenants."""
         for tenant in self._tenants:
             if tenant == planned.tenant:
                 continue

@@ -1,6 +1,4 @@
-"""Runs the cells of the fault matrix.
-
-    python -m ops.chaos.matrix [--seed 1 --seed 2] [--cell NAME] [--out FILE]
+"""Run the cells of the fault matrix.
 
 Cells that need the same kind of deployment share one, one after the other, each with its own load.
 A deployment on which a cell failed is closed, so that the next cell starts with a new one.
@@ -9,7 +7,6 @@ A deployment on which a cell failed is closed, so that the next cell starts with
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -19,13 +16,13 @@ from msgspec import Struct
 from ops.chaos.history import now
 from ops.chaos.matrix.cell import Cell
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.deployments import new_deployment
+from ops.chaos.matrix.deployments import DEPLOYMENTS
 from ops.chaos.matrix.table import CELLS
 from ops.chaos.plan import Settings
 from ops.chaos.processes import network
 from shared.telemetry import logs
 
-app = App(name="matrix", help=__doc__)
+app = App(name="python -m ops.chaos.matrix", help=__doc__)
 CELL_TIMEOUT_S = 240.0
 # Cell 7 with seed 3 has the requests of plan 3007.
 SEED_STEP = 1000
@@ -44,10 +41,8 @@ class Result(Struct, frozen=True):
     """Folder of the deployment, if the cell failed."""
 
 
-async def run_matrix(
-    seeds: Sequence[int], names: Sequence[str] = (), out: Path | None = None
-) -> list[Result]:
-    """Run all cells that can run here, or those whose names contain one of `names`."""
+async def run_matrix(seeds: Sequence[int], names: Sequence[str]) -> list[Result]:
+    """Run all cells that can run here, or only cells whose names contain one of `names`."""
     chosen = [cell for cell in CELLS if not names or any(name in cell.name for name in names)]
     results = []
     for cell in chosen:
@@ -57,9 +52,6 @@ async def run_matrix(
         async for result in _run_all([cell for cell in chosen if not cell.reason], seed):
             results.append(result)
             _report(result)
-            if out is not None:
-                with out.open("ab") as file:
-                    file.write(msgspec.json.encode(result) + b"\n")
     return results
 
 
@@ -68,7 +60,7 @@ async def _run_all(cells: Sequence[Cell], seed: int) -> AsyncIterator[Result]:
         deployment: Deployment | None = None
         try:
             for cell in [cell for cell in cells if cell.on == kind]:
-                deployment = deployment or new_deployment(kind)
+                deployment = deployment or DEPLOYMENTS[kind]()
                 result = await _run(cell, deployment, seed)
                 yield result
                 if result.violations:
@@ -132,7 +124,7 @@ def markdown(results: Sequence[Result]) -> str:
             lines.append(f"| {cell.name} | - | - | cannot run here | {cell.reason} |")
         elif own:
             passed = sum(not result.violations for result in own)
-            note = f"; {cell.known}" if cell.known and passed < len(own) else ""
+            note = f"; {cell.limit}" if cell.limit and passed < len(own) else ""
             lines.append(
                 f"| {cell.name} | {cell.how} | {cell.bound} | {passed} of {len(own)} |"
                 f" {_worst(own)}{note} |"
@@ -150,31 +142,24 @@ def _worst(results: Sequence[Result]) -> str:
 @app.default
 def main(
     *,
-    seed: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
-    cell: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    out: Path | None = None,
-    table: bool = True,
+    seed: Annotated[list[int] | None, Parameter(consume_multiple=True, negative="")] = None,
+    cell: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="")] = None,
 ) -> int:
-    """Run the matrix.
+    """Run the matrix, and print a markdown table of the results.
 
     Parameters
     ----------
     seed
         Seeds, one or more; by default 1.
     cell
-        Parts of names; only cells whose names contain one of them run.
-    out
-        File to which every result is appended, one JSON object per line.
-    table
-        Print the markdown table at the end.
+        Parts of names; by default all cells run, else only cells with one of them in the name.
     """
     logs.configure_logging("error", role="matrix")
     if network.why_unavailable() is None:
         # This comes before any thread or socket exists.
         network.isolate()
-    results = asyncio.run(run_matrix(seed or [1], cell or [], out))
-    if table:
-        _print(markdown(results))
+    results = asyncio.run(run_matrix(seed or [1], cell or []))
+    _print(markdown(results))
     failed = sum(bool(result.violations) for result in results)
     _print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed else 0

@@ -13,7 +13,7 @@ Run = TypeVar("Run", bound=Callable[..., Coroutine[Any, Any, None]])
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell: `run` injects the fault; without it `why_not` says why the cell cannot run."""
+    """A cell. `run` injects the fault; without it, `why_not` is the reason."""
 
     name: str
     how: str
@@ -25,7 +25,7 @@ class Cell:
     load_s: float = 6.0
     change: dict[str, Any] = field(default_factory=dict)
     """Changes of the load's settings."""
-    known: str = ""
+    limit: str = ""
     """A documented limit that explains a violation."""
 
     @property
@@ -46,7 +46,7 @@ def cell(
     on: str = "single",
     load_s: float = 6.0,
     change: dict[str, Any] | None = None,
-    known: str = "",
+    limit: str = "",
     **arguments: object,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a cell that calls it with these arguments."""
@@ -54,7 +54,7 @@ def cell(
     def register(run: Run) -> Run:
         called: Callable[[Deployment], Coroutine[Any, Any, None]] = partial(run, **arguments)
         REGISTERED.append(
-            Cell(name, how, bound, called, "", needs, on, load_s, change or {}, known)
+            Cell(name, how, bound, called, "", needs, on, load_s, change or {}, limit)
         )
         return run
 

@@ -1,7 +1,7 @@
 """A small Pagemill system on which the cells of the fault matrix run, one after the other.
 
-Its start takes most of the time of a cell, so it is reused for the next cell as long as it comes to
-rest after each. Every process connects to the broker through a proxy of its own.
+A start takes most of the time of a cell, so a deployment is reused for the next cell if it has come
+to rest. Every process connects to the broker through a separate proxy.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol.messages import DeadLetter
 from shared.protocol.records import Failure, LogRecord
-from shared.protocol.requests import GenerateRequest, Message
+from shared.protocol.requests import ContentPart, GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 # A cell hangs if it takes this much longer than its load.
@@ -40,7 +40,7 @@ PROBE_PATIENCE_S = 2.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a cell: its own findings, and the verdict of the checker."""
+    """Result of a cell: violations and figures of the cell, and the verdict of the checker."""
 
     violations: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Deployment(WatchedDeployment):
     # -- one cell ---------------------------------------------------------------------------
 
     async def run(self, settings: Settings, disturb: "Disturb") -> Outcome:
-        """Run load and disturbance, wait for rest, and check. Raises TimeoutError if it hangs."""
+        """Run load and fault, wait for rest, and check. Raises TimeoutError if the cell hangs."""
         self.outcome = outcome = Outcome()
         self.rng = random.Random(f"cell:{settings.seed}")
         self._load = settings
@@ -170,9 +170,16 @@ class Deployment(WatchedDeployment):
             await bus.close()
 
     async def ask(
-        self, bus: Bus, id: str, sampling: SamplingParams, text: str = "probe", **more: float
+        self,
+        bus: Bus,
+        id: str,
+        sampling: SamplingParams,
+        content: str | Sequence[ContentPart] = "probe",
+        **more: Any,
     ) -> list[LogRecord]:
-        request = GenerateRequest(MODEL, [Message("user", text)], sampling, **more)  # type: ignore[arg-type]
+        """Send a request with one message; return all records of the answer."""
+        message = Message("user", content if isinstance(content, str) else [*content])
+        request = GenerateRequest(MODEL, [message], sampling, **more)
         return [record async for record in client.ask(bus, request, id)]
 
     async def probe(self, name: str, bound_s: float) -> None:

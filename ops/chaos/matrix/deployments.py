@@ -25,7 +25,7 @@ BASE = Settings(
 DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     "single": lambda: Deployment(BASE),
     "cluster": lambda: Deployment(replace(BASE, brokers=3), disk_mib=MEMBER_DISK_MIB),
-    # Every engine waits at every queue, so that leaders that change drop many pulls.
+    # Every engine waits at every queue, so a change of leaders loses many pulls.
     "slots": lambda: Deployment(replace(BASE, brokers=3, slots=4), disk_mib=MEMBER_DISK_MIB),
     # Two deaths make a request count as poison. On other deployments, faults kill workers.
     "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
@@ -53,7 +53,3 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
     "disk": lambda: Deployment(BASE, disk_mib=DISK_MIB),
 }
-
-
-def new_deployment(name: str) -> Deployment:
-    return DEPLOYMENTS[name]()

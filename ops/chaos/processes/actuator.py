@@ -1,7 +1,7 @@
 """The process that starts and drains the engines of a scaled pool, as `pagemill up` does.
 
-All of it is the product's own but the start of an engine, which is a watched one. Starts,
-drains and ends of engines are written to the journal of the run's processes.
+It runs the product's own code, except that it starts watched engines. It writes starts, drains and
+ends of engines to the journal of the run's processes.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ app = App(name="chaos-actuator")
 
 
 class WatchedProcesses(WorkerProcesses):
-    """Processes of the watched engines of a chaos run, with the run's journal."""
+    """Starts watched engines, and writes their events to the run's journal."""
 
     def __init__(self, folder: Path, arguments: list[str], preloader: Preloader) -> None:
         """`folder` is the run's, and `arguments` are an engine's."""
@@ -70,7 +70,7 @@ class WatchedProcesses(WorkerProcesses):
 
 
 class WatchedPools(SupervisedPools):
-    """Pools of engines whose drains are in the run's journal."""
+    """Pools of engines that write drains to the run's journal."""
 
     def __init__(self, supervisor: Supervisor, pools: Pools, journal: Journal) -> None:
         super().__init__(supervisor, pools.by_name.values())

@@ -33,16 +33,14 @@ _Down = (NatsError, OSError, TimeoutError)
 
 
 class Cluster:
-    """Three servers; `url` lists all of them, separated by commas, as `Bus.connect` expects."""
+    """Three servers. `url` lists all of them, separated by commas, as `Bus.connect` expects."""
 
-    def __init__(self, folder: Path, ports: list[int] | None = None) -> None:
-        """With `ports` the servers listen on these, and else on free ones."""
+    def __init__(self, folder: Path) -> None:
         self.route_ports = [free_port() for _ in range(SIZE)]
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.route_ports)
         self.members = [
             EmbeddedServer(
                 folder / f"n{number}",
-                port=0 if ports is None else ports[number],
                 config_file=CONFIG_DIR / "nats-cluster.conf",
                 variables={
                     "NATS_NAME": f"n{number}",
@@ -68,7 +66,7 @@ class Cluster:
             network.remove_group(self.group(number))
 
     def group(self, number: int) -> str:
-        """Return the cgroup of a member's process, for `network.drop`."""
+        """Return the cgroup of a member's process, for `network.dropping`."""
         return f"pagemill-{os.getpid()}-n{number}"
 
     # -- faults -----------------------------------------------------------------------------
@@ -143,7 +141,7 @@ class Cluster:
             nc = Client()
             with contextlib.suppress(*_Down):
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await nc.connect(member.url, allow_reconnect=False, error_cb=_ignore)
+                    await nc.connect(member.url, allow_reconnect=False, error_cb=ignore_error)
             if nc.is_connected:
                 break
             await nc.close()
@@ -155,25 +153,25 @@ class Cluster:
             await nc.close()
 
 
-async def _ask(nc: Client, what: str) -> dict[str, Any]:
-    answer = await nc.request(f"$JS.API.{what}", b"", timeout=ANSWER_TIMEOUT_S)
+async def _ask(nc: Client, operation: str) -> dict[str, Any]:
+    answer = await nc.request(f"$JS.API.{operation}", b"", timeout=ANSWER_TIMEOUT_S)
     decoded: dict[str, Any] = json.loads(answer.data)
     return decoded
 
 
 async def _missing(nc: Client) -> str:
-    """Return the first defect that is found, or an empty string if there is none."""
+    """Return the first defect of a stream or consumer, or an empty string if there is none."""
     listed = await _ask(nc, "STREAM.LIST")
     if "error" in listed:
         return str(listed["error"].get("description"))
     for stream in listed.get("streams") or []:
         name = stream["config"]["name"]
-        if found := _lacking(stream):
-            return f"stream {name}: {found}"
+        if defect := _lacking(stream):
+            return f"stream {name}: {defect}"
         consumers = await _ask(nc, f"CONSUMER.LIST.{name}")
         for consumer in consumers.get("consumers") or []:
-            if found := _lacking(consumer):
-                return f"consumer {name}/{consumer['name']}: {found}"
+            if defect := _lacking(consumer):
+                return f"consumer {name}/{consumer['name']}: {defect}"
     if listed.get("missing") or listed.get("offline"):
         return "streams that do not answer"
     return ""
@@ -184,8 +182,8 @@ def _lacking(info: dict[str, Any]) -> str:
     if not cluster.get("leader"):
         return "no leader"
     replicas = cluster.get("replicas") or []
-    behind = [r["name"] for r in replicas if not _follows(r)]
-    return f"behind: {', '.join(behind)}" if behind else ""
+    late = [r["name"] for r in replicas if not _follows(r)]
+    return f"not current: {', '.join(late)}" if late else ""
 
 
 def _follows(replica: dict[str, Any]) -> bool:
@@ -197,5 +195,5 @@ def _follows(replica: dict[str, Any]) -> bool:
     return bool(replica.get("current")) and not replica.get("offline") and silent_s < MAX_SILENT_S
 
 
-async def _ignore(_: Exception) -> None:
-    """Ignore an error; by default the library writes every refused connection to stderr."""
+async def ignore_error(_: Exception) -> None:
+    """Ignore a lost connection, as runs kill brokers; by default nats-py writes it to stderr."""

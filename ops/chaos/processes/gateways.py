@@ -1,34 +1,28 @@
-"""The gateways of a run: their ports, their warm-up requests, and the ids that they derive."""
+"""The gateways of a run: their ports, their warm-up requests, and probes."""
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TypeVar
 
 import httpx
-from msgspec.structs import replace
 
 from ops.chaos.clients.http_exchange import PATH, RETRY_PAUSE_S, authorization
 from ops.chaos.history import now
-from ops.chaos.plan import MODEL, Planned
+from ops.chaos.plan import MODEL
 from ops.chaos.processes.pool import Slot
 from shared.bus.embedded_server import free_port
-from shared.protocol.messages import DeadLetter
 from workers.gateway.core.ids import named_request_id
 from workers.gateway.openai.chat_assembler import CHAT
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0
 
-T = TypeVar("T")
-
 
 class Gateways:
     """Ports of the gateways; a restarted gateway keeps its predecessor's port."""
 
     def __init__(self, count: int, tenant: str = "") -> None:
-        """`tenant` is the one whose key warm-up requests and probes have."""
+        """Warm-up requests and probes have the key of `tenant`, if any."""
         self._tenant = tenant
         self._ports = [free_port() for _ in range(count)]
         self.warm_up_ids: set[str] = set()
@@ -95,25 +89,3 @@ async def time_to_first_event(
         async for _ in answer.aiter_raw():
             first = first or now() - began
     return first
-
-
-def plan_ids(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
-    """Translate ids on the bus to those of the plan; other ids stay."""
-    names = {one.bus_id: one.id for one in planned}
-    return [names.get(id, id) for id in bus_ids]
-
-
-def key_by_plan_id(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
-    """Translate the keys of a mapping to the ids of the plan."""
-    return dict(zip(plan_ids(planned, by_bus_id), by_bus_id.values(), strict=True))
-
-
-def letters_by_plan_id(
-    planned: Iterable[Planned], letters: Iterable[DeadLetter]
-) -> list[DeadLetter]:
-    """Translate the requests of dead letters to the ids of the plan."""
-    names = {one.bus_id: one.id for one in planned}
-    return [
-        replace(letter, request_id=names.get(letter.request_id or "", letter.request_id))
-        for letter in letters
-    ]

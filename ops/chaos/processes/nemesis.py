@@ -1,7 +1,7 @@
 """Schedules of faults, drawn from a seed before the run, and their execution.
 
-The same seed makes the same schedule. A fault names a role and a random number; which process they
-select depends on the processes that are running at the time.
+The same seed makes the same schedule. A fault names a role and a random number. They select one of
+the processes that are running at the time.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ SIGNALS = {
     "stop": signal.SIGSTOP,
     "drain": signal.SIGTERM,
 }
-# Stops may exceed the ack wait: tasks in flight are redelivered, and then their first worker thaws.
+# Stops may exceed the ack wait. Tasks are then redelivered before their first worker resumes.
 STOP_S = (1.0, 6.0)
-# On a slow machine, faults at the pace of a fast one would find all processes starting: each start
-# takes time from the others and from the requests.
+# On a slow machine, faults at a high rate would hit only starting processes, because each start
+# takes processor time from the others and from the requests.
 MAX_STARTING = 2
 WAIT_S = 0.1
 # The other members notice the death of a leader only after a while.
@@ -64,7 +64,7 @@ class Step:
 def make_schedule(
     seed: int, every_s: float, duration_s: float, weights: dict[str, float]
 ) -> list[Step]:
-    """Draw a schedule; `weights` are those of the faults, by names as "kill:engine"."""
+    """Draw a schedule; `weights` has the weight of each fault, by names as "kill:engine"."""
     rng = random.Random(f"nemesis:{seed}")
     steps = []
     at_s = every_s

@@ -1,10 +1,9 @@
 """Packet loss and partitions below TCP, in a network namespace with its own loopback device.
 
-`isolate` moves this process, and every process that it starts from then on, into a network
-namespace: its 127.0.0.1 is not the machine's. There the kernel's packet filter drops packets by
-port, by chance (`iptables -m statistic`), or by the process that sends or receives them (its
-cgroup). Delay and reordering of packets would need `tc netem`, which not every kernel has; the
-proxy delays bytes instead.
+`isolate` moves this process, and every process that it starts later, into a network namespace with
+a separate 127.0.0.1. There the kernel's packet filter drops packets by port, by chance, or by the
+cgroup of the process that sends or receives them. Delay and reordering of packets would need `tc
+netem`, which not every kernel has; the proxy delays bytes instead.
 """
 
 import contextlib
@@ -15,20 +14,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 CLONE_NEWNET = 0x40000000
-# Mount points of the version 2 hierarchy: beside version 1, and alone.
+# Mount points of the version 2 hierarchy: together with version 1, and alone.
 _HIERARCHIES = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 _TRY = "-p tcp --dport 9 -m statistic --mode random --probability 0.5 -j DROP"
-
-Direction = Literal["to", "from"]
-BOTH_DIRECTIONS: tuple[Direction, ...] = ("to", "from")
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why packets cannot be dropped here, or None if they can, as a child process tries."""
+    """Return why packets cannot be dropped here, or None if a child process can drop them."""
     if os.geteuid() != 0:
         return "needs root for a network namespace"
     for tool in ("ip", "iptables", "unshare"):
@@ -59,7 +54,7 @@ def _hierarchy() -> Path | None:
 
 @contextlib.contextmanager
 def started_in(group: str) -> Iterator[None]:
-    """Start processes in the cgroup `group`, to which all sockets that they open belong.
+    """Start processes in the cgroup `group`; their sockets belong to it.
 
     A socket belongs to the group of its process at the time of its creation, so a process cannot be
     moved later. Without cgroups this has no effect.
@@ -83,7 +78,7 @@ def started_in(group: str) -> Iterator[None]:
 
 
 def remove_group(group: str) -> None:
-    """Remove a group whose processes have ended."""
+    """Remove a group without processes."""
     root = _hierarchy()
     if root is not None:
         with contextlib.suppress(OSError):
@@ -93,34 +88,29 @@ def remove_group(group: str) -> None:
 # -- rules ------------------------------------------------------------------------------------
 
 
-def drop(
-    ports: Sequence[int],
-    ways: Sequence[Direction] = BOTH_DIRECTIONS,
-    *,
-    probability: float = 1.0,
-    group: str | None = None,
-) -> None:
-    """Drop packets to, from, or to and from the servers that listen on `ports`.
+@contextlib.contextmanager
+def dropping(
+    ports: Sequence[int], *, probability: float = 1.0, group: str | None = None
+) -> Iterator[None]:
+    """Drop packets to and from the servers that listen on `ports`; remove all rules at the end.
 
-    With a `group`, drop only those that its processes send or receive.
+    With a `group`, drop only packets that its processes send or receive.
     """
     chance = f"-m statistic --mode random --probability {probability}" if probability < 1 else ""
-    for way in ways:
-        option = "--dports" if way == "to" else "--sports"
-        what = f"-p tcp -m multiport {option} {','.join(map(str, ports))} {chance} -j DROP"
+    for option in ("--dports", "--sports"):
+        rule = f"-p tcp -m multiport {option} {','.join(map(str, ports))} {chance} -j DROP"
         if group is None:
-            _iptables(f"-A INPUT {what}")
+            _iptables(f"-A INPUT {rule}")
         else:
             # Incoming packets have a group only after the connection is established; outgoing ones
             # always have one.
-            _iptables(f"-A INPUT -m cgroup --path {group} {what}")
-            _iptables(f"-A OUTPUT -m cgroup --path {group} {what}")
-
-
-def heal() -> None:
-    """Remove all rules."""
-    for chain in ("INPUT", "OUTPUT"):
-        _iptables(f"-F {chain}")
+            _iptables(f"-A INPUT -m cgroup --path {group} {rule}")
+            _iptables(f"-A OUTPUT -m cgroup --path {group} {rule}")
+    try:
+        yield
+    finally:
+        for chain in ("INPUT", "OUTPUT"):
+            _iptables(f"-F {chain}")
 
 
 def num_dropped() -> int:

@@ -35,7 +35,7 @@ from workers.supervisor.supervisor import Process
 READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
-# One of so many faults may hit a process that is not ready yet.
+# One fault in this many may hit a process that is not ready yet.
 STARTING_TOO = 8
 # A process whose drain takes longer hangs.
 EXIT_TIMEOUT_S = 30.0
@@ -48,13 +48,13 @@ FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
-# Workers of these stages → their roles in the product.
+# Roles in the product of the workers of these stages.
 STAGE_ROLES = {TALKER: "engine", VOCODER: "generator", PAINTER: "generator"}
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place for one process of a role, and the process that fills it at the moment."""
+    """A place for one process of a role, with its current process."""
 
     role: str
     number: int
@@ -91,7 +91,7 @@ class Pool:
         journal: Journal,
         preloaders: Mapping[str, Preloader] = {},
     ) -> None:
-        """`counts` are given by role. Every slot needs a command before it is started.
+        """`counts` has the number of slots by role. Every slot needs a command before its start.
 
         Workers of a role are forked from the role's preloader; without one, they are executed.
         """
@@ -123,7 +123,7 @@ class Pool:
         await self.wait_ready()
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until all workers are ready. Raises TimeoutError, naming those that are not."""
+        """Wait until all workers are ready. Raises TimeoutError with the names of the others."""
         deadline = now() + timeout_s
         while missing := [f"{s.role}-{s.number}" for s in self._runs if not s.is_up]:
             self._raise_failures()
@@ -185,7 +185,7 @@ class Pool:
                 self.journal.write(Ready(now(), role, number, pid, 0.0))
 
     def _pick(self, role: str, pick: int) -> Slot | None:
-        """Pick a process, in most cases one that is ready.
+        """Pick a process, in most cases a ready one.
 
         A starting process has no work to lose, and on a slow machine none would become ready.
         """
@@ -280,14 +280,14 @@ class Pool:
         waiting = {s.pid: s.role for s in self._runs if s.is_up and s.role != ACTUATOR}
         for pid in waiting:
             os.kill(pid, signal.SIGUSR2)
-        found: dict[int, Snapshot] = {}
-        while len(found) < len(waiting) and now() < began + timeout_s:
+        snapshots: dict[int, Snapshot] = {}
+        while len(snapshots) < len(waiting) and now() < began + timeout_s:
             await asyncio.sleep(WATCH_S)
             for pid, role in waiting.items():
                 for event in read_events(self._journal_of(role, pid)):
                     if isinstance(event, Snapshot) and event.t >= began:
-                        found[pid] = event
-        return list(found.values())
+                        snapshots[pid] = event
+        return list(snapshots.values())
 
     async def stop(self) -> None:
         """Drain all processes, then stop the brokers; exit codes are in the journal."""
@@ -312,7 +312,7 @@ class Pool:
 def has_announced(journal: Path) -> bool:
     """Return whether the worker that writes this journal is ready."""
     events = read_events(journal)
-    return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
+    return any(isinstance(event, WorkerEvent) and event.step == "ready" for event in events)
 
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:

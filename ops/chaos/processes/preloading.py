@@ -1,7 +1,7 @@
-"""Preloaders of a run, from which its workers are forked.
+"""Preloaders of a run, which fork its workers.
 
-`pagemill up` forks only workers that use torch. Here all of them are forked, because imports would
-take most of the processor time of a run that kills a worker every second.
+`pagemill up` forks only workers that use torch. A run forks all workers, because it kills a worker
+every second, and imports would take most of the processor time.
 """
 
 import sys
@@ -44,7 +44,7 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
 
 
 def fork_engine_preloader() -> Preloader:
-    """Return the preloader of fake engines alone; the same holds for its caller."""
+    """Return the preloader of fake engines; only a process without threads may call this."""
     return fork_preloader([LIGHT, MAIN, *FAKE_ENGINE], _run_worker)
 
 

@@ -1,7 +1,7 @@
 """A TCP proxy that misbehaves on demand, between a client and a nats-server.
 
-It handles bytes and connections without their meaning. A direction may delay all bytes, or hold
-them, as in a partition: nothing arrives and nothing is lost, and after `heal` all of it arrives.
+It does not interpret the bytes. A direction may delay all bytes, or hold them, as in a partition:
+no byte arrives and none is lost, and after `heal` all of them arrive.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ class Behavior:
 
 
 class Proxy:
-    """Proxy from `port` to `target_port`, both on the loopback device."""
+    """Proxy from `port`, a free one, to `target_port`, both on the loopback device."""
 
-    def __init__(self, target_port: int, port: int = 0) -> None:
+    def __init__(self, target_port: int) -> None:
         self._target_port = target_port
-        self.port = port
-        self.is_up = Behavior()
+        self.port = 0
+        self.up = Behavior()
         """From clients to the server."""
         self.down = Behavior()
         self._links: set[Link] = set()
@@ -46,7 +46,7 @@ class Proxy:
         return len(self._links)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -61,7 +61,7 @@ class Proxy:
     async def set(self, up: Behavior | None = None, down: Behavior | None = None) -> None:
         """Set the behaviour of both directions; an omitted direction passes bytes."""
         async with self._changed:
-            self.is_up, self.down = up or Behavior(), down or Behavior()
+            self.up, self.down = up or Behavior(), down or Behavior()
             self._changed.notify_all()
 
     async def blackhole(self, *, up: bool = True, down: bool = True) -> None:
@@ -72,10 +72,10 @@ class Proxy:
         for link in list(self._links):
             link.reset()
 
-    def cut_after(self, num_bytes: int, *, up: bool = False) -> None:
-        """Reset each living connection once `num_bytes` more have passed in that direction."""
+    def cut_after(self, num_bytes: int) -> None:
+        """Reset each living connection once its client has received `num_bytes` more."""
         for link in self._links:
-            link.pumps[0 if up else 1].budget = num_bytes
+            link.pumps[1].budget = num_bytes
 
     def half_open(self) -> None:
         """Close the server's end of each connection without notice to the client."""
@@ -112,7 +112,7 @@ class Proxy:
         return self._behavior(upward)
 
     def _behavior(self, upward: bool) -> Behavior:
-        return self.is_up if upward else self.down
+        return self.up if upward else self.down
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

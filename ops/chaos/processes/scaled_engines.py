@@ -1,4 +1,4 @@
-"""The engines of a scaled pool, as the process that starts them has recorded them; their faults."""
+"""The engines of a scaled pool, read from the journal of their actuator, and their faults."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from shared.protocol import subjects
 from shared.state.log_records import is_final
 
 WATCH_S = 0.1
-# Faults do not come at once, so that each finds the pool at work.
+# There is a pause between faults, so that each hits a pool at work.
 PAUSE_S = 1.5
 # Beyond `idle_s`, for processes that end on a busy machine; a check has the bound.
 ZERO_TIMEOUT_S = 60.0
@@ -29,7 +29,7 @@ LOST_LANE, OTHER_LANE = "batch", "interactive"
 
 
 class ScaledEngines:
-    """The pool's engines; it sends faults to them and to the other processes."""
+    """The engines of a pool. Injects faults into them and into other processes."""
 
     def __init__(self, folder: Path, pool: Pool, settings: Settings, scaled: Scaled) -> None:
         self._folder = folder
@@ -51,14 +51,14 @@ class ScaledEngines:
         return [event.pid for event in begun if event.pid not in ended]
 
     async def wait_for_none(self) -> None:
-        """Wait until no engine lives, or until that takes far too long."""
+        """Wait until no engine lives, for a limited time."""
         deadline = now() + self._scaled.idle_s + ZERO_TIMEOUT_S
         await _until(lambda: not self.started() or now() > deadline)
-        # An autoscaler listens to requests from the look on that has found no worker.
+        # An autoscaler listens to requests once it has observed that there is no worker.
         await asyncio.sleep(LISTENS_S)
 
     async def disturb(self) -> None:
-        """Carry out the faults, each when there are as many engines as it waits for."""
+        """Inject the faults, each when the number of engines that it requires is ready."""
         for num_ready, fault in self._scaled.faults:
             await _until(functools.partial(self._has_grown, num_ready))
             kind, _, role = fault.partition(":")
@@ -83,9 +83,9 @@ class ScaledEngines:
             loop.call_later(self._scaled.stop_s, _signal, pid, signal.SIGCONT)
 
     async def _lose_queue(self) -> None:
-        """Delete the consumer of one lane under load, and restore it after a long while.
+        """Delete the consumer of one lane under load, and restore it later.
 
-        The other lane has then had nothing to do for longer than `idle_s`.
+        By then the other lane has been idle for longer than `idle_s`.
         """
         url, stream = self._pool.brokers.url, subjects.STAGES_STREAM
         consumer = subjects.stage_consumer(ROLE, MODEL, LOST_LANE)
@@ -106,8 +106,8 @@ class ScaledEngines:
         """Return whether clients have seen the ends of all requests of a lane."""
         events = read_events(self._folder / "clients.jsonl")
         ended = {e.id for e in events if isinstance(e, RecordReceived) and is_final(e.record)}
-        wanted = (one for one in make_requests(self._settings) if one.request.lane == lane)
-        return all(one.id in ended for one in wanted)
+        planned = make_requests(self._settings)
+        return {entry.id for entry in planned if entry.request.lane == lane} <= ended
 
 
 async def _until(is_true: Callable[[], bool]) -> None:

@@ -66,7 +66,7 @@ def make_painter_main(step_ms: float) -> runtime.Main:
 
 
 def stand_in_processor() -> None:
-    """Replace the renderer's processor module, whose imports take 2 s, by the fake one."""
+    """Replace the renderer's processor module, which takes 2 s to import, by the fake one."""
     name = "workers.renderer.processing.processor"
     module = ModuleType(name)
     vars(module).update(

@@ -1,4 +1,4 @@
-"""Modules of the workers that compute nothing, imported without torch as `pagemill worker` does."""
+"""Imports the modules of coordinators and gateways, without torch, as `pagemill worker` does."""
 
 from workers.cli.commands.worker import load_main
 

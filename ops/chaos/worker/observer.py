@@ -1,4 +1,4 @@
-"""Records what a worker does, and lets it die at crash points between any two steps."""
+"""Records the steps of a worker, and lets it die at crash points between any two of them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from shared.protocol.records import TokenChunk
 from shared.protocol.subjects import id_of_log
 from shared.stage.runtime import Context
 
-# The bytes with which every record begins that is not the last of its log.
+# Every record begins with these bytes, except the last of its log.
 _TOKENS = to_json(TokenChunk(0, 0, [])).partition(b",")[0]
 
 
 def watch(journal: Journal, crash: CrashPoints) -> None:
     """Wrap the product's methods in this process."""
 
-    def record(what: str, id: str = "", at: int = 0) -> None:
-        journal.write(WorkerEvent(now(), what, id, at))
+    def record(step: str, id: str = "", at: int = 0) -> None:
+        journal.write(WorkerEvent(now(), step, id, at))
 
     _watch_start(record)
     _watch_deliveries(record, crash)

@@ -1,4 +1,4 @@
-"""Records a worker's large payloads: by which transport they are read, and who holds their keys."""
+"""Records the transports of a worker's large payloads, and the holders of their keys."""
 
 import os
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _watch_transport(transport: type, record: Record) -> None:
 
 
 def _watch_keys(record: Record) -> None:
-    """Record which keys to other workers' payloads this process holds.
+    """Record the keys to other workers' payloads that this process holds.
 
     A key that its borrower has neither forwarded nor returned when it dies stays valid until it
     expires.

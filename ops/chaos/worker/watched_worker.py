@@ -1,8 +1,9 @@
 """One worker of a run: the product's own `main`, observed and disturbed from outside.
 
-The environment says how: CHAOS_DIR is the folder of the journal, CHAOS_CRASH lists crash points,
-CHAOS_BUG names a planted bug, CHAOS_ALTERATION an alteration of the fault matrix, and CHAOS_SEED
-seeds random choices. The product's methods are wrapped; it has no switches for tests in it.
+Environment variables control it: CHAOS_DIR is the folder of the journal, CHAOS_CRASH lists crash
+points, CHAOS_BUG names a planted bug, CHAOS_ALTERATION names an alteration of the fault matrix, and
+CHAOS_SEED seeds random choices. The product's methods are wrapped; the product has no switches for
+tests.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ def main(
     port
         Port of a gateway.
     stage
-        The stage to serve, by whose name the worker goes in the run; by default the role's own.
+        The stage to serve. The worker has its name in the run; by default the name of the role.
     """
     name = stage or role
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{name}-{os.getpid()}.jsonl")
@@ -85,7 +86,7 @@ def main(
 def prepare(
     role: Role, journal: Journal, crash: CrashPoints, fake: bool, step_ms: float
 ) -> runtime.Main:
-    """Return the `main` of a role, after everything but a bug has been put in place."""
+    """Alter and wrap the product, without a bug, and return the `main` of a role."""
     alterations.apply(os.environ.get("CHAOS_ALTERATION", ""))
     if fake and role == "engine":
         role_main: runtime.Main = fakes.make_engine_main(journal, step_ms)

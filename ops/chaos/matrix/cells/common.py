@@ -1,4 +1,4 @@
-"""Building blocks of cells: bounds, other commands for workers, requests of their own."""
+"""Building blocks of cells: bounds, other commands for workers, additional requests."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,10 @@ from pathlib import Path
 from ops.chaos.broker_contents import Store
 from ops.chaos.history import now
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.processes import network
 from ops.chaos.processes.pool import LOAD, Slot
 from shared.errors import Overloaded
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, LogRecord
-from shared.protocol.requests import GenerateRequest
 
 WORKER_S = 5.0
 BROKER_S = 3.0
@@ -41,17 +38,9 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def request_json(request: GenerateRequest) -> bytes:
-    return to_json(request)
-
-
 async def timed(answer: Awaitable[list[LogRecord]]) -> tuple[list[LogRecord], float]:
     began = now()
     return await answer, now() - began
-
-
-async def collect(records: AsyncIterator[LogRecord]) -> list[LogRecord]:
-    return [record async for record in records]
 
 
 @contextlib.contextmanager
@@ -68,15 +57,6 @@ def stopped(deployment: Deployment, role: str) -> Iterator[None]:
             deployment.pool.resume(pid)
 
 
-@contextlib.contextmanager
-def dropping(ports: list[int], **how: object) -> Iterator[None]:
-    network.drop(ports, **how)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        network.heal()
-
-
 async def replace_processes(deployment: Deployment, slots: list[Slot]) -> None:
     """Replace the processes in `slots` by new ones, which run their present commands."""
     for slot in slots:
@@ -86,7 +66,7 @@ async def replace_processes(deployment: Deployment, slots: list[Slot]) -> None:
 
 
 def one_of_each(deployment: Deployment) -> list[Slot]:
-    """Return worker 0 of every role."""
+    """Return worker 0 of each role."""
     return [slot for slot in deployment.pool.slots if slot.role != LOAD and slot.number == 0]
 
 

@@ -14,26 +14,17 @@ from PIL import Image
 from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import WORKER_S, new_id
 from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.plan import MODEL
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol.records import Finish, TokenChunk
-from shared.protocol.requests import (
-    SEQUENCE_HEAD,
-    ContentPart,
-    GenerateRequest,
-    Message,
-    TextPart,
-    VideoPart,
-    VideoURL,
-)
+from shared.protocol.requests import SEQUENCE_HEAD, ContentPart, TextPart, VideoPart, VideoURL
 from shared.protocol.sampling import SamplingParams
 from workers.renderer.decoding.pool import SPAWNER
 
 NUM_VIDEOS = 12
 # The model that hears has 768 tokens for two large frames, and its context is 2,048.
 NUM_FRAMES = 2
-# Decoding one takes tens of milliseconds, so that there is time to kill its decoder.
+# Decoding such an image takes tens of milliseconds, so that there is time to kill its decoder.
 SIZE = (2800, 2100)
 POLL_S = 0.001
 KILLED_SHARE = 0.5
@@ -42,51 +33,48 @@ KILL_SPAWNER_EACH = 4
 
 @cell(
     "renderer: decoders killed",
-    "kill -9 of half of the decoders of videos, or of what they are forked from",
+    "kill -9 of half of the decoders of videos, or of the process that forks them",
     "the same tokens",
     on="encoders",
     load_s=14,
 )
 async def decoders_killed(deployment: Deployment) -> None:
-    """Kill many decoders, and now and then what they are forked from.
+    """Kill many decoders, and now and then the process that forks them.
 
-    The answers must be those of the same videos, under other hashes, without kills.
+    The answers must equal the answers about the same videos, under other hashes, without kills.
     """
     async with deployment.bus("decoders") as bus:
-        expected = await _ask(bus, "calm")
+        expected = await _ask(deployment, bus, "calm")
         killing = asyncio.create_task(_kill_decoders(deployment))
         try:
-            found = await _ask(bus, "killed")
+            answers = await _ask(deployment, bus, "killed")
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one is None or other is None:
+    for number, (calm, killed) in enumerate(zip(expected, answers, strict=True)):
+        if calm is None or killed is None:
             deployment.note(f"I10: the request with video {number} failed")
-        elif one != other:
+        elif calm != killed:
             deployment.note(f"I3: with killed decoders, the answer to video {number} differs")
     if not deployment.outcome.figures.get("killed"):
         deployment.note("no decoder was killed")
     await deployment.probe("after_kills", WORKER_S)
 
 
-async def _ask(bus: Bus, nonce: str) -> Sequence[list[int] | None]:
+async def _ask(deployment: Deployment, bus: Bus, nonce: str) -> Sequence[list[int] | None]:
     """Return the tokens of the answers about all videos, None for one that failed."""
-    return await asyncio.gather(*(_answer(bus, number, nonce) for number in range(NUM_VIDEOS)))
+    answers = (_answer(deployment, bus, number, nonce) for number in range(NUM_VIDEOS))
+    return await asyncio.gather(*answers)
 
 
-async def _answer(bus: Bus, number: int, nonce: str) -> list[int] | None:
+async def _answer(deployment: Deployment, bus: Bus, number: int, nonce: str) -> list[int] | None:
     url = await client.pin_media(bus, _make_video(number, nonce.encode()))
     content: list[ContentPart] = [VideoPart(VideoURL(url)), TextPart("What color is it?")]
-    sampling = SamplingParams(max_tokens=8, temperature=0.0)
-    request = GenerateRequest(MODEL, [Message("user", content)], sampling, timeout_s=60.0)
-    token_ids: list[int] = []
-    async for record in client.ask(bus, request, new_id(f"{nonce}-{number}")):
-        if isinstance(record, TokenChunk):
-            for choice in record.choices:
-                token_ids += choice.token_ids
-        last = record
-    return token_ids if isinstance(last, Finish) else None
+    sampling, id = SamplingParams(max_tokens=8, temperature=0.0), new_id(f"{nonce}-{number}")
+    *chunks, end = await deployment.ask(bus, id, sampling, content, timeout_s=60.0)
+    choices = [c for chunk in chunks if isinstance(chunk, TokenChunk) for c in chunk.choices]
+    token_ids = [token_id for choice in choices for token_id in choice.token_ids]
+    return token_ids if isinstance(end, Finish) else None
 
 
 def _make_video(number: int, nonce: bytes) -> bytes:
@@ -101,16 +89,16 @@ def _make_video(number: int, nonce: bytes) -> bytes:
 
 
 async def _kill_decoders(deployment: Deployment) -> None:
-    """Kill some of the decoders that are seen, and at times their spawner."""
+    """Kill some of the decoders that run, and at times the process that forks them."""
     figures = deployment.outcome.figures
-    seen: set[int] = set()
+    decoders: set[int] = set()
     while True:
         for slot in deployment.slots_of("renderer"):
             for spawner in filter(_is_spawner, _children(slot.pid)):
                 for decoder in _children(spawner):
-                    if decoder in seen:
+                    if decoder in decoders:
                         continue
-                    seen.add(decoder)
+                    decoders.add(decoder)
                     if deployment.rng.random() > KILLED_SHARE:
                         continue
                     each = int(figures.get("killed", 0)) % KILL_SPAWNER_EACH
@@ -122,11 +110,11 @@ async def _kill_decoders(deployment: Deployment) -> None:
 
 def _children(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
-    found = []
+    pids = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+            pids += [int(child) for child in (task / "children").read_text().split()]
+    return pids
 
 
 def _is_spawner(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Cells about encoders: all of them stop, or die with embeddings that no engine has read.
+"""Cells about encoders, which stop, or die with embeddings that no engine has read.
 
 The requests have images, clips and sounds in turn.
 """
@@ -14,17 +14,9 @@ import soundfile
 from PIL import Image
 
 from ops.chaos.matrix.cell import cell
-from ops.chaos.matrix.cells.common import (
-    WORKER_S,
-    collect,
-    count_answers,
-    new_id,
-    stopped,
-    wait_for_load,
-)
+from ops.chaos.matrix.cells.common import WORKER_S, count_answers, new_id, stopped, wait_for_load
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
-from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
@@ -33,10 +25,8 @@ from shared.protocol.requests import (
     AudioPart,
     AudioURL,
     ContentPart,
-    GenerateRequest,
     ImagePart,
     ImageURL,
-    Message,
     TextPart,
     VideoPart,
     VideoURL,
@@ -55,11 +45,11 @@ NUM_REQUESTS = 6
     load_s=14,
 )
 async def all_away(deployment: Deployment) -> None:
-    """Stop all encoders: text is answered meanwhile, requests with images afterwards."""
+    """Stop all encoders. Text is answered meanwhile, and requests with images afterwards."""
     await wait_for_load(deployment)
     async with deployment.bus("away") as bus:
         with stopped(deployment, "encoder"):
-            tasks = _send_new_images(bus)
+            tasks = _send_new_images(deployment, bus)
             await deployment.probe("beside_away", WORKER_S)
             await asyncio.sleep(AWAY_S)
         count_answers(deployment, "shown", await asyncio.gather(*tasks, return_exceptions=True))
@@ -77,7 +67,7 @@ async def embedding_lost(deployment: Deployment) -> None:
     await wait_for_load(deployment)
     async with deployment.bus("lost") as bus:
         with stopped(deployment, "engine"):
-            tasks = _send_new_images(bus)
+            tasks = _send_new_images(deployment, bus)
             await _until_encoded(bus)
             for slot in deployment.slots_of("encoder"):
                 deployment.signal(slot, "kill", signal.SIGKILL)
@@ -97,18 +87,18 @@ async def _until_encoded(bus: Bus) -> None:
             await asyncio.sleep(0.1)
 
 
-def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
-    return [asyncio.create_task(_ask(bus, number)) for number in range(NUM_REQUESTS)]
-
-
-async def _ask(bus: Bus, number: int) -> list[LogRecord]:
-    message = Message("user", [_new_part(number), TextPart("What is it?")])
-    request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
-    return await collect(client.ask(bus, request, new_id(f"shown-{number}")))
+def _send_new_images(deployment: Deployment, bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
+    tasks = []
+    for number in range(NUM_REQUESTS):
+        content: list[ContentPart] = [_new_part(number), TextPart("What is it?")]
+        id, sampling = new_id(f"shown-{number}"), SamplingParams(max_tokens=8)
+        answer = deployment.ask(bus, id, sampling, content, timeout_s=60.0)
+        tasks.append(asyncio.create_task(answer))
+    return tasks
 
 
 def _new_part(number: int) -> ContentPart:
-    """Return a medium that no worker has seen."""
+    """Return a medium that no worker has cached."""
     file = io.BytesIO()
     if number % 3 == 2:
         noise = np.random.default_rng().uniform(-0.5, 0.5, 8_000)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ops.chaos.matrix.cell import cell
-from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, dropping, fill, wait_for_load
+from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, fill, wait_for_load
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from ops.chaos.processes import network
@@ -50,7 +50,7 @@ async def member_killed(deployment: Deployment, *, leader: bool, times: int = 2)
 @_cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", count=2)
 @_cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", count=3)
 async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0) -> None:
-    """Kill members: without a majority requests are refused, with one they are served again."""
+    """Kill members. Requests are refused without a majority, and served again with one."""
     brokers = _brokers(deployment)
     await wait_for_load(deployment)
     first = await _leader(deployment)
@@ -70,7 +70,7 @@ async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0)
     "cluster: SIGSTOP leader",
     "kill -STOP, 15 s",
     "10 s",
-    known="a frozen server is missed after 6 s, and a new leader elected 4 to 9 s after that",
+    limit="a frozen server is missed after 6 s, and a new leader elected 4 to 9 s after that",
 )
 async def leader_stopped(deployment: Deployment) -> None:
     cluster = _brokers(deployment).cluster
@@ -99,7 +99,7 @@ async def leader_stopped(deployment: Deployment) -> None:
     "iptables by cgroup, 12 s",
     "10 s",
     needs=network.why_unavailable,
-    known="a client of the server that is cut off sees nothing new until it is back",
+    limit="a client of the server that is cut off sees nothing new until it is back",
     leader=False,
 )
 async def member_isolated(deployment: Deployment, *, leader: bool) -> None:
@@ -108,7 +108,7 @@ async def member_isolated(deployment: Deployment, *, leader: bool) -> None:
     await wait_for_load(deployment)
     number = await (_leader(deployment) if leader else _follower(deployment))
     with deployment.outage("isolated"):
-        with dropping(cluster.route_ports, group=cluster.group(number)):
+        with network.dropping(cluster.route_ports, group=cluster.group(number)):
             # Its clients are isolated as well, until they connect to another member.
             await asyncio.sleep(12.0)
         await cluster.wait_current()
@@ -125,7 +125,7 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
     cluster = _brokers(deployment).cluster
     await wait_for_load(deployment)
     number = await _leader(deployment)
-    with deployment.outage("cut-from-leader"), dropping([cluster.members[number].port]):
+    with deployment.outage("cut-from-leader"), network.dropping([cluster.members[number].port]):
         await asyncio.sleep(PARTITION_S)
         await deployment.probe("beside_cut", LEADER_S)
         await asyncio.sleep(4.0)
@@ -134,7 +134,7 @@ async def clients_cut_from_the_leader(deployment: Deployment) -> None:
 
 @_cell_of_slots("slots: all queues change leaders", "step down, five times", "10 s")
 async def leaders_of_queues_change(deployment: Deployment) -> None:
-    """Have the consumers of all slots elect other leaders, which know no pull of before."""
+    """Have the consumers of all slots elect other leaders, which do not have earlier pulls."""
     queues = [queue for lane in subjects.LANES for queue in _engine_queues(deployment, lane)]
     await wait_for_load(deployment)
     for _ in range(5):
@@ -165,7 +165,7 @@ async def rolling_members(deployment: Deployment) -> None:
 
 @_cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s")
 async def leader_disk_full(deployment: Deployment) -> None:
-    """Fill the disk of the leader; every member has a small disk of its own."""
+    """Fill the disk of the leader; every member has a separate small disk."""
     brokers = _brokers(deployment)
     await wait_for_load(deployment)
     number = await _leader(deployment)
@@ -187,7 +187,7 @@ async def leader_disk_full(deployment: Deployment) -> None:
     "cluster: follower corrupted",
     "one bit of its .blk files, then fail over",
     "detected",
-    known="a documented limit of nats-server (Jepsen, issue 7549)",
+    limit="a documented limit of nats-server (Jepsen, issue 7549)",
 )
 async def follower_corrupted(deployment: Deployment) -> None:
     """Flip bits in a follower's store while it is down; then kill the leader."""

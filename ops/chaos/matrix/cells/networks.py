@@ -7,7 +7,6 @@ from ops.chaos.matrix.cell import cell, cell_of_each_role
 from ops.chaos.matrix.cells.common import (
     PARTITION_S,
     WORKER_S,
-    dropping,
     new_id,
     one_of_each,
     port_of,
@@ -32,12 +31,12 @@ from shared.protocol.sampling import SamplingParams
     load_s=14,
 )
 async def bad_network(deployment: Deployment, role: str) -> None:
-    """Lose 30 % of the packets, delay them by 200 ms, then end connections in three ways."""
+    """Drop 30 % of the packets, delay bytes by 200 ms, then end connections in three ways."""
     await wait_for_load(deployment)
     slot = deployment.pick(role)
     proxy = deployment.proxies[slot]
     with _outage_of_clients(deployment, role):
-        with dropping([proxy.port], probability=0.3):
+        with network.dropping([proxy.port], probability=0.3):
             await asyncio.sleep(5.0)
             deployment.outcome.figures["packets_lost"] = network.num_dropped()
         await proxy.set(Behavior(delay_s=0.1), Behavior(delay_s=0.1))
@@ -78,7 +77,7 @@ async def blackholed(
 def _outage_of_clients(
     deployment: Deployment, role: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Return an outage for faults that delay the requests themselves."""
+    """Return an outage if a fault of this role delays the requests themselves."""
     if role in (LOAD, "gateway"):
         return deployment.outage("client")
     return contextlib.nullcontext()
@@ -86,7 +85,7 @@ def _outage_of_clients(
 
 @cell("partition: one way", "proxy holds one direction", "7 s", load_s=20)
 async def one_way(deployment: Deployment) -> None:
-    """Hold what an engine sends, and later what it receives."""
+    """Hold the bytes that an engine sends, and later the bytes that it receives."""
     await blackholed(deployment, "engine", down=False, lasts_s=7.0)
     await blackholed(deployment, "engine", up=False, lasts_s=7.0)
 

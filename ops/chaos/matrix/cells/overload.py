@@ -7,10 +7,8 @@ from ops.chaos.history import now
 from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
-    collect,
     count_answers,
     new_id,
-    request_json,
     stopped,
     until_empty,
     wait_for_load,
@@ -21,6 +19,7 @@ from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
@@ -49,20 +48,16 @@ async def engine_slower_than_renderer(deployment: Deployment) -> None:
     count_answers(deployment, "waited", answers)
 
 
-@cell("slow: flood in the batch lane", "10x beside the load (run before there were tenants)")
+@cell("slow: flood in the batch lane", "10x the load, next to it (run before there were tenants)")
 async def batch_flood(deployment: Deployment) -> None:
-    """Send ten times the load in the batch lane, beside the load."""
+    """Send ten times the load in the batch lane, next to the load."""
     await wait_for_load(deployment)
     async with deployment.bus("flood") as bus:
         requests = []
         for number in range(300):
-            request = GenerateRequest(
-                "demo",
-                [Message("user", "flood")],
-                SamplingParams(max_tokens=30, seed=number, temperature=1.0),
-                lane="batch",
-            )
-            answer = collect(client.ask(bus, request, new_id(f"flood-{number}")))
+            sampling = SamplingParams(max_tokens=30, seed=number, temperature=1.0)
+            id = new_id(f"flood-{number}")
+            answer = deployment.ask(bus, id, sampling, "flood", lane="batch")
             requests.append(asyncio.create_task(answer))
             await asyncio.sleep(0.01)
         await deployment.probe("beside_flood", WORKER_S)
@@ -90,15 +85,13 @@ async def batch_flood(deployment: Deployment) -> None:
     change={"mix": Mix(deadline=0), "rate": 20.0, "requests": 120},
 )
 async def only_load(deployment: Deployment) -> None:
-    """Add no fault, because the load itself is one."""
+    """Inject no fault, because the load itself is one."""
 
 
 @cell("overload: 1,000 queued, then cancelled", "engines stopped meanwhile", "30 s")
 async def queued_then_cancelled(deployment: Deployment, count: int = 1000) -> None:
     """Queue 1,000 requests while engines are stopped, cancel all of them, and check their ends."""
-    data = request_json(
-        GenerateRequest("demo", [Message("user", "x")], SamplingParams(max_tokens=50))
-    )
+    data = to_json(GenerateRequest("demo", [Message("user", "x")], SamplingParams(max_tokens=50)))
     figures = deployment.outcome.figures
     async with deployment.bus("cancel") as bus:
         began = now()
@@ -129,16 +122,19 @@ async def _end_of(bus: Bus, id: str) -> str:
 async def _in_parallel(function: Callable[[str], Awaitable[object]], ids: list[str]) -> list[str]:
     limit = asyncio.Semaphore(64)
 
-    async def one(id: str) -> object:
+    async def call(id: str) -> object:
         async with limit:
             return await function(id)
 
-    return [str(result) for result in await asyncio.gather(*(one(id) for id in ids))]
+    return [str(result) for result in await asyncio.gather(*(call(id) for id in ids))]
 
 
 @cell("overload: max_ack_pending", "has none", load_s=1)
 async def no_common_credit(deployment: Deployment) -> None:
-    """Check that no consumer bounds what all workers together hold: one could use it up alone."""
+    """Check that no consumer limits the tasks of all workers together.
+
+    One worker could use up such a limit alone.
+    """
     async with deployment.bus("credit") as bus:
         js = bus.connection.js
         for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM):

@@ -1,4 +1,4 @@
-"""Cells about large payloads: owners and readers die, freeze, forge keys, or have no room."""
+"""Cells about large payloads: owners and readers that die, freeze, forge keys, or lack memory."""
 
 import asyncio
 import base64
@@ -16,7 +16,6 @@ from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
     altered,
-    collect,
     count_answers,
     new_id,
     stopped,
@@ -25,7 +24,6 @@ from ops.chaos.matrix.cells.common import (
 from ops.chaos.matrix.cells.processes import sigkill
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import IMAGES, MODEL
-from shared import client
 from shared.blobs import protocol
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
@@ -36,19 +34,12 @@ from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import (
-    ContentPart,
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import ContentPart, ImagePart, ImageURL, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 
-# Each of three transports waits for an answer before the image is rendered again. Tasks of a frozen
-# worker are redelivered after the ack wait.
+# Each of the three transports waits for an answer before the image is rendered again. Tasks of a
+# frozen worker are redelivered after the ack wait.
 FROZEN_S = 10.0
 FROZEN_REQUESTS = 6
 NUM_LARGE_IMAGES = 5
@@ -73,7 +64,7 @@ _cell = partial(cell, on="payloads")
     role="engine",
 )
 async def killed_while_read(deployment: Deployment, role: str) -> None:
-    """Kill owners or readers of payloads, each of which engines read for half a second."""
+    """Kill owners or readers of payloads while engines read each of them for half a second."""
     async with altered(deployment, deployment.slots_of("engine"), *environment(slow_reader)):
         await sigkill(deployment, role)
 
@@ -120,7 +111,7 @@ async def stale_reference(deployment: Deployment) -> None:
     """Check that a reference is valid until its request has ended, and not later."""
     async with deployment.bus("stale") as bus, _reader(bus) as blobs:
         with stopped(deployment, "engine"):
-            (task,) = _send_large(bus, 1)
+            (task,) = _send_large(deployment, bus, 1)
             refs = await _references(deployment, bus, task.get_name())
             for ref in refs:
                 (await blobs.get(ref)).close()
@@ -159,7 +150,7 @@ async def owner_frozen(deployment: Deployment) -> None:
     owner = deployment.slot("renderer", 0)
     async with deployment.bus("frozen") as bus:
         with stopped(deployment, "engine"):
-            tasks = _send_large(bus, FROZEN_REQUESTS)
+            tasks = _send_large(deployment, bus, FROZEN_REQUESTS)
             for task in tasks:
                 await _references(deployment, bus, task.get_name())
             deployment.signal(owner, "stop", signal.SIGSTOP)
@@ -173,7 +164,7 @@ async def owner_frozen(deployment: Deployment) -> None:
             deployment.pool.resume(pid)
     deployment.outcome.figures["beside_frozen"] = took_s
     if took_s > FROZEN_S:
-        deployment.note(f"I9: {took_s:.1f} s until the last answer beside a frozen owner")
+        deployment.note(f"I9: {took_s:.1f} s until the last answer, with a frozen owner")
     count_answers(deployment, "frozen", answers)
     await deployment.probe("after_frozen", WORKER_S)
 
@@ -184,13 +175,13 @@ async def owner_frozen(deployment: Deployment) -> None:
     "no error",
 )
 async def arena_full(deployment: Deployment) -> None:
-    """Send requests of 10 MiB, of which the arena holds one, while engines are stopped."""
+    """Send requests of 10 MiB while engines are stopped; the arena has room for one of them."""
     async with (
         altered(deployment, deployment.slots_of("renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
         deployment.bus("full") as bus,
     ):
         with stopped(deployment, "engine"):
-            tasks = _send_large(bus, 4, NUM_LARGE_IMAGES)
+            tasks = _send_large(deployment, bus, 4, NUM_LARGE_IMAGES)
             await asyncio.sleep(4.0)
         count_answers(deployment, "large", await asyncio.gather(*tasks, return_exceptions=True))
         await deployment.probe("after_full", WORKER_S)
@@ -213,11 +204,12 @@ async def arena_full(deployment: Deployment) -> None:
 async def without_transports(
     deployment: Deployment, alteration: Callable[[], None], left: str
 ) -> None:
-    """Let engines connect to no owner by some transports; they must use the one that is left."""
+    """Refuse engines' connections by some transports; they must use the remaining one."""
     async with altered(deployment, deployment.slots_of("engine"), *environment(alteration)):
         began = now()
         async with deployment.bus("transports") as bus:
-            count_answers(deployment, "asked", await asyncio.gather(*_send_large(bus, 4)))
+            answers = await asyncio.gather(*_send_large(deployment, bus, 4))
+            count_answers(deployment, "asked", [*answers])
         await asyncio.sleep(2.0)
         deployment.outcome.figures["read"] = num = _num_read(deployment, left, began)
         if not num:
@@ -241,18 +233,16 @@ def _large_images() -> list[str]:
 
 
 def _send_large(
-    bus: Bus, requests: int, num_images: int = 1
+    deployment: Deployment, bus: Bus, requests: int, num_images: int = 1
 ) -> "list[asyncio.Task[list[LogRecord]]]":
     """Send requests with large images; the tasks have the request ids as names."""
     tasks = []
     for number in range(requests):
-        parts: list[ContentPart] = [
-            ImagePart(ImageURL(url)) for url in _large_images()[:num_images]
-        ]
-        message = Message("user", [*parts, TextPart("?")])
-        request = GenerateRequest(MODEL, [message], SamplingParams(max_tokens=8), timeout_s=60.0)
-        id = new_id(f"large-{number}")
-        tasks.append(asyncio.create_task(collect(client.ask(bus, request, id)), name=id))
+        images = [ImagePart(ImageURL(url)) for url in _large_images()[:num_images]]
+        id, sampling = new_id(f"large-{number}"), SamplingParams(max_tokens=8)
+        content: list[ContentPart] = [*images, TextPart("?")]
+        answer = deployment.ask(bus, id, sampling, content, timeout_s=60.0)
+        tasks.append(asyncio.create_task(answer, name=id))
     return tasks
 
 
@@ -265,7 +255,7 @@ async def _references(deployment: Deployment, bus: Bus, request_id: str) -> list
     task, _ = envelope.decode(stored.data, Task[EngineBody])
     refs = task.body.blobs()
     if not refs:
-        deployment.note("a large image did not travel beside the message")
+        deployment.note("a large image travelled in the message")
     return refs
 
 
@@ -285,12 +275,12 @@ def _arenas(pid: int) -> list[str]:
     return [link for link in links if os.readlink(link).startswith("/memfd:pagemill")]
 
 
-async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what: str) -> None:
+async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, kind: str) -> None:
     try:
         (await blobs.get(ref)).close()
     except BlobLost:
         return
-    deployment.note(f"I7: a payload could be read by a key {what}")
+    deployment.note(f"I7: a payload could be read by a key {kind}")
 
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
@@ -300,7 +290,7 @@ async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:
     return sum(
-        isinstance(event, WorkerEvent) and event.what == f"read by {transport}" and event.t > since
+        isinstance(event, WorkerEvent) and event.step == f"read by {transport}" and event.t > since
         for file in (deployment.folder / "workers").glob("engine-*.jsonl")
         for event in read_events(file)
     )

@@ -33,7 +33,7 @@ cannot_run("poison: raises in encode", "a test: tests/encoder/test_tower.py")
     code="poison",
 )
 async def harm_engines(deployment: Deployment, seed: int, code: str, count: int = 2) -> None:
-    """Send requests that harm their engine: each ends with a dead letter and harms no other."""
+    """Send requests that harm their engine. Each ends with a dead letter and harms no other."""
     await wait_for_load(deployment)
     async with deployment.bus("poison") as bus:
         tasks = []
@@ -61,15 +61,15 @@ async def _check_poison(
         deployment.note(f"I11: {id} did not end within 40 s: {error!r}")
         return
     end = records[-1]
-    found = end.error.code if isinstance(end, Failure) else "finish"
+    end_code = end.error.code if isinstance(end, Failure) else "finish"
     deployment.outcome.note_largest("poison_s", took_s)
-    if found != code:
-        deployment.note(f"I11: {id} ended with {found} instead of {code}")
+    if end_code != code:
+        deployment.note(f"I11: {id} ended with {end_code} instead of {code}")
     harmed = [
         event
         for file in (deployment.folder / "workers").glob("*.jsonl")
         for event in read_events(file)
-        if isinstance(event, WorkerEvent) and event.what == "harm" and event.id == id
+        if isinstance(event, WorkerEvent) and event.step == "harm" and event.id == id
     ]
     deployment.outcome.note_largest("harmed", len(harmed))
     if code == "poison" and len(harmed) > deployment.settings.max_deaths:
@@ -104,7 +104,7 @@ async def raises_in_render(deployment: Deployment) -> None:
 
 @cell("poison: hangs the step", "forever, in every engine", "its deadline", on="poison", load_s=8)
 async def hangs(deployment: Deployment) -> None:
-    """Hang the step of every engine for ever with a request that has a deadline of 15 s."""
+    """Hang the step of every engine forever with a request that has a deadline of 15 s."""
     engines = deployment.slots_of("engine")
     command = (*environment(hanging_engine), "PAGEMILL_ENGINE__STEP_TIMEOUT_S=3")
     async with altered(deployment, engines, *command), deployment.bus("poison") as bus:

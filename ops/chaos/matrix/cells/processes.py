@@ -25,7 +25,7 @@ async def sigkill(deployment: Deployment, role: str, times: int = 3) -> None:
 
 
 async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) -> None:
-    """Wait until a new request is served, and until the process has a successor."""
+    """Wait until a new request is served and the process has a successor."""
     if slot.role == LOAD:
         await asyncio.sleep(1.0)
         return
@@ -82,7 +82,7 @@ async def drain(deployment: Deployment, role: str) -> None:
     late = [
         event
         for event in read_events(deployment.folder / "workers" / f"{role}-{pid}.jsonl")
-        if isinstance(event, WorkerEvent) and event.what == "received" and event.t > began + 0.2
+        if isinstance(event, WorkerEvent) and event.step == "received" and event.t > began + 0.2
     ]
     if late:
         deployment.note(f"{role}: received {len(late)} messages more than 0.2 s after SIGTERM")
@@ -100,7 +100,7 @@ async def rolling(deployment: Deployment, role: str, rounds: int = 2) -> None:
                 await asyncio.sleep(1.5)
 
 
-# A process without memory may write half a line, which this removes before the next start.
+# A process without memory may write half a line. This removes it before the next start.
 _WHOLE_LINES = 'f=$1; shift; [ -n "$(tail -c1 $f 2>/dev/null)" ] && sed -i "$ d" $f; exec "$@"'
 
 

@@ -10,11 +10,9 @@ from ops.chaos.matrix.cells.common import (
     BROKER_S,
     PARTITION_S,
     WORKER_S,
-    dropping,
     fill,
     new_id,
     port_of,
-    request_json,
     stopped,
     until_empty,
     wait_for_load,
@@ -26,6 +24,7 @@ from ops.chaos.processes import network
 from ops.chaos.processes.brokers import OneBroker
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
@@ -36,7 +35,7 @@ def _broker(deployment: Deployment) -> OneBroker:
 
 
 async def _broker_back(deployment: Deployment, old: int) -> None:
-    # The restart happens in another process, of which asyncio gets no event.
+    # Another process restarts the server, so asyncio gets no event.
     while _broker(deployment).pid() == old or deployment.brokers.pick_victim() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
@@ -94,7 +93,8 @@ async def broker_out_of_memory(deployment: Deployment) -> None:
 )
 async def broker_lossy(deployment: Deployment) -> None:
     await wait_for_load(deployment)
-    with deployment.outage("loss"), dropping([port_of(deployment.url)], probability=0.3):
+    port = port_of(deployment.url)
+    with deployment.outage("loss"), network.dropping([port], probability=0.3):
         await asyncio.sleep(6.0)
         deployment.outcome.figures["packets_lost"] = network.num_dropped()
     await deployment.probe("after_loss", PARTITION_S)
@@ -124,9 +124,7 @@ async def _refusal(deployment: Deployment) -> float | None:
     async with deployment.bus("refusal") as bus:
         try:
             async with asyncio.timeout(20):
-                await bus.publish(
-                    subjects.request("demo"), request_json(request), f"full-{began:.0f}"
-                )
+                await bus.publish(subjects.request("demo"), to_json(request), f"full-{began:.0f}")
         except PagemillError as error:
             deployment.outcome.figures[f"refused_as_{error.code}"] = 1
             return now() - began
@@ -143,7 +141,7 @@ async def _refusal(deployment: Deployment) -> float | None:
     change={"mix": Mix(deadline=0)},
 )
 async def queue_at_its_limit(deployment: Deployment) -> None:
-    """Fill REQUESTS to its limit in bytes: refused at once, accepted again when there is room."""
+    """Fill REQUESTS to its limit in bytes. Requests are refused at once, until there is room."""
     refused_s = []
     with stopped(deployment, "engine"):
         async with deployment.bus("limit") as bus:
@@ -154,7 +152,7 @@ async def queue_at_its_limit(deployment: Deployment) -> None:
                 began = now()
                 try:
                     await bus.publish(
-                        subjects.request("demo"), request_json(request), new_id(f"big-{number}")
+                        subjects.request("demo"), to_json(request), new_id(f"big-{number}")
                     )
                 except Overloaded:
                     refused_s.append(now() - began)

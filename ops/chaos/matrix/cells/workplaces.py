@@ -18,7 +18,7 @@ from shared.protocol.sampling import SamplingParams
 
 @cell("disk: log disk full", "stderr of workers on a full tmpfs", "5 s")
 async def log_disk_full(deployment: Deployment) -> None:
-    """Let workers log every step to a full disk."""
+    """Run workers that log every step to a full disk."""
     disk = deployment.folder / "small"
     mount_disk(disk, 1)
     try:
@@ -37,7 +37,7 @@ cannot_run("disk: cache disk full", "no worker caches anything on a disk")
 
 @cell("disk: read-only root", "workers in a mount namespace without a writable path", "5 s")
 async def read_only_root(deployment: Deployment) -> None:
-    """Let workers run on a read-only file system; only the journal can be written."""
+    """Run workers on a read-only file system, with only the run's folder writable."""
     folder = deployment.folder
     script = (
         f"mount --bind {folder} {folder} && mount --bind / / && mount -o remount,bind,ro /"
@@ -81,13 +81,13 @@ async def clock(deployment: Deployment, fake_time: str) -> None:
 
 
 def _clean_up_after_faketime() -> None:
-    """It leaves shared memory behind when its process is killed."""
+    """Remove the shared memory that libfaketime leaves when its process is killed."""
     for left in Path("/dev/shm").glob("*faketime_*"):
         left.unlink(missing_ok=True)
 
 
 async def _deadline_is_kept(deployment: Deployment, bus: Bus, number: int) -> None:
-    """Check that an answer which is too long for its time ends at its deadline."""
+    """Check that an answer which takes too long ends at its deadline."""
     began = now()
     sampling = SamplingParams(max_tokens=1500, ignore_eos=True)
     records = await deployment.ask(bus, new_id(f"late-{number}"), sampling, timeout_s=1.0)
