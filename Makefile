@@ -139,9 +139,8 @@ bench-media: .venv/dev  ## clips and sounds to fields, against transformers; ima
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
-simulate: .venv/dev  ## the tables of docs/contribute/scaling.md, and 10,000 engines
-	$(BIN)/python -m ops.simulate report
-	$(BIN)/python -m ops.simulate big
+simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
+	$(BIN)/python -m ops.simulate
 
 interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)

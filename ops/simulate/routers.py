@@ -95,12 +95,12 @@ class Slots:
         return min((queue[0].arrived_s for queue in self._queues if queue), default=None)
 
 
-def slot_of(request: Request, num_slots: int, num_tokens: int = BEGINNING_TOKENS) -> int:
-    """Return the slot of a simulated request, of which the first `num_tokens` decide on it."""
+def slot_of(request: Request, num_slots: int) -> int:
+    """Return the slot of a simulated request: a hash of its image or of its first tokens."""
     if 2 * request.num_image_tokens >= request.prompt:
         key = request.chain[-2][0]
     else:
-        keys = (key for key, tokens in request.chain if tokens >= num_tokens)
-        key = (*next(keys, request.chain[-1][0]), num_tokens)
+        keys = (key for key, tokens in request.chain if tokens >= BEGINNING_TOKENS)
+        key = (*next(keys, request.chain[-1][0]), BEGINNING_TOKENS)
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     return int(digest, 16) % num_slots
