@@ -144,7 +144,6 @@ simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
 
 interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
-	$(BIN)/python -m ops.interop.media --peers $(PEERS)
 	$(BIN)/python -m ops.interop.responses
 
 leaks: .venv/dev  ## 10,000 requests of all kinds, after which each role has the memory of before; 5 minutes
