@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
 import os
 import re
 import shutil
@@ -25,10 +24,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from ops.first_hour.hub import demo_hub
-from ops.first_hour.steps import REQUEST, STEPS, STOP, Step
-from ops.first_hour.terminal import DONE, HEIGHT, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
+from ops.first_hour.steps import MODEL, REQUEST, STEPS, STOP, Step
+from ops.first_hour.terminal import DONE, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
 from ops.install import size_of
+from tests.cli.hub_server import Hub
+from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
 # How this machine reaches its package index.
@@ -108,7 +108,8 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     outcomes: list[Outcome] = []
-    with demo_hub() as hub, contextlib.ExitStack() as stack:
+    files = {file.name: file.read_bytes() for file in DEMO_MODEL.iterdir()}
+    with Hub({MODEL: files}) as hub, contextlib.ExitStack() as stack:
         terminals = []
         for _ in range(2):
             terminals.append(Terminal(clone, environment(home) | {"HF_ENDPOINT": hub.url}))
@@ -126,14 +127,6 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
 def latest_request(outcomes: list[Outcome]) -> str:
     printed = "".join(chunk.text for one in outcomes for chunk in one.chunks)
     return next(iter(_REQUEST_ID.findall(printed)[::-1]), REQUEST)
-
-
-def save_cast(outcomes: list[Outcome], file: Path) -> None:
-    """Save the recording with its times, in version 2 of asciinema's format."""
-    header = {"version": 2, "width": WIDTH, "height": HEIGHT, "title": "pagemill: the first hour"}
-    events = [[round(c.at_s, 3), "o", c.text] for one in outcomes for c in one.chunks]
-    lines = [json.dumps(line) for line in [header, *events]]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
@@ -182,7 +175,6 @@ def main() -> int:
         help=f"by default {MAX_SILENCE_S:g}, and {MAX_BUSY_SILENCE_S:g} with --busy",
     )
     parser.add_argument("--svg", type=Path, help="save a picture of the terminal")
-    parser.add_argument("--cast", type=Path, help="save the recording, for asciinema")
     arguments = parser.parse_args()
     loops = (os.cpu_count() or 1) if arguments.busy else 0
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name, busy_loops(loops):
@@ -203,8 +195,6 @@ def main() -> int:
     _say(closing)
     for failure in failures:
         _say(f"failed: {failure}")
-    if arguments.cast:
-        save_cast(outcomes, arguments.cast)
     if arguments.svg and not failures:
         save_svg(outcomes, closing, arguments.svg)
     return int(bool(failures))

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from ops.first_hour.hub import NAME
-
+MODEL = "pagemill/demo-vlm"
 # It stands for the latest id of a request that a command has printed.
 REQUEST = "{request}"
 IMAGE = "ops/demo_images/three_squares.png"
@@ -26,12 +25,12 @@ class Step(NamedTuple):
 STEPS = (
     Step("make install", r"done in \d+ s", timeout_s=3000),
     Step(". .venv/bin/activate", ""),
-    Step(f"pagemill pull {NAME}", rf"{NAME} is in "),
-    Step("pagemill models", rf"{NAME} .*\bhere\b"),
-    Step(f"pagemill up {NAME}", r"ready at nats://.*\n", is_left_running=True),
+    Step(f"pagemill pull {MODEL}", rf"{MODEL} is in "),
+    Step("pagemill models", rf"{MODEL} .*\bhere\b"),
+    Step(f"pagemill up {MODEL}", r"ready at nats://.*\n", is_left_running=True),
     Step(". .venv/bin/activate", "", terminal=1),
     Step(
-        f"pagemill chat --model {NAME}",
+        f"pagemill chat --model {MODEL}",
         r"\npurple",
         (
             ("> ", f"@{IMAGE} What colour are the shapes?\n"),
