@@ -68,15 +68,12 @@ WORKS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [work.name for work in WORKS]
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
-    parser.add_argument("--works", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     for work in WORKS:
-        if work.name in options.works:
-            with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-                _measure(work, options.peers.absolute(), Path(name))
+        with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+            _measure(work, options.peers.absolute(), Path(name))
 
 
 def _measure(work: Work, peers: Path, folder: Path) -> None:

@@ -155,12 +155,11 @@ async def measure_serving(options: argparse.Namespace) -> Missed:
     """Print the requests a second of a renderer, and the times of images beside other requests."""
     missed: Missed = []
     async with serving() as (bus, sink, url):
-        if not options.only_beside:
-            fresh, again = await measure_rates(bus, sink, make_clip(), options.count)
-            rates = [("a new clip each", f"{fresh:.1f}"), ("one clip", f"{again:.1f}")]
-            print_table("a renderer of the demo model", ("requests a second", "figure"), rates)
-            if again < MIN_REPEATED * fresh:
-                missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
+        fresh, again = await measure_rates(bus, sink, make_clip(), options.count)
+        rates = [("a new clip each", f"{fresh:.1f}"), ("one clip", f"{again:.1f}")]
+        print_table("a renderer of the demo model", ("requests a second", "figure"), rates)
+        if again < MIN_REPEATED * fresh:
+            missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
         with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
             async with Images(sink) as images:
                 await images.measure(20)
@@ -184,16 +183,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only-beside", action="store_true", help="only images beside others")
     parser.add_argument("--torchvision", type=Path, default=Path("build/torchvision"))
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     torch.set_num_threads(1)
     missed: Missed = []
-    if not options.only_beside:
-        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-            missed += measure_fields(Path(name), options.count, options.torchvision)
-            missed += measure_features(Path(name) / "sound", 10 * options.count)
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        missed += measure_fields(Path(name), options.count, options.torchvision)
+        missed += measure_features(Path(name) / "sound", 10 * options.count)
     missed += uvloop.run(measure_serving(options))
     for goal in missed:
         console.print(f"missed: {goal}")

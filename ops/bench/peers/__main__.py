@@ -41,13 +41,12 @@ def main() -> None:
     console.print(f"what the peers write: {logs}")
     plan = Plan(
         peers=options.peers,
-        models=options.models_folder or options.peers / "models",
+        models=options.peers / "models",
         specs=[spec for spec in ROSTER if spec.name in options.only],
         workloads=[workload for workload in WORKLOADS if workload.name in options.workloads],
         repetitions=options.repetitions,
         setup=Setup("", options.threads, profile=options.profile),
         logs=logs,
-        apart=options.apart,
         tell=lambda news: console.print(f"{time.monotonic() - began_s:5.0f} s  {news}"),
     )
     missing = [model for model in options.models if not (plan.models / model).is_dir()]
@@ -68,13 +67,11 @@ def _arguments() -> argparse.Namespace:
     names = [spec.name for spec in ROSTER]
     workloads = [workload.name for workload in WORKLOADS]
     parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
-    parser.add_argument("--models-folder", type=Path, help="by default models/ among the peers")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these peers")
     parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
     parser.add_argument("--repetitions", type=int, default=2, help="counted; one comes before")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--apart", action="store_true", help="never two peers in memory")
     parser.add_argument("--profile", action="store_true", help="ours alone: time by phase")
     parser.add_argument("--out", type=Path, help="a file for all figures, as JSON lines")
     options = parser.parse_args()

@@ -43,7 +43,6 @@ class Plan:
     setup: Setup
     """Settings, in which each peer gets its own model's folder."""
     logs: Path
-    apart: bool
     tell: Callable[[str], None]
 
 
@@ -55,10 +54,10 @@ def limits(threads: int) -> Limits:
 
 
 def measure_model(plan: Plan, model: str) -> list[Row]:
-    together = not plan.apart and _fits(plan, model)
+    together = _fits(plan, model)
     groups = [list(plan.specs)] if together else [[spec] for spec in plan.specs]
     if not together:
-        plan.tell(f"{model}: not enough memory for all at once, or told to: one after the other")
+        plan.tell(f"{model}: not enough memory for all at once: one after the other")
     return [row for group in groups for row in _Session(plan, model, group).measure()]
 
 
