@@ -26,7 +26,7 @@ from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25}
-# This much fits into one message beside its header.
+# The largest payload of one message, which also has a header.
 MAX_INLINE = 2**23 - 2**16
 BASE64 = "base64 in JSON"
 MEMCPY = "memory copy"

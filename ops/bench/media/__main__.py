@@ -1,8 +1,8 @@
-"""Measure videos and sounds: bytes to fields, requests a second, images beside hostile videos.
+"""Measure videos and sounds: bytes to fields, requests a second, images during hostile videos.
 
-Our decoders and layouts take turns with PyAV, soundfile and transformers' own processors, in one
-process with one thread, but for transformers' video processor: it needs torchvision, which the
-product does not, and runs in a process that finds it in the folder of `--torchvision`.
+Our decoders and layouts take turns with PyAV, soundfile and transformers' processors, in one
+process with one thread. Only transformers' video processor has a separate process, because it needs
+torchvision, which the product does not. That process finds it in the folder of `--torchvision`.
 """
 
 import argparse
@@ -68,7 +68,7 @@ Missed = list[str]
 
 
 def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
-    """Print the times from a file to fields, ours and those of transformers."""
+    """Print the times from a file to fields, of our code and of transformers."""
     clip = make_clip()
     clips = [renamed(clip) for _ in range(count + 1)]
     video_model = write_video_model(folder / "video")
@@ -152,7 +152,7 @@ def measure_features(folder: Path, count: int) -> Missed:
 
 
 async def measure_serving(options: argparse.Namespace) -> Missed:
-    """Print the requests a second of a renderer, and the times of images beside other requests."""
+    """Print the requests a second of a renderer, and the times of images during other requests."""
     missed: Missed = []
     async with serving() as (bus, sink, url):
         fresh, again = await measure_rates(bus, sink, make_clip(), options.count)

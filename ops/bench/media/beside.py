@@ -1,9 +1,9 @@
-"""Image requests beside the videos of others: hostile ones, and harmless ones.
+"""Image requests while other clients send videos: hostile and harmless ones.
 
-Each attack is measured at a rate, and in a closed loop: each of some senders sends the next file
-when the last one is refused. Such a loop takes what it can get of the machine, so as many bytes a
-second are then sent in harmless ways: stored without a request, and stored as clips that are
-answered.
+Each attack is measured at a rate, and in a closed loop: each of several senders sends the next file
+when the last one is refused. Such a loop uses all of the machine that it can get. So the same
+number of bytes a second is then sent in harmless ways: stored without a request, and stored as
+clips that are answered.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PAUSE_S = 0.5
 
 @dataclass
 class Beside:
-    """Milliseconds of image requests, alone and beside one kind of other work."""
+    """Milliseconds of image requests, alone and during one kind of other work."""
 
     alone: Samples = field(default_factory=Samples)
     beside: Samples = field(default_factory=Samples)
@@ -79,7 +79,7 @@ class Measuring:
         return sending(self._url, file, use, rate, AT_ONCE)
 
     async def clips(self) -> None:
-        """Measure new large clips in a closed loop; some are still rendered behind it."""
+        """Measure new large clips in a closed loop; some are still rendered after its end."""
         await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
 
     async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:

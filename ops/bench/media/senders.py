@@ -1,7 +1,7 @@
-"""Senders of files, in a process of their own; they end with their standard input.
+"""Senders of files, in a separate process, which ends with its standard input.
 
-Clients hash and upload what they send. On the event loop of the process that measures images, this
-would make the images late.
+Clients hash and upload the files that they send. On the event loop of the process that measures
+images, this would delay the images.
 """
 
 import argparse
@@ -27,16 +27,15 @@ from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
 from shared.telemetry import logs
 
 Use = Literal["stored", "asked", "refused"]
-"""What is done with each file: it is stored; there is a request for it as well; its error is waited
-for."""
+"""Use of each file: only stored, stored with a request, or with a request that must be refused."""
 RECEIPT = "bench.receipt"
-"""Where the end of a request is confirmed; without an answer the renderer would hold the task for
-half a second."""
+"""Subject that confirms the end of a request. Without an answer, the renderer would hold the task
+for half a second."""
 
 
 @dataclass
 class Sent:
-    """How many files were sent, and how many of their requests were refused."""
+    """Counts of the sent files, and of their requests that were refused."""
 
     files: int = 0
     refused: int = 0
@@ -57,7 +56,7 @@ def ask_about(url: str) -> list[Message]:
 async def sending(
     url: str, file: Path, use: Use, rate: float | None = None, at_once: int = 1
 ) -> AsyncIterator[Sent]:
-    """Send a file again and again, each time with another hash, at a rate or so many at once.
+    """Send a file repeatedly, each time with another hash, at a rate or `at_once` at a time.
 
     The yielded counts are complete at the end.
     """

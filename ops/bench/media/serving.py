@@ -28,7 +28,7 @@ async def serving() -> AsyncIterator[tuple[Bus, Sink, str]]:
 
 
 async def measure_rates(bus: Bus, sink: Sink, clip: bytes, count: int) -> tuple[float, float]:
-    """Return the requests per second of new files, and of one file again and again."""
+    """Return the requests per second of new files, and of one repeated file."""
     urls = [await client.pin_media(bus, renamed(clip)) for _ in range(count)]
     await sink.ask(ask_about(urls[0]))  # the first one imports torch
     fresh = await _rate(sink, urls[1:])
@@ -45,9 +45,9 @@ async def _rate(sink: Sink, urls: Sequence[str]) -> float:
 
 
 class Images:
-    """Requests with new images, one after the other, beside others whose results are not awaited.
+    """Requests with new images, one after the other, while other requests run.
 
-    It is a context, and belongs to one event loop.
+    It is a context manager, and belongs to one event loop.
     """
 
     def __init__(self, sink: Sink) -> None:

@@ -1,10 +1,10 @@
-"""PyAV and transformers' own video processor, measured in a process of their own.
+"""PyAV and transformers' video processor, measured in a separate process.
 
 python -m ops.bench.media.transformers_video FOLDER NUM_FRAMES CLIP COUNT
 
 The processor needs torchvision, and transformers looks for that when it is imported. PyPI has
-builds of it for torch with CUDA alone. Beside torch for CPUs such a build loads only if two of its
-operators are declared before; the processor uses neither.
+builds of it for torch with CUDA alone. With torch for CPUs, such a build loads only if two of its
+operators are declared first. The processor uses neither of them.
 """
 
 import json

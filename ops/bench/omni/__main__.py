@@ -1,14 +1,14 @@
-"""Measure speech: the durable road beside a plain loop over the same weights in one process.
+"""Measure speech: the durable transport compared with a plain loop over the same weights.
 
 - time to the first samples, p50 and p99, and the real-time factor, at 1, 4 and 16 speeches at once
-- the sound that is made in a second, and how much more of it at 16 than at 1
+- the seconds of sound that are made in a second, and their ratio at 16 and at 1
 - the steps to the first samples, and the processor time of each stage
-- by how much a kill of the talker delays the last sample
-- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; no image
-  is painted twice but those of the last row, which come from the cluster's cache of results
+- the delay of the last sample by a kill of the talker
+- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; only the
+  images of the last row are painted twice, and come from the cluster's cache of results
 
-`python -m ops.bench.omni [ROUNDS]`: the two roads take turns, and figures are medians of the
-rounds. Speeches of both have the same samples, or this ends with an error.
+`python -m ops.bench.omni [ROUNDS]`: both take turns, and figures are medians of the rounds.
+Speeches of both must have the same samples; otherwise the program ends with an error.
 """
 
 import argparse
@@ -43,7 +43,7 @@ MAX_LESS_THROUGHPUT, MAX_MORE_FIRST_MS, MIN_BATCHED, MAX_DELAY_S = 0.1, 60.0, 3.
 
 
 def make_texts(number: int) -> list[str]:
-    """Texts of about the same length, each of them another one."""
+    """Return different texts of about the same length."""
     pairs = [(one, two) for one in COLORS for two in COLORS if one != two]
     return [
         f"{2 + n % 4} {pairs[n % len(pairs)][0]} {SHAPES[n % len(SHAPES)]} on"
@@ -78,7 +78,7 @@ class Round:
         self.durable_images: dict[int, float] = {}
         """Images a minute."""
         self.cached_images = 0.0
-        """The same, of images that were painted before, at the last level."""
+        """Images a minute at the last level, for prompts that were painted before."""
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
@@ -108,7 +108,7 @@ def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
     # In float32 a code may depend on what shares its batch.
     same = len({one.sound for one in floor} & {one.sound for one in spoken})
     if same < 0.9 * len(floor):
-        raise SystemExit(f"only {same} of {len(floor)} speeches are those of the plain loop")
+        raise SystemExit(f"only {same} of {len(floor)} speeches equal a speech of the plain loop")
 
 
 async def run(

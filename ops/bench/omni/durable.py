@@ -1,4 +1,4 @@
-"""Speeches by way of the queue: worker processes, an embedded broker, and a client that listens."""
+"""Speeches through the queue: worker processes, an embedded broker, and a client."""
 
 import asyncio
 import base64
@@ -26,11 +26,11 @@ SPECS = [
     WorkerSpec("generator", MODEL, VOCODER),
 ]
 STEPS = ("talker begins", "codes of a chunk", "vocoder", "client")
-"""The steps to the first samples, each named by what ends it."""
+"""The steps to the first samples, each named by its end."""
 
 
 class _Heard(NamedTuple):
-    """A speech, and when its client had what."""
+    """A speech, and the times at its client."""
 
     spoken: Spoken
     request_id: str
@@ -107,7 +107,7 @@ class Site:
         return processor_s(self._deployment.processes()) | {"client": time.process_time()}
 
     async def delay_of_kill(self, text: str) -> float:
-        """Return by how much a kill of the talker delays the last sample of a speech.
+        """Return the seconds by which a kill of the talker delays the last sample of a speech.
 
         The samples must be the same.
         """

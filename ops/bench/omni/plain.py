@@ -1,7 +1,7 @@
 """A plain loop that speaks: talker and vocoder in one process, without a queue or a log between.
 
-It is the floor of the durable road: the same weights, the same kernels, the same batches of the
-talker, and the same chunks.
+It is the lower bound of the durable transport: the same weights, kernels, batches of the talker and
+chunks.
 """
 
 import time
