@@ -22,9 +22,9 @@ import transformers
 import uvloop
 
 from ops.bench.media import fields
-from ops.bench.media.beside import MAX_P95, Measuring
 from ops.bench.media.clips import SIZE, make_clip, make_speech, renamed
 from ops.bench.media.fields import Timing, measure
+from ops.bench.media.interference import MAX_P95, Measuring
 from ops.bench.media.serving import Images, measure_rates, serving
 from ops.harness.tables import console, print_table
 from shared.telemetry import logs
@@ -37,8 +37,9 @@ MAX_MODEL_LEN = 32_768
 MAX_FIELDS_MS, MAX_FEATURES_MS, MAX_DECODER_KIB = 1500.0, 60.0, 100 * 1024
 MIN_REPEATED = 20.0
 COLUMNS = ("by", "p50 ms", "p99 ms", "processor ms", "output")
-BESIDE_COLUMNS = (
-    "the others", "files a second", "p50 alone", "p50 beside", "p95 alone", "p95 beside", "p95 x",
+INTERFERENCE_COLUMNS = (
+    "the others", "files a second",
+    "p50 alone", "p50 with them", "p95 alone", "p95 with them", "p95 x",
 )  # fmt: skip
 
 
@@ -168,12 +169,12 @@ async def measure_serving(options: argparse.Namespace) -> Missed:
                 for _ in range(options.rounds):
                     await measuring.round()
                 await measuring.clips()
-    beside = measuring.results
-    rows = [(name, *times.row()) for name, times in beside.items()]
-    print_table("image requests beside others, ms", BESIDE_COLUMNS, rows)
+    results = measuring.results
+    rows = [(name, *times.row()) for name, times in results.items()]
+    print_table("image requests during other requests, ms", INTERFERENCE_COLUMNS, rows)
     return missed + [
-        f"beside {name.strip()} the p95 of images is {times.ratio:.1f} x"
-        for name, times in beside.items()
+        f"during {name.strip()} the p95 of images is {times.ratio:.1f} x"
+        for name, times in results.items()
         if times.ratio > MAX_P95
     ]
 

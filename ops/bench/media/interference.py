@@ -31,20 +31,20 @@ PAUSE_S = 0.5
 
 
 @dataclass
-class Beside:
+class Interference:
     """Milliseconds of image requests, alone and during one kind of other work."""
 
     alone: Samples = field(default_factory=Samples)
-    beside: Samples = field(default_factory=Samples)
+    during: Samples = field(default_factory=Samples)
     rates: Samples = field(default_factory=Samples)
     """Files of the others a second, in each round."""
 
     @property
     def ratio(self) -> float:
-        return self.beside.p95 / self.alone.p95
+        return self.during.p95 / self.alone.p95
 
     def row(self) -> tuple[str, ...]:
-        medians, p95s = zip(*((t.median, t.p95) for t in (self.alone, self.beside)), strict=True)
+        medians, p95s = zip(*((t.median, t.p95) for t in (self.alone, self.during)), strict=True)
         return *(f"{n:.1f}" for n in (fmean(self.rates), *medians, *p95s)), f"{self.ratio:.2f}"
 
 
@@ -55,7 +55,7 @@ class Measuring:
         self._images = images
         self._folder = folder
         self._count = count
-        self.results: dict[str, Beside] = defaultdict(Beside)
+        self.results: dict[str, Interference] = defaultdict(Interference)
 
     async def round(self) -> None:
         """Measure each attack and its controls once."""
@@ -66,12 +66,12 @@ class Measuring:
             harmless.write_bytes(padded(small, len(bomb)))
             title = f"{name}, {len(bomb) / 1e6:.1f} MB"
             loop = f"{title}, {AT_ONCE} senders"
-            await self._beside(title, self._sending(hostile, "refused", RATE))
-            rate = await self._beside(loop, self._sending(hostile, "refused"))
+            await self._measure(title, self._sending(hostile, "refused", RATE))
+            rate = await self._measure(loop, self._sending(hostile, "refused"))
             controls: tuple[Use, ...] = ("stored", "asked")
             for use in controls:
                 others = self._sending(harmless, use, rate)
-                await self._beside(f"{loop}: as many bytes, {use}", others)
+                await self._measure(f"{loop}: as many bytes, {use}", others)
 
     def _sending(
         self, file: Path, use: Use, rate: float | None = None
@@ -80,14 +80,14 @@ class Measuring:
 
     async def clips(self) -> None:
         """Measure new large clips in a closed loop; some are still rendered after its end."""
-        await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
+        await self._measure(f"new clips, {AT_ONCE} senders", self._sending_clips())
 
-    async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
+    async def _measure(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
         results = self.results[name]
         results.alone += await self._images.measure(self._count)
         async with others as sent:
             await asyncio.sleep(PAUSE_S)
-            results.beside += await self._images.measure(self._count)
+            results.during += await self._images.measure(self._count)
         results.rates.append(sent.rate)
         await asyncio.sleep(PAUSE_S)
         return sent.rate
