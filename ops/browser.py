@@ -47,7 +47,7 @@ MISSING = None if CHROMIUM and DRIVER else "needs Debian's packages chromium and
 
 
 class Browser:
-    """One browser window, whose elements are found by CSS selectors."""
+    """A browser window. Methods find elements by CSS selectors."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -69,7 +69,8 @@ class Browser:
         self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *args: Any) -> Any:
-        """Run a script; return its result, or that of the promise which it returns."""
+        """Run a script. Return its result; if that is a promise, return the value of the
+        promise."""
         body = {"script": script, "args": list(args)}
         return self._call("POST", f"{self._session}/execute/sync", body)
 

@@ -1,9 +1,8 @@
 """`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
 Starts nats-server and a process for each stage of the demo model, sends three questions about
-images, one about a clip, one about a sound and one about nothing, all at once, then one whose
-answer is spoken, has an image painted, and asks for a name that only a tool can tell.
-Exits 0 only if all of it is right.
+images, one about a clip, one about a sound and one without media, all at once. Then it requests a
+spoken answer, an image, and a name that only a tool knows. Exits 0 only if all answers are right.
 """
 
 import argparse
@@ -41,7 +40,7 @@ IMAGES, RECORDINGS = OPS / "demo_images", OPS / "demo_recordings"
 HEARING = OPS / "demo_hearing" / "pagemill.yaml"
 SPEECH_FILE = Path("data") / "demo" / "answer.wav"
 IMAGE_FILE = SPEECH_FILE.with_name("image.png")
-# The seed is as good as any other.
+# Any seed would do.
 PROMPT, SEED = "a red circle on blue", 1
 LETTER, WHOSE = IMAGES / "letter_k.png", "Whose letter is this?"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -69,7 +68,7 @@ SOUND = Case([], "Which digit is spoken?", "7", audio="seven.flac", model="heari
 
 @dataclass
 class Progress:
-    """State of one request; times are those of this process's clock."""
+    """State of one request. All times are from the clock of this process."""
 
     case: Case
     sent_s: float = 0.0
@@ -170,7 +169,8 @@ def _format_span(span: StageSpan) -> str:
 
 
 def pick_cases() -> list[Case]:
-    """Return three questions about images, those about a clip and a sound, and one about none."""
+    """Return three questions about images, one about a clip, one about a sound, one without
+    media."""
     cases = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
     with_images = [case for case in cases if case.images]
     return [*with_images[:3], CLIP, SOUND, next(case for case in cases if not case.images)]
@@ -200,7 +200,7 @@ def show_speech(speech: Speech, expect: str) -> bool:
         file.writeframes(speech.samples.tobytes())
     fault = speech.find_fault()
     if fault is None and expect not in speech.text.lower():
-        fault = "that is not the answer"
+        fault = "this is not the right answer"
     console.print(f"\n{describe(speech)}", highlight=False)
     console.print(speech.draw(), style="cyan", highlight=False)
     if fault is not None:
@@ -245,7 +245,7 @@ async def run_demo(
 
 
 def report(demo: Demo) -> int:
-    """Print what the answers were, and return the exit code."""
+    """Print the answers, and return the exit code."""
     console.print()
     console.print(demo.summary())
     for one in demo.progress:

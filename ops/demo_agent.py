@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class NameServer(LocalToolServer):
-    """An MCP server whose tool tells the name behind a letter."""
+    """An MCP server with a tool that returns the name for a letter."""
 
     def __init__(self) -> None:
         super().__init__(TOOL)

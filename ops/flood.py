@@ -1,9 +1,10 @@
-"""`make flood`: how much longer one tenant waits for its answers while another one floods.
+"""`make flood`: measure how much longer a tenant waits for its answers while another one floods.
 
-A tenant sends short texts at a steady rate to a `pagemill up` with the demo model, in quiet phases
-and beside another tenant, which sends ten times as many requests: large images, grammars, big
-bodies and long answers. That one has a key without limits, as keys are by default, and one with a
-`max_concurrent`. The figures are the tenant's p95 beside each, divided by that of the quiet phases.
+A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. Between the quiet
+phases, another tenant sends ten times as many requests: large images, grammars, big bodies and long
+answers. The flood uses a key without limits, which is the default, and then a key with
+`max_concurrent`. The figures are the steady tenant's p95 during each flood, divided by its p95 in
+the quiet phases.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def _client(url: str, key: str) -> httpx.AsyncClient:
 
 
 async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) -> list[float]:
-    """Send short texts; return how long each answer took."""
+    """Send short texts; return the seconds of each answer."""
     took: list[float] = []
 
     async def one(number: int) -> None:
@@ -110,7 +111,7 @@ async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) ->
 
 
 class Flood:
-    """The clients of the flooding tenant, in a process of their own."""
+    """The clients of the flooding tenant, in a separate process."""
 
     def __init__(self) -> None:
         self._rng = random.Random(1)
@@ -119,7 +120,7 @@ class Flood:
         self._outcomes: Counter[str] = Counter()
 
     async def send(self, url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
-        """Send requests of all kinds in turn; return how many ended in which way."""
+        """Send requests of all kinds in turn; return the number of each outcome."""
         async with _client(url, key) as http:
 
             async def one(number: int) -> None:
@@ -138,7 +139,7 @@ class Flood:
         if kind == "body":
             return self._big
         if kind == "image":
-            # Bytes behind the end of an image make another file of it.
+            # Bytes after the end of an image make a new file of it.
             data = base64.b64encode(self._rng.choice(self._images) + unique.encode()).decode()
             url = {"url": f"data:image/jpeg;base64,{data}"}
             parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": unique}]
@@ -152,17 +153,17 @@ class Flood:
 
 
 def run_flood(url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
-    """Flood a gateway; this is the work of another process."""
+    """Flood a gateway. Another process runs this function."""
     return uvloop.run(Flood().send(url, key, rate, lasts_s))
 
 
 def come_first() -> bool:
     """Let this process run whenever it can, and return whether Linux permits it.
 
-    It stands for a client elsewhere, whose own waiting for a processor is no part of the figure.
+    It stands for a client on another machine, which does not wait for these processors.
     """
     try:
-        # What it starts has the usual priority.
+        # Child processes keep the usual priority.
         policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, policy, os.sched_param(1))
     except PermissionError:
@@ -173,7 +174,7 @@ def come_first() -> bool:
 async def _measure(
     rate: float, phase_s: float, rounds: int
 ) -> tuple[dict[str, Samples], dict[str, Counter[str]]]:
-    """Return how long the steady tenant waits alone and during the flood of each key.
+    """Return the times of the steady tenant's answers, alone and during the flood of each key.
 
     The second value has the outcomes of the flood's requests.
     """
@@ -181,7 +182,7 @@ async def _measure(
     outcomes: dict[str, Counter[str]] = {key: Counter() for key in FLOODS}
     async with deployment(config()) as site:
         if not come_first():
-            console.print("the client's own waiting for a processor counts: this is not root")
+            console.print("not root: times include the client's waits for a processor")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             loop = asyncio.get_running_loop()
             warm_up = (site.http, FLOODING, 1.0, 1.0)
@@ -218,7 +219,7 @@ def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second, of one tenant")
+    parser.add_argument("--rate", type=float, default=2.0, help="steady requests a second")
     parser.add_argument("--phase", type=float, default=20.0, help="seconds of a phase")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()

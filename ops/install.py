@@ -1,8 +1,8 @@
-"""`make install`: .venv with what requirements.lock pins, and the build of torch for this machine.
+"""`make install`: .venv with the locked packages, and the build of torch for this machine.
 
 This runs in the system's Python and imports only the standard library. uv installs: it takes a
 tenth of pip's time, shows what it downloads, and links what another checkout has downloaded.
-Sizes below are those of torch 2.13.0 for Linux on x86-64.
+Sizes below were measured with torch 2.13.0 for Linux on x86-64.
 """
 
 import argparse

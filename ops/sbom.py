@@ -1,7 +1,7 @@
-"""`make sbom`: what the wheel brings, in CycloneDX's format, with versions, hashes and licences.
+"""`make sbom`: the packages of the wheel in CycloneDX's format, with versions, hashes and licences.
 
-The dependencies are those of the installed metadata, from the package down, and the versions and
-hashes those of requirements.lock. The same lock makes the same file.
+The dependencies come from the installed metadata, versions and hashes from requirements.lock. The
+same lock makes the same file.
 """
 
 import json
@@ -35,7 +35,7 @@ ALLOWED = frozenset(
 )  # fmt: skip
 """Licences that a dependency may have."""
 
-# Packages that name their licence in words of their own.
+# Names of licences that are no SPDX identifiers.
 _SPDX = {
     "apache 2 license": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
@@ -50,7 +50,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 class SupplyError(Exception):
-    """Raised for a dependency that is not locked, or whose licence nobody knows."""
+    """Raised for a dependency that is not locked, or has an unknown licence."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """`make wheel-check`: the built wheel alone, installed as a tool, serves and answers.
 
-The environment is new, no variable but PATH and HOME is inherited, and the working folder is
-empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user. With
-`--kernels` the wheel brings the kernels for this processor, and there is neither a cache nor a
+The environment is new, only PATH and HOME are inherited, and the working folder is empty, so that
+nothing comes from a checkout. Only the cache of compiled kernels belongs to the user. With
+`--kernels`, the wheel has the kernels for this processor, and there is neither a cache nor a
 compiler.
 """
 

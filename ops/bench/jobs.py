@@ -226,9 +226,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="folder into which the peers were installed")
     parser.add_argument("--only", nargs="+", default=[], choices=list(SYSTEMS))
-    parser.add_argument(
-        "--relaxed", action="store_true", help="acknowledge before a sync"
-    )
+    parser.add_argument("--relaxed", action="store_true", help="acknowledge before a sync")
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

@@ -38,7 +38,7 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Step:
-    """What one step has shown."""
+    """The figures of a step that has passed."""
 
     title: str
     figures: str

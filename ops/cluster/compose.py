@@ -137,7 +137,7 @@ class Compose:
         return run([*prefix, *arguments], self.env)
 
     def up(self, **scale: int) -> None:
-        """Start what is not running, with so many containers of the named services.
+        """Start all services, with the given number of containers of each named one.
 
         Services that are not named keep the number that an earlier call gave; `docker compose up`
         would bring them back to one container.

@@ -76,7 +76,7 @@ def _references(node: Any) -> list[str]:
 
 
 def _stripped(node: Any, *, is_crd: bool = False) -> Any:
-    """Return a schema without descriptions, whose references are to its own file.
+    """Return a schema without descriptions, with all references inside its file.
 
     The schema of a CRD then allows no unknown fields. Its metadata stays open, because the API
     server checks that itself.

@@ -74,7 +74,7 @@ def field_docs(cls: type[Struct]) -> dict[str, str]:
 
 
 def class_doc(cls: type[Struct]) -> str:
-    """Return the docstring of a Struct; empty for one without, whose own is msgspec's."""
+    """Return the docstring of a Struct, without the one that msgspec adds."""
     return inspect.cleandoc(cls.__dict__.get("__doc__") or "")
 
 

@@ -1,9 +1,9 @@
 """`make first-hour`: from a clean clone to a chat about an image with a pulled model, recorded.
 
-The commands are those of docs/guide/first-hour.md. They run in shells on two terminals, in an empty
-home and with caches that are empty unless UV_CACHE_DIR and PIP_CACHE_DIR name others. HF_ENDPOINT
-is a hub on this machine. Every command must end with 0, print what is expected, and never be silent
-for longer than `--max-silence`. `--busy` runs a loop for each core beside them.
+The commands come from docs/guide/first-hour.md. They run in shells on two terminals, in an empty
+home and with empty caches, unless UV_CACHE_DIR and PIP_CACHE_DIR name others. HF_ENDPOINT is a hub
+on this machine. Every command must end with 0, print the expected output, and never be silent for
+longer than `--max-silence`. `--busy` runs a busy loop for each core at the same time.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from tests.cli.hub_server import Hub
 from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
-# How this machine reaches its package index.
+# Variables by which this machine reaches its package index.
 INHERITED = ("PIP_", "UV_", "SSL_CERT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-# The picture has so many lines of a command's output, from its beginning and its end.
+# Lines of a command's output in the picture, from its beginning and its end.
 HEAD, TAIL = 5, 6
 # A user takes a longer silence for the end.
 MAX_SILENCE_S = 6.0
-# Beside busy loops, every step gets a part of a core.
+# With busy loops, every step gets a part of a core.
 MAX_BUSY_SILENCE_S = 12.0
 _REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 _PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
-# What pip says about this machine's package index.
+# Lines of pip about this machine's package index.
 _OF_INDEX = re.compile(r"Looking in |.*WARNING: Location ")
 _SEQUENCES = re.compile(r"\x1b\[[?>\d;]*[A-Za-z]|\x1b][^\x07]*\x07")
 
@@ -64,7 +64,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def run_step(terminal: Terminal, step: Step) -> Outcome:
-    """Type a command, answer its prompts, and hold it to its exit code and output."""
+    """Type a command, answer its prompts, and check its exit code and output."""
     first = len(terminal.chunks)
     terminal.type(step.keys or f"{step.command}\n")
     seen, failure = "", None
@@ -130,7 +130,7 @@ def latest_request(outcomes: list[Outcome]) -> str:
 
 
 def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
-    """Save what is on the terminal at the end, with the time at which each command was typed."""
+    """Save a picture of the terminal, with the time at which each command was typed."""
     recorder = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     for one in outcomes:
         screen = Screen()
@@ -167,7 +167,7 @@ def shortened(command: str, lines: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run and record the first hour.")
-    parser.add_argument("--busy", action="store_true", help="run one busy loop per core beside it")
+    parser.add_argument("--busy", action="store_true", help="run one busy loop per core meanwhile")
     parser.add_argument(
         "--max-silence",
         type=float,

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/first-hour.md, in a clean clone, and what each must print."""
+"""The commands of docs/guide/first-hour.md, and the output that each must print."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ IMAGE = "ops/demo_images/three_squares.png"
 class Step(NamedTuple):
     command: str
     expect: str
-    """Regular expression for what is printed, without regard to case."""
+    """Regular expression for the output, without regard to case."""
     replies: tuple[tuple[str, str], ...] = ()
     """Pairs of a regular expression to wait for while the command runs, and the text typed then."""
     timeout_s: float = 300
     terminal: int = 0
     is_left_running: bool = False
-    """Whether the step ends with what is expected, and not with the command."""
+    """Whether the step ends with the expected output, and not with the command."""
     keys: str | None = None
     """Text to type; by default the command and a newline."""
 

@@ -1,7 +1,7 @@
-"""`make fuzz-decoders`: fuzz every decoder that bytes from outside reach, one after the other.
+"""`make fuzz-decoders`: fuzz every decoder of bytes from outside, one after the other.
 
-The run prints executions, edges and crashes of each target, adds what reaches new edges to
-`tests/recorded/fuzz`, and fails if there was a crash, whose input is recorded there as well.
+The run prints executions, edges and crashes of each target. Inputs that reach new edges are added
+to `tests/recorded/fuzz`. So are inputs that crash a decoder, and then the run fails.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _COVERAGE = re.compile(r"\bcov: (\d+)")
 class Found(NamedTuple):
     executions: int
     coverage: int
-    """Branches and comparisons that libFuzzer counts, with those of libraries that it sees."""
+    """Branches and comparisons that libFuzzer counts, including instrumented libraries."""
     edges: int
     """Edges between lines of our code."""
     crashes: int

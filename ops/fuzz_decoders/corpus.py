@@ -1,4 +1,4 @@
-"""The recorded inputs of each target: a file of lines in base64, and the choice of what is kept."""
+"""The recorded inputs of each target: a file of lines in base64, and the choice of inputs."""
 
 import base64
 import re
@@ -35,7 +35,7 @@ def choose(target: FuzzTarget, inputs: Iterable[bytes]) -> tuple[list[bytes], in
     chosen: list[bytes] = []
     for data in sorted(set(inputs), key=lambda data: (len(data), data)):
         edges, answer = trace(target, data)
-        # msgspec is C: which of its branches ran is told by its complaint.
+        # msgspec is C: only the text of its error shows which of its branches ran.
         found = edges | {re.sub(r"\d+|`[^`]*`|'[^']*'", "", answer)}
         if found - seen:
             seen |= found

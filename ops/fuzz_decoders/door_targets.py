@@ -1,4 +1,4 @@
-"""Targets behind HTTP: bodies, forms, headers, URLs, media files, and the text of answers."""
+"""Targets of HTTP: bodies, forms, headers, URLs, media files, and the text of answers."""
 
 import contextlib
 import io
@@ -103,7 +103,7 @@ def _read_events(content_type: str, pieces: list[bytes]) -> None:
         for event in form.feed(piece):
             match event:
                 case FileHead(name, value) | FormValue(name, value):
-                    # What a client has named is written as JSON, and so as UTF-8.
+                    # The client's names and values are written as JSON, and so as UTF-8.
                     msgspec.json.encode((name, value))
 
 

@@ -27,7 +27,7 @@ TOLERANCE = 2e-5
 RANK_TOLERANCE = 1
 # Tolerance of 8-bit pixels: vLLM resizes with torchvision where it is installed, we with Pillow.
 PIXEL_STEPS = 2
-# Where pixels differ, log probabilities may differ as well, at most by PERTURBATION_MARGIN times
+# If pixels differ, log probabilities may differ as well, at most by PERTURBATION_MARGIN times
 # the largest difference in vLLM in NUM_PERTURBATIONS tries. A try moves the differing pixels to
 # other places of the image. The largest of 60 tries was 2.3 times the median.
 NUM_PERTURBATIONS = 16

@@ -16,7 +16,7 @@ TEMPLATE, CHAT, IMAGE, QUESTION, SINGLE, ANSWER = range(6)
 def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -> list[Request]:
     """Chats of several turns, questions about popular images, single prompts; in bursts.
 
-    With `gap_s`, nobody asks anything for this time in the middle.
+    With `gap_s`, no request arrives for this time in the middle.
     """
     rnd, found, now_s = random.Random(seed), list[Request](), 0.0
     lengths = [rnd.randint(300, 1500) for _ in range(200)]
@@ -53,7 +53,7 @@ def hot_image(num_requests: int, rate: float, seed: int) -> list[Request]:
 
 
 def no_sharing(num_requests: int, rate: float, seed: int) -> list[Request]:
-    """Single prompts, each with a beginning of its own."""
+    """Single prompts without a common beginning."""
     rnd, found, now_s = random.Random(seed), list[Request](), 0.0
     for session in range(num_requests):
         now_s += rnd.expovariate(rate)

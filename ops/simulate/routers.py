@@ -26,7 +26,7 @@ class SharedQueue:
             self._serve(simulation)
 
     def change(self, simulation: Simulation) -> None:
-        """Keep the pulls, of which draining engines get nothing."""
+        """Keep the pulls: draining engines get nothing by theirs."""
 
     def _serve(self, simulation: Simulation) -> None:
         while self._queue and self._pulls:
@@ -44,13 +44,13 @@ class SharedQueue:
 
 
 class Slots:
-    """A queue for each slot, from which all engines pull by their priorities, as in the product."""
+    """A queue for each slot. All engines pull from it by their priorities, as in the product."""
 
     def __init__(self, num_slots: int) -> None:
         self._queues: list[deque[Request]] = [deque() for _ in range(num_slots)]
         self._owners: list[Engine] = []
         self._turns: dict[Engine, None] = {}
-        """Engines in the order of their pulls, that is of what they were given last."""
+        """Engines in the order of their pulls: the engine with the latest request is the last."""
 
     def route(self, simulation: Simulation, request: Request) -> None:
         slot = slot_of(request, len(self._queues))
