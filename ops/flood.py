@@ -1,8 +1,8 @@
 """`make flood`: measure how much longer a tenant waits for its answers while another one floods.
 
-A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. Between the quiet
-phases, another tenant sends ten times as many requests: large images, grammars, big bodies and long
-answers. The flood uses a key without limits, which is the default, and then a key with
+A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. Between the
+quiet phases, another tenant sends ten times as many requests: large images, grammars, big bodies
+and long answers. The flood uses a key without limits, which is the default, and then a key with
 `max_concurrent`. The figures are the steady tenant's p95 during each flood, divided by its p95 in
 the quiet phases.
 """

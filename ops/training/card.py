@@ -48,6 +48,6 @@ def verdict(scores: Sequence[Score]) -> str:
 
 
 def write_card(folder: Path, template: Path, **values: object) -> None:
-    """Write the README of a model, in which `{name}` stands for a value."""
+    """Write the README of a model. `{name}` in the template stands for a value."""
     text = template.read_text(encoding="utf-8").format(**values)
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -37,7 +37,7 @@ class Answerer:
         self._ends = {model.generation_config.eos_token_id}
 
     def judge(self, asked: Asked) -> tuple[bool, str]:
-        """Whether the answer, and the call of a tool before it, are right; and what was said."""
+        """Return whether the answer and a tool call before it are right, and the answer."""
         case = asked.case
         content: list[dict[str, str]] = [{"type": case.media} for _ in case.files]
         content.append({"type": "text", "text": asked.question})
@@ -69,7 +69,7 @@ class Answerer:
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
         pad = self._pads[asked.case.media]
         if ids.count(pad) != len(asked.case.files):
-            # A template of before that knows no clips.
+            # An older template, without clips.
             return ""
         with torch.inference_mode():
             if self._case is not asked.case:

@@ -1,4 +1,4 @@
-"""Cases of the judge: what is shown, what is asked, and the only right answer."""
+"""Cases of the judge: media, questions about them, and the only right answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shape_case(rng: Random, number: int) -> Case:
 
 
 def counted(rng: Random, count: int, size: tuple[int, int]) -> Field:
-    """A picture of so many shapes, a part of them in several kinds and colours."""
+    """Draw `count` shapes. In some pictures they have several kinds."""
     width, height = size
     colour, background = two_names(rng)
     canvas, look = surface(rng, background, width, height), Look(rng)
@@ -223,7 +223,7 @@ def tools_of(number: int, needed: Tool, other: Tool) -> list[Tool]:
 
 
 Maker = Callable[[Random, int], Case]
-# How many cases of each; those of the first five are 444 images.
+# Number of cases of each kind. The first five kinds have 444 images together.
 MAKERS: dict[str, tuple[int, Maker]] = {
     "plain": (48, plain_case),
     "shape": (120, shape_case),

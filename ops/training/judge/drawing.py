@@ -105,7 +105,7 @@ def shape_distance(shape: str, x: Field, y: Field) -> Field:
 
 
 class Look:
-    """How the shapes of one picture are drawn."""
+    """Style of the shapes of one picture."""
 
     def __init__(self, rng: Random) -> None:
         self.angle = float(rng.normal(0, 0.12)) if rng.random() < 0.5 else 0.0

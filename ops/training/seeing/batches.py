@@ -74,7 +74,7 @@ class ChatBatch:
 def group_pictures(
     pictures: Sequence[Image.Image], places: Sequence[Sequence[int]]
 ) -> list[PictureGroup]:
-    """Gathers pictures by size; `places` says which rows of the result each picture fills."""
+    """Gathers pictures by size; `places` are the rows of the result for each picture."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for number, picture in enumerate(pictures):
         by_size.setdefault(picture.size, []).append(number)
@@ -96,7 +96,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "character": tuple(CHARACTERS),
 }
 IGNORED = -100
-# Share of the training of the tower, from its begin, in which all pictures are small.
+# All pictures are small in this first share of the training of the tower.
 SMALL_SHARE = 0.6
 SMALL_SIZE = (56, 56)
 

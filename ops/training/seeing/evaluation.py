@@ -1,4 +1,4 @@
-"""The trained model as transformers runs it, and the proof that training computes the same."""
+"""The trained model in transformers, and a check that the training computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shared.models.mrope import GridRun, locate_grids
 
 
 class Folder:
-    """The finished folder, used as anyone would: through transformers alone."""
+    """The finished folder, used through transformers alone."""
 
     def __init__(self, path: Path) -> None:
         self.model: Any = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
@@ -72,7 +72,7 @@ class Folder:
 
 
 def check_tower(folder: Folder, inputs: dict[str, Tensor], shown: list[Image.Image]) -> None:
-    """Pixels and features of the pictures of one sample, ours against transformers'."""
+    """Compare the pixels and features of one sample's pictures with transformers."""
     visual = folder.model.model.visual
     sizes = [picture.width * picture.height // PATCH**2 for picture in shown]
     with torch.no_grad():
@@ -121,10 +121,10 @@ def check(path: Path, num_samples: int = 64) -> None:
 
 
 def check_clip(folder: Folder, sample: Sample, item: EncodedSample) -> None:
-    """The prompt, positions and features of a clip.
+    """Check the prompt, positions and features of a clip.
 
-    The positions are those of the product. transformers 5 leaves time out where the text behind a
-    clip begins, unlike all training.
+    The positions are compared with the product. transformers 5 computes others for the text after a
+    clip: it ignores the length of the clip in time, unlike the training.
     """
     prompt = str(
         folder.tokenizer.apply_chat_template(

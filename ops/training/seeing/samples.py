@@ -136,7 +136,7 @@ class Sample:
     clip: list[Image.Image] | None = None
     tools: list[ToolText] = field(default_factory=list)
     apart: bool = False
-    """Whether the turns are conversations of their own about the same pictures."""
+    """Whether the turns are separate conversations about the same pictures."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to its first answer, as the chat template takes it."""
@@ -173,7 +173,7 @@ def pair_sample(rng: random.Random, size: Callable[[str], Size]) -> Sample:
 
 
 def several(rng: random.Random, sample: Sample) -> Sample:
-    """Independent questions mostly; otherwise a conversation, or a picture behind the text."""
+    """Mostly independent questions; otherwise a conversation, or a picture after the text."""
     lot = rng.random()
     sample.apart = lot < 0.7
     if lot > 0.8:
@@ -229,7 +229,7 @@ def clip_sample(rng: random.Random, final: Size) -> Sample:
 
 
 def tool_sample(rng: random.Random, final: Size) -> Sample:
-    """A question that needs a call: the sum of two counts, or the name behind a character."""
+    """A question that needs a call: the sum of two counts, or the name for a character."""
     if rng.random() < 0.5:
         tool = add_tool(rng)
         counts = [rng.randint(1, MAX_COUNT) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What the training pictures show, the colours and outlines of it, and the pictures' sizes."""
+"""Contents of the training pictures, with their colours and outlines, and the pictures' sizes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Rgb = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows; None where a question about it would have no single answer."""
+    """Content of a picture. A field is None if a question about it would have no single answer."""
 
     kind: str
     colour: str | None = None
