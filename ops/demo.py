@@ -113,7 +113,7 @@ class Demo:
         self.progress = [Progress(case) for case in self.cases]
         async with site.bus("demo") as bus:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
-                await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
+                await asyncio.gather(*(self._ask(bus, state, live) for state in self.progress))
             spoken = self.cases[-1]
             images = [IMAGES / name for name in spoken.images]
             request = build_request("demo", spoken.question, images, {})
@@ -121,15 +121,15 @@ class Demo:
             self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
             self.with_tool = await ask_with_tool(site.http, LETTER, WHOSE)
 
-    async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
-        case = one.case
+    async def _ask(self, bus: Bus, state: Progress, live: Live) -> None:
+        case = state.case
         images = [IMAGES / name for name in case.images]
         videos, audios = ([RECORDINGS / name] if name else [] for name in (case.video, case.audio))
         request = build_request(case.model, case.question, images, {})
         request = with_media(request, await media_parts(bus, videos, audios))
-        one.sent_s = time.perf_counter()
+        state.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
-            one.add(record)
+            state.add(record)
             live.update(self.live_table())
 
     def live_table(self) -> Table:
@@ -138,11 +138,11 @@ class Demo:
             table.add_column(name)
         table.add_column("tokens", justify="right")
         table.add_column("tok/s", justify="right")
-        for one in self.progress:
-            files = ", ".join(one.case.files) or "—"
-            rate = f"{one.rate:.0f}" if one.num_tokens else ""
-            answer = f"[{_colour(one)}]{one.answer}[/]"
-            table.add_row(files, one.case.question, answer, str(one.num_tokens), rate)
+        for state in self.progress:
+            files = ", ".join(state.case.files) or "—"
+            rate = f"{state.rate:.0f}" if state.num_tokens else ""
+            answer = f"[{_colour(state)}]{state.answer}[/]"
+            table.add_row(files, state.case.question, answer, str(state.num_tokens), rate)
         return table
 
     def summary(self) -> Table:
@@ -150,18 +150,18 @@ class Demo:
         for name in ("question", "first token", "tokens/s", "KV blocks"):
             table.add_column(name, justify="left" if name == "question" else "right")
         table.add_column("path (time in each worker)")
-        for one in self.progress:
-            first = f"{1000 * (one.first_s - one.sent_s):.0f} ms" if one.first_s else "—"
-            blocks = str(one.final.kv_blocks) if isinstance(one.final, Finish) else "—"
-            path = " → ".join(_format_span(span) for span in one.final.path) if one.final else "—"
-            table.add_row(one.case.question, first, f"{one.rate:.0f}", blocks, path)
+        for state in self.progress:
+            first = f"{1000 * (state.first_s - state.sent_s):.0f} ms" if state.first_s else "—"
+            blocks = str(state.final.kv_blocks) if isinstance(state.final, Finish) else "—"
+            path = " → ".join(_format_span(s) for s in state.final.path) if state.final else "—"
+            table.add_row(state.case.question, first, f"{state.rate:.0f}", blocks, path)
         return table
 
 
-def _colour(one: Progress) -> str:
-    if one.final is None:
+def _colour(state: Progress) -> str:
+    if state.final is None:
         return "yellow"
-    return "green" if one.is_right else "red"
+    return "green" if state.is_right else "red"
 
 
 def _format_span(span: StageSpan) -> str:
@@ -248,13 +248,13 @@ def report(demo: Demo) -> int:
     """Print the answers, and return the exit code."""
     console.print()
     console.print(demo.summary())
-    for one in demo.progress:
-        if isinstance(one.final, Failure):
-            console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
+    for state in demo.progress:
+        if isinstance(state.final, Failure):
+            console.print(f"[red]{state.final.error.code}[/]: {state.final.error.message}")
     spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
     painted_right = demo.painting is not None and show_painting(demo.painting)
     called_right = demo.with_tool is not None and show_call(demo.with_tool)
-    right = sum(one.is_right for one in demo.progress)
+    right = sum(state.is_right for state in demo.progress)
     right += spoken_right + painted_right + called_right
     num = len(demo.cases) + 3
     verdict = f"{right} of {num} answers are right"

@@ -69,14 +69,14 @@ async def ask_with_tool(gateway_url: str, image: Path, question: str) -> ToolAns
     if response.get("status") != "completed":
         raise DemoFailed(f"the response has failed: {response.get('error') or response}")
     items = response["output"]
-    made = [item for item in items if item["type"] == "mcp_call"]
+    calls = [item for item in items if item["type"] == "mcp_call"]
     parts = [
         part["text"] for item in items if item["type"] == "message" for part in item["content"]
     ]
     return ToolAnswer(
         question,
-        [f"{call['name']}({call['arguments']})" for call in made],
-        [str(call["output"]) for call in made],
+        [f"{call['name']}({call['arguments']})" for call in calls],
+        [str(call["output"]) for call in calls],
         "".join(parts),
     )
 

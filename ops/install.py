@@ -104,11 +104,11 @@ def index_options() -> list[str]:
     return options
 
 
-def uv_command(wanted: list[str], options: list[str]) -> list[str]:
+def uv_command(packages: list[str], options: list[str]) -> list[str]:
     """Return the command that installs `wanted`; the lock file has versions and hashes of all."""
     install = [UV, "pip", "install", "--python", PYTHON, "--system-certs"]
     pinned = ["--constraints", str(LOCK), "--build-constraints", str(LOCK)]
-    return [*install, *pinned, *options, *wanted]
+    return [*install, *pinned, *options, *packages]
 
 
 def pip_commands(folder: Path) -> Iterator[list[str]]:
@@ -126,9 +126,9 @@ def pip_commands(folder: Path) -> Iterator[list[str]]:
     yield [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
 
 
-def install(wanted: list[str]) -> int:
+def install(packages: list[str]) -> int:
     """Install with uv, or else with pip; return the exit code."""
-    code = subprocess.run(uv_command(wanted, [*choose_torch(), *index_options()]), check=False)
+    code = subprocess.run(uv_command(packages, [*choose_torch(), *index_options()]), check=False)
     if code.returncode == 0:
         return 0
     say("uv has failed; pip installs all of requirements.lock, which takes some minutes")

@@ -42,8 +42,8 @@ def say(text: str) -> None:
 
 
 def has_image(image: str) -> bool:
-    known = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
-    return known.returncode == 0
+    command = ["docker", "image", "inspect", image]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def ensure_image(image: str) -> None:

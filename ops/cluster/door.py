@@ -119,13 +119,13 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, path: str, body: dict[str, Any], what: str
+        self, path: str, body: dict[str, Any], name: str
     ) -> AsyncIterator[httpx.Response]:
         """Yield a response before its body is read. Raises RuntimeError for a refusal."""
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 reason = (await response.aread()).decode(errors="replace")[:300]
-                raise RuntimeError(f"{what}: {response.status_code} {reason}")
+                raise RuntimeError(f"{name}: {response.status_code} {reason}")
             yield response
 
     async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:

@@ -67,17 +67,17 @@ def run_step(terminal: Terminal, step: Step) -> Outcome:
     """Type a command, answer its prompts, and check its exit code and output."""
     first = len(terminal.chunks)
     terminal.type(step.keys or f"{step.command}\n")
-    seen, failure = "", None
+    output, failure = "", None
     try:
         for pattern, reply in step.replies:
             text, _ = terminal.wait_for(re.compile(pattern), step.timeout_s)
-            seen += text
+            output += text
             terminal.type(reply)
         is_left = step.is_left_running
         end = re.compile(f"{DONE.pattern}|{step.expect}") if is_left else DONE
         text, ended = terminal.wait_for(end, step.timeout_s)
-        seen += text
-        plain = _SEQUENCES.sub("", seen).replace("\r", "")
+        output += text
+        plain = _SEQUENCES.sub("", output).replace("\r", "")
         if ended[1] not in ("0", None):
             failure = f"exit code {ended[1]}"
         elif not re.search(step.expect, plain, re.IGNORECASE):
@@ -125,18 +125,19 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
 
 
 def latest_request(outcomes: list[Outcome]) -> str:
-    printed = "".join(chunk.text for one in outcomes for chunk in one.chunks)
+    printed = "".join(chunk.text for outcome in outcomes for chunk in outcome.chunks)
     return next(iter(_REQUEST_ID.findall(printed)[::-1]), REQUEST)
 
 
 def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
     """Save a picture of the terminal, with the time at which each command was typed."""
     recorder = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    for one in outcomes:
+    for outcome in outcomes:
         screen = Screen()
-        screen.feed("".join(chunk.text for chunk in one.chunks))
-        recorder.print(f"[dim]{clock(one.chunks[0].at_s)}[/] $ [bold]{escape(one.step.command)}[/]")
-        for line in shortened(one.step.command, screen.text()):
+        screen.feed("".join(chunk.text for chunk in outcome.chunks))
+        command = outcome.step.command
+        recorder.print(f"[dim]{clock(outcome.chunks[0].at_s)}[/] $ [bold]{escape(command)}[/]")
+        for line in shortened(command, screen.text()):
             recorder.print(Text.from_ansi(line), soft_wrap=True)
     recorder.print(f"[dim]{clock(outcomes[-1].chunks[-1].at_s)}[/] [bold]{closing}[/]")
     recorder.save_svg(str(file), title="pagemill: the first hour", clear=False)
@@ -158,11 +159,13 @@ def shortened(command: str, lines: list[str]) -> list[str]:
     while command.startswith(typed) and typed != command and output:
         rest, _, output = output.partition("\n")  # The terminal has wrapped it.
         typed += rest
-    kept = [line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)]
-    left_out = len(kept) - HEAD - TAIL
+    output_lines = [
+        line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)
+    ]
+    left_out = len(output_lines) - HEAD - TAIL
     if left_out <= 1:
-        return kept
-    return [*kept[:HEAD], f"\x1b[2m… {left_out} more lines\x1b[0m", *kept[-TAIL:]]
+        return output_lines
+    return [*output_lines[:HEAD], f"\x1b[2m… {left_out} more lines\x1b[0m", *output_lines[-TAIL:]]
 
 
 def main() -> int:
@@ -181,12 +184,12 @@ def main() -> int:
         outcomes, size = run(Path(name))
     max_silence_s = arguments.max_silence or (MAX_BUSY_SILENCE_S if loops else MAX_SILENCE_S)
     failures = [
-        f"{one.step.command}: {reason}"
-        for one in outcomes
-        if (reason := one.failure or too_silent(one, max_silence_s))
+        f"{outcome.step.command}: {reason}"
+        for outcome in outcomes
+        if (reason := outcome.failure or too_silent(outcome, max_silence_s))
     ]
-    total_s = sum(one.seconds for one in outcomes)
-    silence_s = max(one.silence_s for one in outcomes)
+    total_s = sum(outcome.seconds for outcome in outcomes)
+    silence_s = max(outcome.silence_s for outcome in outcomes)
     machine = f"{os.cpu_count()} cores, {loops} busy loops" if loops else f"{os.cpu_count()} cores"
     closing = (
         f"{min(len(outcomes), len(STEPS))} commands in {total_s:.0f} s on {machine};"
@@ -200,14 +203,15 @@ def main() -> int:
     return int(bool(failures))
 
 
-def too_silent(one: Outcome, max_silence_s: float) -> str | None:
-    if one.silence_s <= max_silence_s:
+def too_silent(outcome: Outcome, max_silence_s: float) -> str | None:
+    if outcome.silence_s <= max_silence_s:
         return None
-    return f"silent for {one.silence_s:.1f} s, more than {max_silence_s:g} s (--max-silence)"
+    return f"silent for {outcome.silence_s:.1f} s, more than {max_silence_s:g} s (--max-silence)"
 
 
-def _row(one: Outcome) -> str:
-    return f"{one.seconds:7.1f} s, silent for {one.silence_s:4.1f} s: {one.step.command}"
+def _row(outcome: Outcome) -> str:
+    times = f"{outcome.seconds:7.1f} s, silent for {outcome.silence_s:4.1f} s"
+    return f"{times}: {outcome.step.command}"
 
 
 def _say(text: str) -> None:

@@ -56,18 +56,18 @@ class Terminal:
     def wait_for(self, pattern: re.Pattern[str], timeout_s: float) -> tuple[str, re.Match[str]]:
         """Return the output until `pattern` matches, and the match."""
         deadline = time.monotonic() + timeout_s
-        seen = ""
-        while (match := pattern.search(seen)) is None:
+        output = ""
+        while (match := pattern.search(output)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._screen], [], [], left_s)[0]:
-                raise TerminalTimeout(f"{timeout_s:.0f} s without {pattern.pattern!r}:\n{seen}")
+                raise TerminalTimeout(f"{timeout_s:.0f} s without {pattern.pattern!r}:\n{output}")
             try:
                 text = os.read(self._screen, 1 << 16).decode(errors="replace")
             except OSError as error:
-                raise TerminalTimeout(f"the shell has ended:\n{seen}") from error
+                raise TerminalTimeout(f"the shell has ended:\n{output}") from error
             self.chunks.append(Chunk(time.monotonic() - self._began, text))
-            seen += text
-        return seen, match
+            output += text
+        return output, match
 
     def close(self) -> None:
         """End the shell and all of its jobs."""

@@ -200,9 +200,9 @@ def _tool_calls(data: bytes) -> None:
 def _parsed(form: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the content, and name and arguments of each call."""
     parser = ToolParser(form, ("f", "search"))
-    found: list[Piece] = [piece for text in pieces for piece in parser.feed(text)]
+    decoded: list[Piece] = [piece for text in pieces for piece in parser.feed(text)]
     content, calls = "", list[tuple[str, str]]()
-    for piece in found + parser.end():
+    for piece in decoded + parser.end():
         if not isinstance(piece, Call):
             content += piece.text
         elif piece.name is not None:

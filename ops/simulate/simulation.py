@@ -160,10 +160,10 @@ class Simulation:
 
     def oldest_s(self) -> float | None:
         """Return when the oldest waiting request arrived."""
-        found = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
-        found += [self.held[0].arrived_s] if self.held else []
+        times_s = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
+        times_s += [self.held[0].arrived_s] if self.held else []
         routed = self.router.oldest_s()
-        return min(found if routed is None else [*found, routed], default=None)
+        return min(times_s if routed is None else [*times_s, routed], default=None)
 
     # -- events ---------------------------------------------------------------------------------
 

@@ -90,8 +90,8 @@ def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
         ratios = (ours.p50_ms / theirs.p50_ms, ours.p99_ms / theirs.p99_ms)
         cells = [f"{ratio:.2f}" for ratio in (*ratios, ours.cpu_ms / theirs.cpu_ms)]
         rows.append(("ratio", *cells, ""))
-    what = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
-    print_table(f"bytes to fields, one file after the other: {what}", COLUMNS, rows)
+    title = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
+    print_table(f"bytes to fields, one file after the other: {title}", COLUMNS, rows)
     console.print(f"memory of ours: {grown_kib} KiB here, {decoder_kib()} KiB in a decoder")
     missed = []
     if ours.p50_ms > MAX_FIELDS_MS:
@@ -108,9 +108,9 @@ def _measure_apart(
     with tempfile.NamedTemporaryFile() as file:
         file.write(clip)
         file.flush()
-        asked = [str(folder), str(num_frames), file.name, str(count)]
+        arguments = [str(folder), str(num_frames), file.name, str(count)]
         done = subprocess.run(
-            [sys.executable, "-m", REFERENCE, *asked],
+            [sys.executable, "-m", REFERENCE, *arguments],
             env=os.environ | {"PYTHONPATH": str(torchvision), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -85,31 +85,31 @@ class Measuring:
     async def _measure(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
         results = self.results[name]
         results.alone += await self._images.measure(self._count)
-        async with others as sent:
+        async with others as counts:
             await asyncio.sleep(PAUSE_S)
             results.during += await self._images.measure(self._count)
-        results.rates.append(sent.rate)
+        results.rates.append(counts.rate)
         await asyncio.sleep(PAUSE_S)
-        return sent.rate
+        return counts.rate
 
     @contextlib.asynccontextmanager
     async def _sending_clips(self) -> AsyncIterator[Sent]:
         """Send clips from this process, which receives their results."""
-        sent, clip = Sent(), make_clip()
+        counts, clip = Sent(), make_clip()
         loop = asyncio.get_running_loop()
 
         async def send() -> None:
             while True:
                 url = await client.pin_media(self._bus, renamed(clip))
                 await self._images.ask(ask_about(url))
-                sent.files += 1
+                counts.files += 1
 
         tasks = [asyncio.create_task(send()) for _ in range(AT_ONCE)]
         began = loop.time()
         try:
-            yield sent
+            yield counts
         finally:
-            sent.seconds = loop.time() - began
+            counts.seconds = loop.time() - began
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -60,29 +60,29 @@ async def sending(
 
     The yielded counts are complete at the end.
     """
-    asked = [url, str(file), use, "--at-once", str(at_once)]
+    arguments = [url, str(file), use, "--at-once", str(at_once)]
     if rate is not None:
-        asked += ["--rate", str(rate)]
+        arguments += ["--rate", str(rate)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "ops.bench.media.senders",
-        *asked,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stdin is not None
-    sent = Sent()
+    counts = Sent()
     try:
         await process.stdout.readline()  # it has begun
-        yield sent
+        yield counts
     finally:
         process.stdin.close()
-        counts = await process.stdout.read()
+        report = await process.stdout.read()
         await process.wait()
-    for name, value in json.loads(counts).items():
-        setattr(sent, name, value)
+    for name, value in json.loads(report).items():
+        setattr(counts, name, value)
 
 
 class Senders:

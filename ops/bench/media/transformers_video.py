@@ -41,11 +41,11 @@ def _open_processor(folder: Path, num_frames: int) -> Callable[[bytes], str]:
     def process(data: bytes) -> str:
         with av.open(io.BytesIO(data), "r") as opened:
             total = opened.streams.video[0].frames
-            wanted = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
+            numbers = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
             frames = [
                 frame.to_ndarray(format="rgb24")
                 for number, frame in enumerate(opened.decode(video=0))
-                if number in wanted
+                if number in numbers
             ]
         metadata = VideoMetadata(total_num_frames=total, fps=FRAMES_PER_SECOND)
         output = processor(

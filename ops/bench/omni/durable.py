@@ -62,10 +62,10 @@ class Site:
 
     async def steps_of(self, text: str) -> dict[str, float]:
         """Speak a text; return the milliseconds of each of STEPS."""
-        heard = await self._listen(text)
-        begun = {span.stage: span.received_ms for span in heard.finish.path}
-        codes = await self._log_of(heard.request_id, CODES)
-        audio = await self._log_of(heard.request_id, AUDIO)
+        speech = await self._listen(text)
+        begun = {span.stage: span.received_ms for span in speech.finish.path}
+        codes = await self._log_of(speech.request_id, CODES)
+        audio = await self._log_of(speech.request_id, AUDIO)
         enough_ms, num_frames = codes[-1].stored_ms, 0
         for message in codes:
             record = decode_record(message.data)
@@ -74,8 +74,8 @@ class Site:
             if num_frames >= self._first_frames:
                 enough_ms = message.stored_ms
                 break
-        times = [heard.began_ms, begun[TALKER], enough_ms]
-        times += [audio[0].stored_ms, heard.first_ms]
+        times = [speech.began_ms, begun[TALKER], enough_ms]
+        times += [audio[0].stored_ms, speech.first_ms]
         return {name: times[n + 1] - times[n] for n, name in enumerate(STEPS)}
 
     async def _log_of(self, request_id: str, output: str) -> list[StoredMessage]:

@@ -31,7 +31,7 @@ class Level(NamedTuple):
 
 
 def level_of(at_once: int, spoken: Sequence[Spoken], wall_s: float) -> Level:
-    first_ms = Samples(1000 * one.first_s for one in spoken)
-    factors = Samples(one.last_s / one.sound_s for one in spoken if one.sound_s)
-    sound_s = sum(one.sound_s for one in spoken)
+    first_ms = Samples(1000 * speech.first_s for speech in spoken)
+    factors = Samples(speech.last_s / speech.sound_s for speech in spoken if speech.sound_s)
+    sound_s = sum(speech.sound_s for speech in spoken)
     return Level(at_once, first_ms.median, first_ms.p99, factors.median, sound_s / wall_s)

@@ -88,8 +88,8 @@ def draw_sample(rng: np.random.Generator, bank: Sequence[Spoken]) -> Sample:
     if task == "digit" or (task == "description" and rng.random() < 0.5):
         spoken = bank[int(rng.integers(len(bank)))]
         answer = str(spoken.digit) if task == "digit" else f"the digit {spoken.digit}"
-        heard = sounds.in_a_room(rng, vary(rng, spoken.wave))
-        return Sample(task, question, answer, heard, spoken.digit, first)
+        wave = sounds.in_a_room(rng, vary(rng, spoken.wave))
+        return Sample(task, question, answer, wave, spoken.digit, first)
     number, high = int(rng.integers(1, MAX_BEEPS + 1)), bool(rng.random() < 0.5)
     answers = {
         "count": str(number),

@@ -154,9 +154,9 @@ def put_letter(
 ) -> None:
     """Draws a character by averaging its large mask; `at` is its middle and its height."""
     large = letter_coverage(character, font)
-    x, y, wanted = at
+    x, y, tall = at
     height, width = canvas.shape[:2]
-    scale = large.shape[0] / wanted
+    scale = large.shape[0] / tall
     steps = max(1, int(scale))
     offsets = (np.arange(steps) + 0.5) / steps
     padded = np.pad(large, 1)

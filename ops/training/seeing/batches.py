@@ -118,8 +118,8 @@ def tower_batch(rng: random.Random, size: int, progress: float) -> TowerBatch:
         scenes.append(scene)
     labels = {}
     for name, values in LABELS.items():
-        shown = [getattr(scene, name) for scene in scenes]
-        numbers = [IGNORED if value is None else values.index(str(value)) for value in shown]
+        values_of = [getattr(scene, name) for scene in scenes]
+        numbers = [IGNORED if value is None else values.index(str(value)) for value in values_of]
         labels[name] = torch.tensor(numbers)
     return TowerBatch(group_pictures(pictures, [[n] for n in range(size)]), labels)
 
@@ -162,14 +162,14 @@ class EncodedSample:
 
 
 def encoded(sample: Sample, encoder: Encoder) -> EncodedSample:
-    shown = [fitted(picture) for picture in sample.pictures]
-    grids = [grid_of(picture) for picture in shown]
+    pictures = [fitted(picture) for picture in sample.pictures]
+    grids = [grid_of(picture) for picture in pictures]
     pairs = None
     if sample.clip:
         frames = [fitted(frame) for frame in sample.clip]
         pairs = frame_pairs(frames)
         grids = [grid_of(frames[0], len(pairs))]
-    return EncodedSample(encoder.encode(sample, grids), shown, pairs)
+    return EncodedSample(encoder.encode(sample, grids), pictures, pairs)
 
 
 def chat_batch(rng: random.Random, size: int, encoder: Encoder) -> ChatBatch:

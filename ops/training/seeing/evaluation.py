@@ -71,13 +71,13 @@ class Folder:
         return str(self.tokenizer.decode(new, skip_special_tokens=True))
 
 
-def check_tower(folder: Folder, inputs: dict[str, Tensor], shown: list[Image.Image]) -> None:
+def check_tower(folder: Folder, inputs: dict[str, Tensor], pictures: list[Image.Image]) -> None:
     """Compare the pixels and features of one sample's pictures with transformers."""
     visual = folder.model.model.visual
-    sizes = [picture.width * picture.height // PATCH**2 for picture in shown]
+    sizes = [picture.width * picture.height // PATCH**2 for picture in pictures]
     with torch.no_grad():
         features = visual(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-        ours = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] for picture in shown]
+        ours = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] for picture in pictures]
         tokens = torch.cat([tower_forward(visual, pixels)[0] for pixels in ours])
     torch.testing.assert_close(tokens, features, atol=1e-4, rtol=1e-3)
     for pixels, theirs in zip(ours, inputs["pixel_values"].split(sizes), strict=True):

@@ -48,9 +48,9 @@ STROKES = {
 
 @cache
 def fonts() -> tuple[Any, ...]:
-    found = [FONTS_FOLDER / name for name in FONT_FILES]
+    files = [FONTS_FOLDER / name for name in FONT_FILES]
     own = ImageFont.load_default(GLYPH_HEIGHT)
-    return own, *(ImageFont.truetype(file, GLYPH_HEIGHT) for file in found if file.exists())
+    return own, *(ImageFont.truetype(file, GLYPH_HEIGHT) for file in files if file.exists())
 
 
 @cache

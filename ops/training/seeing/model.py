@@ -148,9 +148,9 @@ def tower_loss(visual: Any, heads: Heads, batch: TowerBatch) -> tuple[Tensor, di
     total, right = torch.zeros((), device=order.device), {}
     for name, parts in logits.items():
         scores, labels = torch.cat(parts).float(), batch.labels[name][order]
-        known = labels != IGNORED
+        is_labelled = labels != IGNORED
         total = total + F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
-        hits = (scores.argmax(dim=1) == labels)[known]
+        hits = (scores.argmax(dim=1) == labels)[is_labelled]
         right[name] = hits.float().mean().item()
     return total / len(order), right
 

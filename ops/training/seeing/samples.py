@@ -186,8 +186,8 @@ def chat_sample(rng: random.Random) -> Sample:
     """A conversation without a picture."""
     if rng.random() < 0.35:
         task = rng.choice(tuple(WORDINGS.questions))
-        shown = Scene("none", shape=rng.choice(SHAPE_NAMES))
-        return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, shown)), NO_PICTURE)])
+        scene = Scene("none", shape=rng.choice(SHAPE_NAMES))
+        return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, scene)), NO_PICTURE)])
     kind = rng.choice(tuple(WORDINGS.chat))
     question = rng.choice(WORDINGS.chat[kind])
     if rng.random() < PARAPHRASED_SHARE:
