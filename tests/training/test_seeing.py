@@ -25,12 +25,11 @@ from ops.training.seeing.drawing import draw_clip, draw_scene
 from ops.training.seeing.evaluation import check
 from ops.training.seeing.mixing import WEIGHTS, mixed
 from ops.training.seeing.model import chat_loss
-from ops.training.seeing.paraphrases import paraphrase
 from ops.training.seeing.samples import clip_sample, tool_sample, training_samples
 from ops.training.seeing.scenes import SHAPE_NAMES
 from ops.training.seeing.tokenizer import Encoder, load_tokenizer
 from ops.training.seeing.tools import add_tool
-from ops.training.seeing.wordings import WORDINGS
+from ops.training.seeing.wordings import WORDINGS, paraphrase
 from shared.models.mrope import GridRun, locate_grids
 
 OPS = Path(__file__).parents[2] / "ops"

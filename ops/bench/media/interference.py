@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 
 from ops.bench.media.clips import make_bombs, make_clip, padded, renamed
-from ops.bench.media.senders import Sent, Use, ask_about, sending
-from ops.bench.media.serving import Images
+from ops.bench.media.senders import Sent, Use, sending
+from ops.bench.media.serving import Images, ask_about
 from ops.harness.samples import Samples
 from shared import client
 from shared.bus.bus import Bus

@@ -18,12 +18,11 @@ from typing import Literal, get_args
 import uvloop
 
 from ops.bench.media.clips import renamed
-from ops.bench.media.renderers import send_task
+from ops.bench.media.serving import ask_about, send_task
 from ops.harness.load import at_rate
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, Unavailable
-from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
 from shared.telemetry import logs
 
 Use = Literal["stored", "asked", "refused"]
@@ -46,10 +45,6 @@ class Sent:
     @property
     def rate(self) -> float:
         return self.files / self.seconds
-
-
-def ask_about(url: str) -> list[Message]:
-    return [Message("user", [VideoPart(VideoURL(url)), TextPart("What moves?")])]
 
 
 @contextlib.asynccontextmanager

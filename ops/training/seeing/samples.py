@@ -10,7 +10,6 @@ from typing import Any, Literal
 from PIL import Image
 
 from ops.training.seeing.drawing import draw_character, draw_clip, draw_count, draw_scene
-from ops.training.seeing.paraphrases import PARAPHRASED_SHARE, chosen, paraphrase
 from ops.training.seeing.scenes import (
     CHARACTERS,
     MAX_COUNT,
@@ -23,7 +22,14 @@ from ops.training.seeing.scenes import (
 )
 from ops.training.seeing.styles import finished
 from ops.training.seeing.tools import ToolText, add_tool, lookup_tool, offered, some_name, some_word
-from ops.training.seeing.wordings import ASKABLE, NO_PICTURE, WORDINGS
+from ops.training.seeing.wordings import (
+    ASKABLE,
+    NO_PICTURE,
+    PARAPHRASED_SHARE,
+    WORDINGS,
+    chosen,
+    paraphrase,
+)
 
 FRAMED_SHARE = 0.5
 
