@@ -46,10 +46,10 @@ class ToolAnswer:
     text: str
 
     def find_fault(self, expect: str) -> str | None:
-        """Say what is wrong with the answer; None if nothing is."""
+        """Return the fault of the answer; None for a right one."""
         if self.outputs != [expect]:
-            return f"the tool was to tell {expect} once"
-        return None if expect in self.text else f"the answer was to contain {expect}"
+            return f"the tool should return {expect} once"
+        return None if expect in self.text else f"the answer should contain {expect}"
 
 
 async def ask_with_tool(gateway_url: str, image: Path, question: str) -> ToolAnswer:

@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=2.0, help="steady requests a second")
     parser.add_argument("--phase", type=float, default=20.0, help="seconds of a phase")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="phases of each kind")
     options = parser.parse_args()
     logs.configure_logging("error", role="flood")
     _show(*uvloop.run(_measure(options.rate, options.phase, options.rounds)))

@@ -71,7 +71,7 @@ def is_reachable(url: str) -> bool:
 def choose_torch() -> list[str]:
     """Return uv's options for the build of torch that fits this machine, and print the choice."""
     if os.environ.get("UV_TORCH_BACKEND"):
-        say(f"torch's build is that of UV_TORCH_BACKEND={os.environ['UV_TORCH_BACKEND']}")
+        say(f"torch's build is set by UV_TORCH_BACKEND={os.environ['UV_TORCH_BACKEND']}")
         return []
     if has_gpu():
         say("NVIDIA GPU found: torch's CUDA build, 2 GB to download, 5 GB on disk")

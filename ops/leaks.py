@@ -217,8 +217,8 @@ async def _measure(num_requests: int, seed: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=10_000, help="number of requests")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests")
     options = parser.parse_args()
     logs.configure_logging("error", role="leaks")
     return 0 if uvloop.run(_measure(options.requests, options.seed)) else 1

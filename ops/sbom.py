@@ -159,7 +159,9 @@ def _add(
     installed = distribution(name)
     version, _, _ = installed.version.partition("+")  # The build of torch.
     if name not in locked or locked[name].version != version:
-        raise SupplyError(f"{name} {version} is not what {LOCK.name} has: run `make install`")
+        raise SupplyError(
+            f"{name} {version} is installed, but not in {LOCK.name}: run `make install`"
+        )
     licence = licence_of(name, declared_by(installed))
     requires = list(requirements_of(installed, {""}))
     packages[name] = Component(name, version, licence, locked[name].hashes, requires, is_optional)

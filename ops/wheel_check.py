@@ -153,8 +153,8 @@ def run_saving(pagemill: Path, command: list[str], file: Path, env: dict[str, st
 def check_kernels(home: Path) -> None:
     log = (home / "data" / "pagemill.log").read_text()
     if "native_kernels_unavailable" in log or list((home / "cache").rglob("native-*.so")):
-        raise CheckFailed(f"the kernels of the wheel are not those that run:\n{log[-MAX_SHOWN:]}")
-    say("the kernels are those of the wheel, without a compiler")
+        raise CheckFailed(f"the running kernels are not from the wheel:\n{log[-MAX_SHOWN:]}")
+    say("the kernels are from the wheel, without a compiler")
 
 
 def check_sound(file: Path) -> None:

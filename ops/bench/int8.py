@@ -182,8 +182,8 @@ def report(folder: Path, files: list[Path]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--text", type=Path, nargs="*", default=[])
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="files to read")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is None:

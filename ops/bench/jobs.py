@@ -222,10 +222,12 @@ def _jobs_s(results: list[Result]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=4000, help="jobs of a round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each system")
     parser.add_argument("--peers", type=Path, help="folder into which the peers were installed")
-    parser.add_argument("--only", nargs="+", default=[], choices=list(SYSTEMS))
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=list(SYSTEMS), help="these systems"
+    )
     parser.add_argument("--relaxed", action="store_true", help="acknowledge before a sync")
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()

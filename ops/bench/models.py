@@ -311,8 +311,10 @@ def _write_json(file: Path, tree: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=("smollm2", "mid", "mid-text", "tiny"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "model", choices=("smollm2", "mid", "mid-text", "tiny"), help="the model to write"
+    )
+    parser.add_argument("folder", type=Path, help="its folder")
     parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
     options = parser.parse_args()
     match options.model:

@@ -144,8 +144,8 @@ def _image_bytes() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--namespaces", action="store_true")
+    parser.add_argument("--rounds", type=int, default=60, help="transfers of each size")
+    parser.add_argument("--namespaces", action="store_true", help="no shared memory; needs root")
     parser.add_argument("--owner", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)

@@ -142,7 +142,7 @@ def report(step: checks.Step) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
-    parser.add_argument("--image", default="pagemill")
+    parser.add_argument("--image", default="pagemill", help="the image to test")
     parser.add_argument("--old", help="an older image, which runs half of the workers")
     parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")

@@ -103,7 +103,7 @@ async def check_transports(compose: Compose) -> Step:
     """Payloads have gone from container to container by TCP, and no transport has failed."""
     failed = [line for line in compose.logs().splitlines() if "transport_failed" in line]
     if failed:
-        raise CheckFailed(f"{len(failed)} payloads fell over: {failed[0]}")
+        raise CheckFailed(f"{len(failed)} payloads failed by TCP: {failed[0]}")
     readers = {}
     for service in ("encoder", "engine"):
         tables = [
@@ -114,7 +114,7 @@ async def check_transports(compose: Compose) -> Step:
     if not all(readers.values()):
         raise CheckFailed(f"no connection to a payload's owner: {readers}")
     counts = ", ".join(f"{count} of {service}" for service, count in readers.items())
-    return Step("payloads by TCP", f"connections to owners: {counts}; none fell over")
+    return Step("payloads by TCP", f"connections to owners: {counts}; no failure")
 
 
 def connections(table: str, port: int) -> int:

@@ -53,8 +53,10 @@ Figures = dict[str, dict[str, Samples]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--model", choices=LONG_PROMPTS, default=TEXT_MODEL)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="counted rounds of each server")
+    parser.add_argument(
+        "--model", choices=LONG_PROMPTS, default=TEXT_MODEL, help="the served model"
+    )
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     peers = options.peers.absolute()

@@ -92,7 +92,9 @@ def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
         rows.append(("ratio", *cells, ""))
     title = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
     print_table(f"bytes to fields, one file after the other: {title}", COLUMNS, rows)
-    console.print(f"memory of ours: {grown_kib} KiB here, {decoder_kib()} KiB in a decoder")
+    console.print(
+        f"memory of Pagemill: {grown_kib} KiB in this process, {decoder_kib()} KiB in a decoder"
+    )
     missed = []
     if ours.p50_ms > MAX_FIELDS_MS:
         missed.append(f"a clip took {ours.p50_ms:.0f} ms")
@@ -181,9 +183,9 @@ async def measure_serving(options: argparse.Namespace) -> Missed:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--count", type=int, default=20, help="clips to measure")
+    parser.add_argument("--images", type=int, default=200, help="images of each row")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the images")
     parser.add_argument("--torchvision", type=Path, default=Path("build/torchvision"))
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")

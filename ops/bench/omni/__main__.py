@@ -209,8 +209,8 @@ def image_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rounds", type=int, nargs="?", default=3)
-    parser.add_argument("num_texts", type=int, nargs="?", default=48)
+    parser.add_argument("rounds", type=int, nargs="?", default=3, help="rounds of all figures")
+    parser.add_argument("num_texts", type=int, nargs="?", default=48, help="texts of a round")
     options = parser.parse_args()
     logs.configure_logging("error", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:

@@ -117,7 +117,7 @@ class Site:
         self._deployment.kill("engine", TALKER)
         (killed,) = await speaking
         if killed.sound != undisturbed.sound:
-            raise SystemExit("the speech of a killed talker has other samples")
+            raise SystemExit("after the kill of its talker, the speech has other samples")
         return killed.last_s - undisturbed.last_s
 
 

@@ -67,11 +67,13 @@ def _arguments() -> argparse.Namespace:
     names = [spec.name for spec in ROSTER]
     workloads = [workload.name for workload in WORKLOADS]
     parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="these models")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these peers")
-    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
+    parser.add_argument(
+        "--workloads", nargs="+", choices=workloads, default=workloads, help="these workloads"
+    )
     parser.add_argument("--repetitions", type=int, default=2, help="after the warm-up")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each peer")
     parser.add_argument("--profile", action="store_true", help="ours alone: time by phase")
     parser.add_argument("--out", type=Path, help="a file for all figures, as JSON lines")
     options = parser.parse_args()

@@ -117,7 +117,7 @@ def check(path: Path, num_samples: int = 64) -> None:
         ours = torch.from_numpy(item.row.positions[:, : len(prompt)])
         assert torch.equal(positions[:, 0], ours), "rotary positions differ"
         check_tower(folder, inputs, item.pictures)
-    console.print("pictures, clips, tower, text, positions and prompts equal those of transformers")
+    console.print("pictures, clips, tower, text, positions and prompts are as in transformers")
 
 
 def check_clip(folder: Folder, sample: Sample, item: EncodedSample) -> None:
